@@ -1,0 +1,1 @@
+"""paceline: train one PyTorch model on many processes, hosts and devices."""

@@ -1,0 +1,1 @@
+"""Small real programs that the demo, tests and benchmarks run."""

@@ -1,0 +1,137 @@
+"""What a group of workers can do together, and the handle of what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch import Tensor, dtype
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "product")
+T = TypeVar("T", covariant=True)
+
+
+@dataclass
+class Traffic:
+    """Bytes this worker has sent: within its host, and to other hosts."""
+
+    within: int = 0
+    between: int = 0
+
+
+class Work(Protocol[T]):
+    """An operation under way. Errors are ours and are raised once per waiter; dropping an unwaited Work keeps its buffers alive."""
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result, when it is there; at most `timeout` seconds (None: the group's deadline)."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once. Never blocks, and may push the operation forward."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with, if it has ended with one."""
+        ...
+
+
+class Finished:
+    """A Work that has ended already."""
+
+    def __init__(self, result: Any = None, error: BaseException | None = None) -> None:
+        self._result, self._error = result, error
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+
+class Group(Protocol):
+    """Workers that move in lockstep. Every call is collective: all ranks make it, in the same order.
+
+    Calls are checked before anything moves: a difference in operation, name, shape or dtype raises
+    `Mismatch` on every rank, with both sides named. A wait past the deadline raises `DeadlineExceeded`
+    naming the ranks that are missing.
+    """
+
+    rank: int  # mine, 0 <= rank < size
+    size: int
+    view: int  # number of the membership this group was made for
+    traffic: Traffic
+    waited: float  # seconds spent waiting for ranks that came later
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """Send each (to, tensor) and fill each (from, tensor); all ranks call it, lists may be empty."""
+        ...
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """The reduction of every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """`x` flattened is cut in `size` pieces as `pieces(numel, size)` says; gives the reduction of piece `rank` (1-D)."""
+        ...
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """Every rank's `x`, in rank order. Shapes may differ in the first dim; dtypes and the other dims may not."""
+        ...
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """Fill `x` on every rank with the root's values, in place; gives `x`."""
+        ...
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """xs[r] goes to rank r; gives what every rank sent here, in rank order. Shapes may differ in the first dim."""
+        ...
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """Ends when every rank has called it."""
+        ...
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """Every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank order."""
+        ...
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload (any length, not compared), on a control channel that never mixes with tensor traffic.
+
+        Blocks until all have called it. A few microseconds inside a host; safe beside pending tensor operations.
+        """
+        ...
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """The group of these ranks (None on the others); all ranks of this group call it with the same list."""
+        ...
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the group of all workers of `rank` in this one."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: dtype) -> Tensor:
+        """Memory that this group exchanges fastest (registered, shared inside a host); collective, same arguments on all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Leave in good order; frees threads, sockets and memory. Twice is harmless."""
+        ...
+
+    def abort(self) -> None:
+        """End every pending Work with an error, at once and without the others."""
+        ...
+
+
+def pieces(numel: int, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of each rank's piece of `numel` elements: contiguous, sizes differ by at most one, the first ones are larger."""
+    base, extra = divmod(numel, size)
+    starts = [r * base + min(r, extra) for r in range(size + 1)]
+    return list(zip(starts, starts[1:], strict=False))
+

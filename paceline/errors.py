@@ -1,0 +1,73 @@
+"""The errors of paceline, drawn as a tree.
+
+PacelineError
+├── UsageError (ValueError)         a user's mistake: the message has the value found, the values possible, the next thing to do
+│   ├── NotationError               a strategy written in text that can't be read
+│   ├── PlaceError                  where this process stands (rank, host, interface, meeting point) can't be told or makes no sense
+│   ├── SecretError                 the job's secret is missing, unreadable, or not the others'
+│   └── DataError                   a loader, sampler or batch that can't be dealt
+├── Mismatch                        the workers were about to do different things; both sides are named
+├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
+├── WorkerLost                      another worker is gone
+├── ViewChanged                     the group this work belonged to has been replaced
+├── ResourceError                   this machine lacks something (shared memory, a kernel feature, disk space)
+└── CheckpointError                 a checkpoint is missing, half-written, corrupted or of another model
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Any error that paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """A mistake of the caller: found, possible, and what to do next."""
+
+
+class NotationError(UsageError):
+    """A strategy written as text can't be turned into an object."""
+
+
+class PlaceError(UsageError):
+    """The place of this process in the job can't be told from its surroundings."""
+
+
+class SecretError(UsageError):
+    """The job's secret is missing, unreadable, or differs between hosts."""
+
+
+class DataError(UsageError):
+    """A loader, sampler or batch can't be dealt to the workers."""
+
+
+class Mismatch(PacelineError):
+    """Workers were about to exchange different things; the message names both sides."""
+
+
+class DeadlineExceeded(PacelineError, TimeoutError):
+    """A wait has passed its deadline; `missing` holds the ranks that never came."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class WorkerLost(PacelineError):
+    """A worker is gone; `ranks` says which."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class ViewChanged(PacelineError):
+    """The view of the group has changed; work that was pending in the old one is void."""
+
+
+class ResourceError(PacelineError):
+    """This machine lacks something that was needed, and the message says what to do."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint can't be used; the message says why and which one can."""

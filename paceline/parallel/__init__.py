@@ -1,0 +1,1 @@
+"""Where the model's parts live."""

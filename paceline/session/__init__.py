@@ -1,0 +1,1 @@
+"""The main path: start, prepare, step, log."""
