@@ -67,7 +67,11 @@ class Group(Protocol):
     size: int
     view: int  # number of the membership this group was made for
     traffic: Traffic
-    waited: float  # seconds spent waiting for ranks that came later
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for ranks that came later."""
+        ...
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         """Send each (to, tensor) and fill each (from, tensor); all ranks call it, lists may be empty."""
