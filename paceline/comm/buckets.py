@@ -1,0 +1,88 @@
+"""Parameters laid out in flat buckets, in the order in which backward makes their gradients.
+
+    order of backward:   head.bias  head.weight  | block5.fc.bias  block5.fc.weight  | ...
+    bucket 0 (small, so that the first exchange starts early)  | bucket 1             | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGN = 64  # bytes: each parameter starts on a cache line
+
+
+class Shape(NamedTuple):
+    """What a bucket has to know of a parameter."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Shape:
+        """The shape and strides of a parameter; contiguous strides where its own overlap or have holes."""
+        dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+        return cls(tuple(parameter.shape), tuple(dense.stride()), parameter.dtype, parameter.device)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.size:
+            count *= length
+        return count
+
+    @property
+    def room(self) -> int:
+        """Elements that it takes in a bucket."""
+        step = ALIGN // self.dtype.itemsize or 1
+        return -(-self.numel // step) * step
+
+
+class Bucket(NamedTuple):
+    """A flat tensor, the parameters that lie in it (their numbers), and the view of each with the parameter's strides."""
+
+    flat: Tensor
+    members: tuple[int, ...]
+    views: tuple[Tensor, ...]
+
+
+def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
+    """Parameter numbers in `order`, cut into runs of one dtype and device of at most `limit` bytes (the first run: `first` bytes).
+
+    A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their own side by side.
+    """
+    runs: list[list[int]] = []
+    open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for number in order:
+        shape = shapes[number]
+        kind = (shape.dtype, shape.device)
+        nbytes = shape.room * shape.dtype.itemsize
+        run, filled = open_runs.get(kind, ([], 0))
+        bound = first if first is not None and runs and run is runs[0] else limit
+        if not run or filled + nbytes > bound:
+            run, filled = [], 0
+            runs.append(run)
+        run.append(number)
+        open_runs[kind] = (run, filled + nbytes)
+    return runs
+
+
+def build(shapes: Sequence[Shape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]) -> list[Bucket]:
+    """Allocate the buckets with `empty(numel, dtype, device)`; all zero at first."""
+    buckets = []
+    for run in runs:
+        kind = shapes[run[0]]
+        flat = empty(max(sum(shapes[number].room for number in run), 1), kind.dtype, kind.device)
+        flat.zero_()
+        views, at = [], 0
+        for number in run:
+            shape = shapes[number]
+            views.append(torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at))
+            at += shape.room
+        buckets.append(Bucket(flat, tuple(run), tuple(views)))
+    return buckets

@@ -1,0 +1,98 @@
+"""The group of one worker: nothing has to travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.fingerprint import choosing, compare, dealing, reducing, rooted, rows
+from paceline.comm.group import Finished, Group, Op, Traffic, Work
+from paceline.comm.reduction import admit
+from paceline.errors import Mismatch, UsageError
+
+
+class SoloGroup:
+    """A `Group` of size 1."""
+
+    def __init__(self, *, view: int = 0, rank: int = 0) -> None:
+        self.rank, self.size, self.view = 0, 1, view
+        self.traffic = Traffic()
+        self.waited = 0.0
+        self._global = rank
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """See `Group.exchange`: messages to oneself."""
+        if [(to, tuple(x.shape)) for to, x in sends] != [(source, tuple(x.shape)) for source, x in recvs]:
+            raise Mismatch(f"rank 0 is alone and sends {len(sends)} messages to itself but awaits {len(recvs)}, or of other shapes")
+        for (_, x), (_, into) in zip(sends, recvs, strict=True):
+            into.copy_(x)
+        return Finished()
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`: a copy."""
+        _check(reducing("all_reduce", x, op, name, out).flaw)
+        admit(op, x.dtype)
+        if out is None:
+            return Finished(x.detach().clone())
+        return Finished(out if out is x else out.copy_(x.detach()))
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """See `Group.reduce_scatter`: all of it is mine."""
+        _check(reducing("reduce_scatter", x, op, name).flaw)
+        admit(op, x.dtype)
+        return Finished(x.detach().reshape(-1).clone())
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_gather`."""
+        _check(rows("all_gather", x, name).flaw)
+        return Finished([x.detach().clone()])
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """See `Group.broadcast`."""
+        _check(rooted(x, root, 1, name).flaw)
+        return Finished(x)
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_to_all`."""
+        _check(dealing(xs, 1, name).flaw)
+        return Finished([xs[0].detach().clone()])
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """See `Group.barrier`."""
+        return Finished()
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """See `Group.gather_objects`."""
+        return [obj]
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Group.agree`."""
+        return [payload]
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """See `Group.sub`."""
+        call = choosing(ranks, 1)
+        compare([(str(call), call.flaw)])
+        return SoloGroup(view=self.view, rank=self._global)
+
+    def global_rank(self, rank: int) -> int:
+        """See `Group.global_rank`."""
+        return self._global
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Group.empty`: ordinary memory."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+
+
+def _check(flaw: str) -> None:
+    if flaw:
+        raise UsageError(flaw)

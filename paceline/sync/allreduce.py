@@ -1,0 +1,325 @@
+"""Synchronous data parallelism: the mean of all gradients, exchanged in buckets that leave while backward runs.
+
+    backward:   g9 g8 | g7 g6 g5 | g4 ...  g1 g0 |
+    bucket 0:         |---- exchange ----|
+    bucket 1:                    |---- exchange ----|
+    end:                                         | who used what? | the rest, in the same order everywhere | p.grad |
+
+What a rank hands over early depends on what its own backward touched; which buckets there were in the end is agreed on a channel of its
+own, so every rank exchanges the same buckets in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.group import Work
+from paceline.errors import UsageError
+from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.reducers import Reducer, reducer
+from paceline.wording import spell
+
+FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
+LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket
+USED, SPARSE, LATE = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Every replica takes the same step: p.grad is the weighted mean over the global batch when backward returns, and step is torch's own.
+
+    `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs), "native" (Gloo or
+    NCCL over all ranks), or a schedule: "direct", "ring", "tree", "halving-doubling", "hierarchical". `bucket_mb`: size of a bucket in MB.
+    """
+
+    via: str = "auto"
+    bucket_mb: float = 8.0
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        reducer(self.via)  # raises for an unknown name
+        if not self.bucket_mb > 0:
+            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=8")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        return Exchange(scene, reducer(self.via), int(self.bucket_mb * 1e6))
+
+
+class Exchange:
+    """The running side of `AllReduce`."""
+
+    def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int) -> None:
+        self._scene, self._reducing, self._limit = scene, reducing, limit
+        self._reducer = reducing(scene)
+        self._slots: list[Slot] = []
+        self._shapes: list[Shape] = []
+        self._buckets: list[Bucket] = []
+        self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
+        self._missing: list[int] = []  # of each bucket: members that have not come
+        self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
+        self._works: list[Work[Tensor] | None] = []
+        self._next = 0
+        self._flags = bytearray()
+        self._order: list[int] = []
+        self._held: dict[int, Tensor] = {}
+        self._sparse: dict[int, Tensor] = {}
+        self._late: dict[int, Tensor] = {}
+        self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
+        self._full = b""
+
+    # ---- layout
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """See `Sync.attach`."""
+        self._release()
+        self._slots = list(slots)
+        self._shapes = [Shape.of(slot.parameter) for slot in slots]
+        self._flags = bytearray(len(slots))
+        self._full = bytes([USED]) * len(slots)
+        self._order.clear()
+
+    def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
+        """Make the buckets in the order in which the first worker's first backward made the gradients; what is sparse has no place there."""
+        seen = {*order, *sparse}
+        whole = [*(n for n in order if n not in sparse), *(n for n in reversed(range(len(self._slots))) if n not in seen)]
+        runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
+        self._buckets = build(self._shapes, runs, self._empty)
+        self._home = [None] * len(self._slots)
+        self._patient.clear()
+        for index, bucket in enumerate(self._buckets):
+            for number, view in zip(bucket.members, bucket.views, strict=True):
+                self._home[number] = (index, view)
+        self._rewind()
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._reducer.empty(numel, dtype)
+
+    def _rewind(self) -> None:
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._small = [[] for _ in self._buckets]
+        self._works = [None] * len(self._buckets)
+        self._next = 0
+        self._flags = bytearray(len(self._slots))
+
+    def _release(self) -> None:
+        for bucket in self._buckets:
+            self._reducer.release(bucket.flat)
+        self._buckets = []
+
+    # ---- while backward runs
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        if grad.is_sparse:
+            self._take_sparse(number, grad, scale)
+            return
+        again = self._flags[number] & USED
+        self._flags[number] |= USED
+        if not self._buckets:
+            value = _scaled(grad, scale)
+            self._held[number] = self._held[number].add_(value) if again else value
+            if not again:
+                self._order.append(number)
+            return
+        home = self._home[number]
+        if again or home is None:
+            self._once_more(number, _scaled(grad, scale))
+            return
+        index, view = home
+        if grad.numel() >= LARGE:
+            _put(view, grad, scale)
+        else:
+            self._small[index].append((view, grad, scale))
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._leave()
+        elif self._next and (work := self._works[self._next - 1]) is not None:
+            work.done()  # pushes it forward
+
+    def _leave(self) -> None:
+        """Send the buckets that are full, in order."""
+        while self._next < len(self._buckets) and not self._missing[self._next] and self._next not in self._patient:
+            self._send(self._next)
+            self._next += 1
+
+    def _send(self, index: int) -> None:
+        self._fill(index)
+        self._works[index] = self._reducer.all_reduce(self._buckets[index].flat, f"bucket {index}")
+
+    def _fill(self, index: int) -> None:
+        small = self._small[index]
+        if not small:
+            return
+        views, grads, scales = zip(*small, strict=True)
+        torch._foreach_copy_(views, grads)
+        if scales.count(scales[0]) == len(scales):
+            if scales[0] == 0.0:
+                torch._foreach_zero_(views)
+            elif scales[0] != 1.0:
+                torch._foreach_mul_(views, scales[0])
+        else:
+            for view, grad, scale in small:
+                _put(view, grad, scale)
+        small.clear()
+
+    def _once_more(self, number: int, value: Tensor) -> None:
+        """A parameter that comes twice in one backward (reentrant checkpoints that share it), or dense where it was sparse at first."""
+        home = self._home[number]
+        if home is not None:
+            self._patient.add(home[0])  # from now on its bucket waits for the end
+        if home is not None and self._works[home[0]] is None:
+            self._fill(home[0])
+            home[1].add_(value)
+        else:
+            self._flags[number] |= LATE
+            self._late[number] = self._late[number].add_(value) if number in self._late else value
+
+    def _take_sparse(self, number: int, grad: Tensor, scale: float) -> None:
+        value = grad * scale if scale else grad * 0.0
+        if not scale:
+            value = torch.sparse_coo_tensor(grad.indices()[:, :0] if grad.is_coalesced() else grad._indices()[:, :0], grad._values()[:0], grad.shape)
+        self._flags[number] |= SPARSE
+        self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
+
+    # ---- at its end
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        flags = self._meet(where)
+        used = [number for number, flag in enumerate(flags) if flag & USED]
+        for index in range(self._next, len(self._buckets)):
+            bucket = self._buckets[index]
+            if not any(flags[number] & USED for number in bucket.members):
+                continue
+            self._fill(index)
+            for number, view in zip(bucket.members, bucket.views, strict=True):
+                if not self._flags[number] & USED:
+                    view.zero_()
+            self._works[index] = self._reducer.all_reduce(bucket.flat, f"bucket {index}")
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        results = {number: home[1] for number in used if (home := self._home[number]) is not None}
+        for number, flag in enumerate(flags):
+            if flag & LATE:
+                total = self._sum_late(number)
+                results[number] = results[number].add_(total) if number in results else total
+            if flag & SPARSE:
+                total = self._sum_sparse(number)
+                results[number] = results[number].add_(total) if number in results else total
+        self._rewind()
+        return list(results.items())
+
+    def _meet(self, where: str) -> list[int]:
+        """Agree with all workers on what was used, and on the layout the first time."""
+        whole = bytes(self._flags)
+        first = not self._buckets
+        body = b"" if whole == self._full and not first else msgpack.packb([whole, self._order if first else None])
+        answers = self._scene.agreement.meet("backward", body, where="" if where == "backward" else where)
+        if not first and not any(answers):
+            return list(whole)
+        union = bytearray(len(whole))
+        order: list[int] | None = None
+        for answer in answers:
+            flags, theirs = msgpack.unpackb(answer) if answer else (self._full, None)
+            for number, flag in enumerate(flags):
+                union[number] |= flag
+            if order is None and theirs:
+                order = theirs
+        if first and any(union):
+            self._lay_out(order or [], {n for n, flag in enumerate(union) if flag & SPARSE})
+            self._flags = bytearray(whole)
+            for number, grad in self._held.items():
+                if (home := self._home[number]) is not None:
+                    home[1].copy_(grad)
+                else:
+                    self._flags[number] |= LATE
+                    self._late[number] = grad
+            for number in range(len(union)):  # dense here, sparse there: the dense part goes by itself
+                union[number] |= LATE if union[number] & USED and union[number] & SPARSE else 0
+            self._held.clear()
+        return list(union)
+
+    def _sum_late(self, number: int) -> Tensor:
+        late = self._late.pop(number, None)
+        addend = torch.zeros_like(self._slots[number].parameter) if late is None else late
+        flat = addend.detach().contiguous().view(-1)
+        return self._reducer.all_reduce(flat, f"late {number}").wait().view(addend.shape)
+
+    def _sum_sparse(self, number: int) -> Tensor:
+        parameter = self._slots[number].parameter
+        mine = self._sparse.pop(number, None)
+        if mine is None:
+            dims = parameter.shape[1:]
+            mine = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=parameter.device), parameter.new_empty((0, *dims)), parameter.shape
+            )
+        mine = mine.coalesce()
+        indices = self._scene.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
+        values = self._scene.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
+        return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
+
+    # ---- the rest of the life of a strategy
+
+    def stepped(self, optimizer: Any) -> None:
+        """See `Sync.stepped`: nothing to do, the gradient was the mean already."""
+
+    def commit(self) -> None:
+        """See `Sync.commit`: nothing is kept between steps."""
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._held.clear()
+        self._sparse.clear()
+        self._late.clear()
+        self._order.clear()
+        self._rewind()
+
+    def regroup(self, scene: Scene) -> None:
+        """See `Sync.regroup`: new buckets in the new group at the next backward."""
+        self._scene = scene
+        self._release()
+        self._reducer = self._reducing(scene)
+        self.attach(self._slots)
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        self._release()
+        self._reducer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`: a synchronous mean has no state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_state_dict`."""
+        if state:
+            raise UsageError(f"this state belongs to another strategy than AllReduce: it has {', '.join(sorted(state))}")
+
+
+def _scaled(grad: Tensor, scale: float) -> Tensor:
+    """A gradient of our own times its weight; zeros for weight 0 (0 x nan is nan)."""
+    if scale == 0.0:
+        return torch.zeros_like(grad)
+    return grad if scale == 1.0 else grad.mul_(scale)
+
+
+def _put(view: Tensor, grad: Tensor, scale: float) -> None:
+    if scale == 0.0:
+        view.zero_()
+    elif scale == 1.0:
+        view.copy_(grad)
+    else:
+        torch.mul(grad, scale, out=view)
+

@@ -1,0 +1,245 @@
+"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost pass, and puts p.grad together.
+
+    AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
+    end of the outermost:  p.grad = kept + the strategy's result
+
+The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
+finds the outer node under way, and queues itself again from there, until no node is left around it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from paceline.errors import UsageError
+from paceline.sync.base import Scene, Slot, Sync
+
+
+class Tap:
+    """What is remembered of one parameter."""
+
+    __slots__ = ("carry", "given", "handles", "name", "node", "number", "parameter", "prior", "shown", "touched", "version")
+
+    def __init__(self, number: int, name: str, parameter: Parameter) -> None:
+        self.number, self.name, self.parameter = number, name, parameter
+        self.node: Any = None
+        self.handles: list[Any] = []
+        self.touched = False  # in this backward
+        self.prior: Tensor | None = None  # what p.grad held before this backward: final, not exchanged again
+        self.carry: Tensor | None = None  # weighted gradients of silent passes, not exchanged yet
+        self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
+        self.version = 0
+        self.given: Tensor | None = None  # the strategy's memory that p.grad was set to
+
+
+class Backward:
+    """The backward passes over some parameters, on behalf of a strategy."""
+
+    def __init__(self, sync: Sync, scene: Scene) -> None:
+        self.sync, self.scene = sync, scene
+        self.taps: list[Tap] = []
+        self.passes = 0  # exchanged since the turn began
+        self.silenced = False  # a silent pass was made or asked for since the turn began
+        self.seconds = 0.0  # exposed: time spent at the end of passes
+        self._by_id: dict[int, Tap] = {}
+        self._open = False
+        self._silent = False
+        self._scale = 1.0
+
+    def watch(self, slots: Sequence[Slot]) -> None:
+        """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy."""
+        for slot in slots:
+            if id(slot.parameter) not in self._by_id:
+                tap = Tap(len(self.taps), slot.name, slot.parameter)
+                self._by_id[id(slot.parameter)] = tap
+                self.taps.append(tap)
+                self._hook(tap)
+        self.sync.attach(slots)
+
+    def _hook(self, tap: Tap) -> None:
+        parameter = tap.parameter
+        tap.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+        def before(_: Any) -> None:
+            if parameter.grad is not None or tap.carry is not None:
+                self._set_apart(tap)
+
+        def after(_: Tensor) -> None:
+            grad = parameter.grad
+            if grad is None:
+                return
+            parameter.grad = None
+            if not self._open:
+                self._begin()
+            self._arrived(tap, grad)
+
+        tap.handles = [tap.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+
+    def unwatch(self) -> None:
+        """Take all hooks out."""
+        for tap in self.taps:
+            for handle in tap.handles:
+                handle.remove()
+        self.taps.clear()
+        self._by_id.clear()
+
+    # ---- while backward runs
+
+    def _begin(self) -> None:
+        moment = self.scene.moment
+        self._open = True
+        self._silent = moment.silent
+        self._scale = 0.0 if moment.ghost else moment.scale
+        _at_end(self._end)
+
+    def _end(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None:  # this pass runs inside a node of another: wait for the end of that one
+
+            def again(*_: Any) -> None:
+                _at_end(self._end)
+
+            node.register_hook(again)
+            return
+        self._close("backward")
+
+    def _set_apart(self, tap: Tap) -> None:
+        """Before p.grad is added to: keep what it holds."""
+        if tap.touched:
+            return
+        parameter, grad = tap.parameter, tap.parameter.grad
+        if tap.shown is not None:
+            self._reclaim(tap, grad)
+        elif grad is not None:
+            tap.prior = grad.clone() if grad is tap.given else grad
+        parameter.grad = None
+
+    def _reclaim(self, tap: Tap, grad: Tensor | None) -> None:
+        """After silent passes p.grad shows their sum: find out what the user has made of it."""
+        shown, tap.shown = tap.shown, None
+        if grad is shown and shown is not None and shown._version == tap.version:
+            return
+        if grad is shown and tap.prior is None:
+            tap.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
+        elif grad is None or not bool(grad.any()):
+            tap.prior, tap.carry = grad, None
+        else:
+            raise UsageError(
+                f"p.grad of {tap.name} was changed between passes under run.no_sync(), after a pass without it had been exchanged; "
+                "call zero_grad() first, or leave it alone until the exchange"
+            )
+
+    def _arrived(self, tap: Tap, grad: Tensor) -> None:
+        if grad.requires_grad:
+            self._forget()
+            raise UsageError(
+                f"backward(create_graph=True) reached the parameter {tap.name}: an exchanged gradient has no graph; "
+                "use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
+            )
+        if self._silent:
+            grad = grad.mul_(self._scale) if self._scale else torch.zeros_like(grad)
+            tap.carry = grad if tap.carry is None else _add(tap.carry, grad)
+            tap.touched = True
+            return
+        scale = self._scale
+        if tap.carry is not None:
+            grad, tap.carry, scale = _add(grad.mul_(scale) if scale else torch.zeros_like(grad), tap.carry), None, 1.0
+        tap.touched = True
+        self.sync.ready(tap.number, grad, scale)
+
+    # ---- at its end
+
+    def _close(self, where: str) -> None:
+        if self._silent:
+            self._show()
+            return
+        started = time.perf_counter_ns()
+        for tap in self.taps:
+            if tap.touched:
+                continue
+            grad = tap.parameter.grad
+            if tap.carry is not None:
+                self._set_apart(tap)
+                if tap.carry is not None:
+                    self.sync.ready(tap.number, tap.carry, 1.0)
+                    tap.carry, tap.touched = None, True
+            elif grad is not None and grad is tap.given:
+                tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
+                tap.given = None
+        results = self.sync.backward_done(where)
+        for number, mean in results:
+            tap = self.taps[number]
+            prior, tap.prior = tap.prior, None
+            if prior is None:
+                prior = tap.parameter.grad if not tap.touched else None
+            if prior is not None:
+                mean = _add(mean, prior)
+            tap.parameter.grad = tap.given = mean
+        self._reset()
+        self.passes += 1
+        ended = time.perf_counter_ns()
+        self.seconds += (ended - started) / 1e9
+        self.scene.trace.record(where, "exchange", started, ended)
+
+    def _show(self) -> None:
+        """A silent pass has ended: p.grad shows what this rank has added up so far."""
+        for tap in self.taps:
+            if tap.touched and tap.carry is not None:
+                shown = tap.carry if tap.prior is None else _add(tap.carry.clone(), tap.prior)
+                tap.parameter.grad = tap.shown = shown
+                tap.version = shown._version
+        self.silenced = True
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open = self._silent = False
+        for tap in self.taps:
+            if tap.prior is not None and tap.shown is None:
+                if tap.parameter.grad is None:
+                    tap.parameter.grad = tap.prior
+                tap.prior = None
+            tap.touched = False
+
+    def _forget(self) -> None:
+        self._open = self._silent = False
+        for tap in self.taps:
+            tap.prior = tap.carry = tap.shown = None
+            tap.touched = False
+        self.sync.abort()
+
+    # ---- between passes
+
+    def join(self, where: str) -> None:
+        """A turn in which backward reached no parameter here: take part in what the others exchange, with zeros."""
+        if self._open:
+            self._forget()
+            raise UsageError(
+                f"a backward of step {self.scene.moment.step} ended with an error that was caught, so its gradients were never exchanged; "
+                "let the error end the run, or skip the batch before backward on every worker"
+            )
+        if self.passes or self.silenced or not self.taps or self.scene.group.size == 1:
+            return
+        self._close(where)
+
+    def turn(self) -> None:
+        """A new turn of the loader begins."""
+        self.passes = 0
+        self.silenced = False
+
+
+def _add(into: Tensor, addend: Tensor) -> Tensor:
+    """The sum, in place of `into` where layouts allow (dense or sparse)."""
+    if into.is_sparse and not addend.is_sparse:
+        return addend.add_(into)
+    return into.add_(addend)
+
+
+def _at_end(callback: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,101 @@
+"""What a strategy is: when replicas agree, told through the same few calls whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.group import Group
+from paceline.comm.ordered import Agreement
+from paceline.trace import Trace
+
+Axes = tuple[str, ...]
+
+
+class Slot(NamedTuple):
+    """What a strategy is given for each parameter: it is replicated over some axes of the mesh and sharded over others."""
+
+    name: str
+    parameter: Parameter
+    optimizer: Optimizer | None
+    replicate: Axes = ("data",)
+    shard: Axes = ()
+
+
+@dataclass
+class Moment:
+    """Where training stands, as the strategies need it; the session keeps it up to date."""
+
+    step: int = 0
+    scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
+    ghost: bool = False  # my share is empty: my gradients count as zeros
+    silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+
+@dataclass
+class Scene:
+    """All that a strategy works with: the group it exchanges in, the meeting of all workers, the moment, and the trace."""
+
+    group: Group
+    agreement: Agreement
+    moment: Moment = field(default_factory=Moment)
+    trace: Trace = field(default_factory=Trace)
+    hosts: tuple[int, ...] = ()  # the host of each rank
+    say: Callable[[str], None] = print  # how announcements are made, once each
+
+
+class Sync(Protocol):
+    """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """Take charge of these parameters (again with more of them at the end, when some were unfrozen)."""
+        ...
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """Backward has made what it adds to the gradient of slot `number`; it counts `scale` in the mean (0: as zeros)."""
+        ...
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """The outermost backward has ended, or a rank without one joins it: number and final addend of each slot that any rank has used."""
+        ...
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        ...
+
+    def commit(self) -> None:
+        """The turn of the loader is over and nothing failed."""
+        ...
+
+    def abort(self) -> None:
+        """The turn has failed: forget what it exchanged."""
+        ...
+
+    def regroup(self, scene: Scene) -> None:
+        """The workers are others now: go on with a new group."""
+        ...
+
+    def detach(self) -> None:
+        """Let go of parameters and memory."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to survive: residuals, outer optimizers, clocks."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        ...
+
+
+class Strategy(Protocol):
+    """A strategy as it is written: plain data that `begin` turns into what runs."""
+
+    def begin(self, scene: Scene) -> Sync:
+        """Start running in this scene."""
+        ...
