@@ -46,7 +46,7 @@ class Segment:
                 os.unlink(path)
             raise ResourceError(
                 f"{_mib(nbytes)} of shared memory can't be had ({error.strerror}{_room(path)}); give the container more "
-                "(docker run --shm-size=2g, or a larger memory limit), or set PACELINE_SHARED=off to use the network path"
+                "(docker run --shm-size=2g, or a larger memory limit)"
             ) from error
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgpack
 
 from paceline.comm.group import Group
-from paceline.errors import Mismatch
+from paceline.errors import DeadlineExceeded, Mismatch
 
 
 class Agreement:
@@ -20,6 +21,8 @@ class Agreement:
         self.group = group
         self._step = step
         self._hosts = hosts
+        self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
+        self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
         """Every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came to something else.
@@ -29,11 +32,46 @@ class Agreement:
         if self.group.size == 1:
             return [body]
         step = self._step()
-        answers = self.group.agree(msgpack.packb((what, step, where, body)))
+        try:
+            answers = self.group.agree(msgpack.packb((what, step, where, body)))
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
             raise Mismatch(self._describe(heads))
+        self._seen = [(head[0], head[1]) for head in heads]
+        self._met = time.monotonic()
         return [head[3] for head in heads]
+
+    def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """What `make` gives on the first worker, which alone calls it, on every worker; its error raises there, `Mismatch` elsewhere."""
+        if self.group.size == 1:
+            return make()
+        if self.group.rank != 0:
+            answer = self.meet(what)[0]
+            if answer[:1] != b"+":
+                raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
+            return answer[1:]
+        try:
+            body = make()
+        except Exception as error:
+            self.meet(what, b"-" + f"{type(error).__qualname__}: {error}".encode())
+            raise
+        self.meet(what, b"+" + body)
+        return body
+
+    def _missing(self, what: str, step: int, missing: tuple[int, ...]) -> str:
+        ago = time.monotonic() - self._met
+        texts = []
+        for rank in missing:
+            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
+            last = f", last seen at {self._seen[rank][0]} of step {self._seen[rank][1]}, {ago:.1f} s ago" if self._seen else ", never seen"
+            texts.append(f"rank {rank}{host}{last}")
+        who = "; ".join(texts) or "a rank that can't be named"
+        return (
+            f"step {step}, {what}: rank {self.group.rank} waited {ago:.1f} s in vain for {who}. "
+            "If it is only slow, raise start(deadline=seconds); else look at its own output"
+        )
 
     def _describe(self, heads: list[tuple[str, int, str, bytes]]) -> str:
         places: dict[str, list[str]] = {}

@@ -92,10 +92,18 @@ class SharedGroup:
 
     @classmethod
     def from_store(
-        cls, store: Any, rank: int, size: int, *, deadline: float = 120.0, view: int = 0, folder: str | None = None
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        deadline: float = 120.0,
+        view: int = 0,
+        folder: str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> SharedGroup:
         """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment. `folder`: files there instead of memfd."""
-        return cls(Board.from_store(store, rank, size, deadline=deadline, folder=folder), view=view)
+        return cls(Board.from_store(store, rank, size, deadline=deadline, folder=folder), view=view, ranks=ranks)
 
     @property
     def waited(self) -> float:

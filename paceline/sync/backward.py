@@ -45,8 +45,10 @@ class Backward:
     def __init__(self, sync: Sync, scene: Scene) -> None:
         self.sync, self.scene = sync, scene
         self.taps: list[Tap] = []
+        self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
+        self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self._by_id: dict[int, Tap] = {}
         self._open = False
@@ -55,13 +57,18 @@ class Backward:
 
     def watch(self, slots: Sequence[Slot]) -> None:
         """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy."""
-        for slot in slots:
-            if id(slot.parameter) not in self._by_id:
-                tap = Tap(len(self.taps), slot.name, slot.parameter)
-                self._by_id[id(slot.parameter)] = tap
-                self.taps.append(tap)
-                self._hook(tap)
-        self.sync.attach(slots)
+        new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
+        for slot in new:
+            tap = Tap(len(self.taps), slot.name, slot.parameter)
+            self._by_id[id(slot.parameter)] = tap
+            self.taps.append(tap)
+            self.slots.append(slot)
+            self._hook(tap)
+        if new:
+            for tap in self.taps:  # the strategy lays its memory out anew
+                if tap.parameter.grad is not None and tap.parameter.grad is tap.given:
+                    tap.parameter.grad, tap.given = tap.parameter.grad.clone(), None
+            self.sync.attach(self.slots)
 
     def _hook(self, tap: Tap) -> None:
         parameter = tap.parameter
@@ -94,7 +101,7 @@ class Backward:
 
     def _begin(self) -> None:
         moment = self.scene.moment
-        self._open = True
+        self._open = self.ran = True
         self._silent = moment.silent
         self._scale = 0.0 if moment.ghost else moment.scale
         _at_end(self._end)

@@ -47,6 +47,7 @@ class Scene:
     trace: Trace = field(default_factory=Trace)
     hosts: tuple[int, ...] = ()  # the host of each rank
     say: Callable[[str], None] = print  # how announcements are made, once each
+    native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
 
 
 class Sync(Protocol):

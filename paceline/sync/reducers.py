@@ -8,7 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.comm.collectives import Lane
 from paceline.comm.group import Group, Work
+from paceline.comm.schedule import SCHEDULES, Schedule, build
+from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.sync.base import Scene
 from paceline.wording import choices
@@ -37,8 +40,8 @@ class Reducer(Protocol):
 class Native:
     """The group's own all-reduce."""
 
-    def __init__(self, group: Group, say: Callable[[str], None]) -> None:
-        self._group, self._say = group, say
+    def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
+        self._group, self._say, self._owned = group, say, owned
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Reducer.empty`."""
@@ -56,15 +59,50 @@ class Native:
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
         """See `Reducer.all_reduce`."""
+        if isinstance(self._group, TorchGroup):
+            return self._group.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
 
     def close(self) -> None:
-        """See `Reducer.close`: nothing to free."""
+        """See `Reducer.close`."""
+        if self._owned:
+            self._group.close()
 
 
-WAYS: dict[str, Callable[[Scene], Reducer]] = {
-    "auto": lambda scene: Native(scene.group, scene.say),
-}
+class Scheduled(Native):
+    """A schedule, run move by move over the group's `exchange`."""
+
+    def __init__(self, group: Group, schedule: Schedule, say: Callable[[str], None]) -> None:
+        super().__init__(group, say)
+        self._lane, self._schedule = Lane(group), schedule
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Reducer.empty`: messages are copied anyway."""
+        return torch.empty(numel, dtype=dtype)
+
+    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+        """See `Reducer.all_reduce`."""
+        return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
+
+
+def _auto(scene: Scene) -> Reducer:
+    return Native(scene.group, scene.say)
+
+
+def _native(scene: Scene) -> Reducer:
+    if scene.native is None or scene.group.size == 1:
+        return _auto(scene)
+    return Native(scene.native(), scene.say, owned=True)
+
+
+def _by(name: str) -> Callable[[Scene], Reducer]:
+    def make(scene: Scene) -> Reducer:
+        return Scheduled(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.say)
+
+    return make
+
+
+WAYS: dict[str, Callable[[Scene], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
 
 
 def reducer(via: str) -> Callable[[Scene], Reducer]:

@@ -1,0 +1,34 @@
+# Each target makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt has changed since.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test soak lint bench clean
+
+demo: .venv/.made
+	$(BIN)/paceline demo
+
+test: .venv/.made
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+soak: .venv/.made
+	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)
+
+lint: .venv/.made
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.made
+	$(BIN)/paceline bench collectives
+	$(BIN)/paceline bench training
+
+.venv/.made: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,272 @@
+"""Training steps: paceline against DistributedDataParallel, and against the same program without any exchange.
+
+All programs live in the same worker processes, with models of their own that begin equal, and take turns round by round. What the
+exchange adds is (paceline - nothing) / (ddp - nothing). At the end the weights of both must agree, and those without exchange must not.
+
+    python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2] [--variants nothing ddp paceline]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import Crew, Message, Row, arguments, bootstrap, interleave, ratio, report, serve
+
+HERE = Path(__file__).resolve().parent
+SAMPLES = 4096
+LAST = 1e-4  # |difference| / |weights| between ddp and paceline after all rounds, at most
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, the samples each worker has of a step, the steps of a round, and the bars (ratios, at most)."""
+
+    batch: int
+    steps: int
+    added: float | None = None  # what the exchange adds, against what DDP adds
+    step: float | None = None  # the step, against DDP's
+    alone: float | None = None  # one worker's step, against the plain loop's
+
+
+SETUPS = {
+    "gpt-19m": Setup(batch=2, steps=4, added=0.40, alone=1.02),
+    "gpt-0.9m": Setup(batch=12, steps=20, step=1.02),
+    "tiny": Setup(batch=4, steps=20, step=1.10, alone=1.10),
+}
+
+
+def build(name: str) -> tuple[Any, Callable[[Any, Any], Any], Any]:
+    """The model, its loss, and its data set; the same in every process."""
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from paceline.apps import gpt
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    if name == "tiny":
+        x = torch.randn(SAMPLES, 8, generator=generator)
+        return tiny(), nn.functional.mse_loss, TensorDataset(x, x.roll(1, 1))
+    shape = gpt.MEDIUM if name == "gpt-19m" else gpt.SMALL
+    text = torch.randint(shape.vocab, (SAMPLES, shape.context + 1), generator=generator)
+    return gpt.GPT(shape), gpt.next_token_loss, TensorDataset(text[:, :-1], text[:, 1:])
+
+
+def tiny() -> Any:
+    """1,000 parameters of 64 and of 8 values in turn: what counts is the cost of each one."""
+    from torch import Tensor, nn
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(500))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + 0.01 * layer(x)
+            return x
+
+    return Residual()
+
+
+# ---- the programs: generators that train one step whenever they are asked for the next
+
+
+def nothing(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
+    """The loop without any exchange; with one worker, the plain loop."""
+    model, loss, data = build(name)
+    return model, loop(model, loss, dealt(data, name, rank, size), optimizer_of(model, options))
+
+
+def ddp(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
+    """The same loop under DistributedDataParallel, as its tutorial has it."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    model, loss, data = build(name)
+    wrapped = DistributedDataParallel(model)
+    return model, loop(wrapped, loss, dealt(data, name, rank, size), optimizer_of(wrapped, options))
+
+
+def paceline(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
+    """The same loop under paceline, as its README has it: the batch in the loader is the global one."""
+    from torch.utils.data import DataLoader
+
+    import paceline as pl
+
+    run = pl.start()
+    model, loss, data = build(name)
+    loader = DataLoader(data, batch_size=SETUPS[name].batch * size)
+    model, optimizer, loader = run.prepare(model, optimizer_of(model, options), loader)
+
+    def steps() -> Iterator[None]:
+        for _ in run.epochs(10**6):
+            for x, y in loader:
+                value = loss(model(x), y)
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not options.silent:
+                    run.log(loss=value)
+                yield
+
+    return model, steps()
+
+
+PROGRAMS = {"nothing": nothing, "ddp": ddp, "paceline": paceline}
+
+
+def dealt(data: Any, name: str, rank: int, size: int) -> Any:
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False) if size > 1 else None
+    return DataLoader(data, batch_size=SETUPS[name].batch, sampler=sampler)
+
+
+def optimizer_of(model: Any, options: argparse.Namespace) -> Any:
+    import torch
+
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options.optimizer](model.parameters(), lr=1e-3)
+
+
+def loop(model: Any, loss: Callable[[Any, Any], Any], loader: Any, optimizer: Any) -> Iterator[None]:
+    while True:
+        for x, y in loader:
+            value = loss(model(x), y)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+class Worker:
+    """One worker with all programs, asked for rounds of one of them."""
+
+    def __init__(self, name: str, rank: int, size: int, options: argparse.Namespace) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.programs = {variant: PROGRAMS[variant](name, rank, size, options) for variant in options.variants}
+
+    def handle(self, message: Message) -> Message:
+        return self.train(message["variant"], message["steps"]) if "variant" in message else self.compare()
+
+    def train(self, variant: str, steps: int) -> Message:
+        """Seconds of each of `steps` steps, after one that isn't timed: it warms the caches and brings the workers together."""
+        _, program = self.programs[variant]
+        next(program)
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(program)
+        return {"seconds": (time.perf_counter() - start) / steps}
+
+    def compare(self) -> Message:
+        """A hash of each program's weights, and how far they are from paceline's."""
+        import hashlib
+
+        import torch
+
+        weights = {v: torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for v, (model, _) in self.programs.items()}
+        ours = weights.get("paceline")
+        return {
+            v: {
+                "hash": hashlib.sha256(w.numpy().tobytes()).hexdigest(),
+                "away": None if ours is None else float((w - ours).double().norm() / w.double().norm()),
+            }
+            for v, w in weights.items()
+        }
+
+
+# ---- the coordinator
+
+
+def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a step of every variant in every round; raises when the weights at the end are not what they should be."""
+    variants = [v for v in options.variants if v != "ddp" or workers > 1]
+    flags = ["--serve", name, "--optimizer", options.optimizer, *["--silent"] * options.silent, "--variants", *variants]
+    script = [str(HERE / "training.py"), *flags]
+    launch = [sys.executable]
+    if workers > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    with tempfile.TemporaryDirectory() as folder, Crew(name, [[*launch, *script]], workers, folder=folder) as crew:
+        steps = options.steps or SETUPS[name].steps
+
+        def asking(variant: str) -> Callable[[], float]:
+            return lambda: max(answer["seconds"] for answer in crew.ask(variant=variant, steps=steps))
+
+        samples = interleave({v: asking(v) for v in variants}, options.rounds, warmup=2)
+        inspect(crew.ask(), workers)
+    return samples
+
+
+def inspect(answers: Sequence[Message], workers: int) -> None:
+    """Whether every program did what it is there for."""
+    for variant in answers[0]:
+        equal = len({a[variant]["hash"] for a in answers}) == 1
+        if equal != (variant != "nothing" or workers == 1):
+            raise RuntimeError(f"{variant}: the workers' weights are {'equal' if equal else 'different'} after training")
+    reference = "ddp" if "ddp" in answers[0] else "nothing" if workers == 1 else None
+    if reference is not None and "paceline" in answers[0] and answers[0][reference]["away"] > LAST:
+        raise RuntimeError(f"paceline's weights are {answers[0][reference]['away']:.2e} away from {reference}'s, more than {LAST:g}")
+
+
+def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]:
+    """A row for each comparison that these samples allow."""
+    setup, rows = SETUPS[name], []
+    seconds = {variant: statistics.median(s) for variant, s in samples.items()}
+    what = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
+    if "paceline" not in samples:
+        return [Row(what, seconds)]
+    if workers == 1:
+        return [Row(what, seconds, "step: paceline / plain loop", ratio(samples["paceline"], samples["nothing"]), most=setup.alone)]
+    if "ddp" in samples and "nothing" in samples:
+        added = bootstrap(lambda n, d, p: (p - n) / (d - n), samples["nothing"], samples["ddp"], samples["paceline"])
+        rows.append(Row(what, seconds, "what the exchange adds: paceline / ddp", added, most=setup.added))
+    if "ddp" in samples:
+        rows.append(Row(what, seconds, "step: paceline / ddp", ratio(samples["paceline"], samples["ddp"]), most=setup.step))
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", "training", rounds=30)
+    parser.add_argument("--models", nargs="+", choices=list(SETUPS), default=list(SETUPS))
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--variants", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument("--steps", type=int, help="steps of a round (default: by model)")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--silent", action="store_true", help="paceline's loop without run.log(loss=...)")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        rank, size = place()
+        serve(rank, Worker(options.serve, rank, size, options).handle)
+        return
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    for name in options.models:
+        for workers in options.workers:
+            samples = measure(name, workers, options)
+            raw[f"{name}, {workers}"] = samples
+            rows += judge(name, workers, samples)
+    if not report("training", rows, options, raw) and options.check:
+        sys.exit(1)
+
+
+def place() -> tuple[int, int]:
+    """Rank and size of this worker as torchrun gives them; without a launcher it is alone."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The main job on this machine: a small GPT on real text, alone and with several workers, and a table of what came out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cluster.machine import cores
+from paceline.errors import UsageError
+
+SCRIPT = Path(__file__).with_name("pretrain.py")
+# Runs a script with arguments on so many workers of so many threads each; gives its exit code.
+Launch = Callable[[Path, Sequence[str], int, int], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses."""
+
+    workers: int = 2
+    steps: int = 800
+    alone: int = 150
+    folder: str = "runs"
+    text: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 2:
+            raise UsageError(f"--workers {self.workers}: the demo compares one worker with several, so give 2 or more")
+        if not 2 <= self.alone <= self.steps:
+            raise UsageError(f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run has left behind, and how it was made."""
+
+    title: str
+    summary: dict[str, Any]
+    losses: list[float]  # of each step, over all workers
+    validation: tuple[float, float]  # before and after
+    sample: str
+
+
+def demo(plan: Plan, launch: Launch, console: Console) -> int:
+    """Train alone and together, print the table; gives the exit code of the first run that failed, else 0."""
+    share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
+    whole = share * plan.workers
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    runs = [
+        (f"1 worker, {_count(share, 'core')}", f"demo-{stamp}-alone", 1, share, plan.alone),
+        (f"1 worker, {_count(whole, 'core')}", f"demo-{stamp}-whole", 1, whole, plan.alone),
+        (f"{plan.workers} workers, {_count(share, 'core')} each", f"demo-{stamp}", plan.workers, share, plan.steps),
+    ]
+    outcomes = []
+    for title, name, workers, threads, steps in runs:
+        console.print(f"\n{title}: {steps} steps", style="bold")
+        arguments = ["--steps", str(steps), "--of", str(plan.steps), "--name", name, "--folder", plan.folder]
+        arguments += ["--text", str(plan.text)] if plan.text else []
+        code = launch(SCRIPT, arguments, workers, threads)
+        if code != 0:
+            return code
+        outcomes.append(collect(Path(plan.folder) / name, title))
+    console.print(table(outcomes))
+    console.print("A sample of what it has learned to write:\n", style="bold")
+    console.print(Text(outcomes[-1].sample))
+    console.print(f"\nEverything about the run is in {plan.folder}/{runs[-1][1]}: paceline report {plan.folder}/{runs[-1][1]}")
+    return 0
+
+
+def collect(folder: Path, title: str) -> Outcome:
+    """What is in a run folder of the demo."""
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]
+    said = json.loads((folder / "demo.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    return Outcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """The outcomes side by side; speed-up and losses are compared with the first."""
+    base = outcomes[0]
+    whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
+    whole.add_column("")
+    for outcome in outcomes:
+        whole.add_column(outcome.title, justify="right")
+    rows: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("steps", lambda o: f"{len(o.losses)}"),
+        ("loss, train: first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
+        ("loss, train: last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
+        ("loss, validation: start", lambda o: f"{o.validation[0]:.3f}"),
+        ("loss, validation: end", lambda o: f"{o.validation[1]:.3f}"),
+        ("largest difference of a loss", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
+        ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
+        ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"),
+        *((f"step, {part}", lambda o, part=part: milliseconds(o, part)) for part in ("compute", "exchange", "wait", "data")),
+        ("sent in a step, within the host", lambda o: megabytes(o, "within")),
+        ("sent in a step, between hosts", lambda o: megabytes(o, "between")),
+    ]
+    for label, cell in rows:
+        whole.add_row(label, *(cell(outcome) for outcome in outcomes))
+    return whole
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest difference between two curves, over the steps that both have."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=False))
+
+
+def milliseconds(outcome: Outcome, part: str) -> str:
+    """How long that part of a step took."""
+    return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
+
+
+def megabytes(outcome: Outcome, where: str) -> str:
+    """What one step sent."""
+    return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,107 @@
+"""A small GPT: the decoder of Radford et al. (2019) with pre-normalised blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a GPT: width `d`, layers, heads, tokens seen at once, different tokens; `tied` shares the two embeddings."""
+
+    d: int = 128
+    layers: int = 4
+    heads: int = 4
+    context: int = 64
+    vocab: int = 256
+    dropout: float = 0.0
+    tied: bool = False
+
+
+SMALL = Shape()  # 0.9 M parameters
+MEDIUM = Shape(d=512, layers=6, heads=8)  # 19 M parameters
+
+
+class Attention(nn.Module):
+    """Causal self-attention of every token to those before it; (batch, tokens, d) in and out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.dropout = shape.heads, shape.dropout
+        self.qkv = nn.Linear(shape.d, 3 * shape.d)
+        self.out = nn.Linear(shape.d, shape.d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, d = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, tokens, d))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.before_attention, self.before_perceptron = nn.LayerNorm(shape.d), nn.LayerNorm(shape.d)
+        self.attention = Attention(shape)
+        self.up, self.down = nn.Linear(shape.d, 4 * shape.d), nn.Linear(4 * shape.d, shape.d)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.before_attention(x)))
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.before_perceptron(x)))))
+        return out
+
+
+class GPT(nn.Module):
+    """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab)."""
+
+    def __init__(self, shape: Shape = SMALL) -> None:
+        super().__init__()
+        if shape.d % shape.heads:
+            raise ValueError(f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of heads divides")
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.vocab, shape.d)
+        self.positions = nn.Embedding(shape.context, shape.d)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(shape.d)
+        self.head = nn.Linear(shape.d, shape.vocab, bias=False)
+        self._initialise()
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:  # what is added to the residual stream is smaller the more layers add to it
+                added = name.endswith(("attention.out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * self.shape.layers) if added else 1.0))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.arange(x.shape[1], device=x.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions(here))))
+        return logits
+
+    @torch.no_grad()
+    def continued(self, x: Tensor, count: int, *, temperature: float = 0.8, generator: Generator | None = None) -> Tensor:
+        """`x` (batch, tokens) with `count` more tokens, drawn one by one."""
+        training = self.training
+        self.eval()
+        for _ in range(count):
+            logits = self(x[:, -self.shape.context :])[:, -1] / temperature
+            x = torch.cat([x, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+        self.train(training)
+        return x
+
+
+def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy of logits (batch, tokens, vocab) against the tokens `y` (batch, tokens) that came next, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())

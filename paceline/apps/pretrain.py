@@ -1,0 +1,98 @@
+"""Trains the small GPT on the standard library's sources: the script that `paceline demo` runs on every worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Subset
+
+import paceline as pl
+from paceline.apps import text
+from paceline.apps.gpt import GPT, SMALL, next_token_loss
+
+BATCH = 32  # of all workers together
+VALIDATION = 1024  # windows
+PROMPT = "def "
+
+
+class Task(NamedTuple):
+    """What to train: a model that is the same in every process, and batches in an order that doesn't depend on workers."""
+
+    model: GPT
+    train: DataLoader[tuple[Tensor, Tensor]]
+    validation: DataLoader[tuple[Tensor, Tensor]]
+
+
+def task(steps: int, folder: Path | None = None) -> Task:
+    """The model and the data of the demo; the first k steps are the same whatever `steps` is."""
+    train, validation = text.datasets(SMALL.context, folder=folder)
+    chance = torch.Generator().manual_seed(0)
+    rows = torch.randperm(len(train), generator=chance)
+    rows = rows.repeat(-(-steps * BATCH // len(rows)))[: steps * BATCH]  # a small text is read several times
+    held_out = torch.randperm(len(validation), generator=chance)[:VALIDATION]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT(SMALL)
+    return Task(
+        model,
+        DataLoader(Subset(train, rows.tolist()), batch_size=BATCH),
+        DataLoader(Subset(validation, held_out.tolist()), batch_size=256),
+    )
+
+
+@torch.no_grad()
+def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
+    """The mean loss over all of `loader`, whichever worker saw which rows."""
+    losses = []
+    for x, y in loader:
+        logits = model(x.to(run.device))
+        losses.append(run.gather(F.cross_entropy(logits.transpose(1, 2), y.to(run.device), reduction="none").mean(1)))
+    return torch.cat(losses).mean().item()
+
+
+def sample(model: GPT, count: int = 240) -> str:
+    """Text that the model goes on with after "def "."""
+    device = next(model.parameters()).device
+    prompt = torch.tensor([list(PROMPT.encode())], device=device)
+    chance = torch.Generator(device).manual_seed(1)
+    return text.decode(model.continued(prompt, count, temperature=0.7, generator=chance)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, required=True, help="steps to train")
+    parser.add_argument("--of", type=int, required=True, help="steps that the learning rate is planned for")
+    parser.add_argument("--name", required=True, help="name of the run folder")
+    parser.add_argument("--folder", default="runs", help="where run folders are")
+    parser.add_argument("--text", type=Path, default=None, help="a folder of .py files instead of the standard library")
+    options = parser.parse_args()
+
+    model, loader, held_out = task(options.steps, options.text)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.of + 1, pct_start=0.1)
+    with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
+        model, optimizer, schedule, loader, held_out = run.prepare(model, optimizer, schedule, loader, held_out)
+        before = evaluate(run, model, held_out)
+        for x, y in loader:
+            loss = next_token_loss(model(x.to(run.device)), y.to(run.device))
+            loss.backward()
+            run.clip(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            run.log(loss=loss)
+        after = evaluate(run, model, held_out)
+        if run.is_first:
+            outcome = {"validation": [before, after], "sample": sample(model)}
+            (Path(options.folder) / options.name / "demo.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

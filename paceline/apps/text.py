@@ -1,0 +1,72 @@
+"""Real text that every machine has: the standard library's own sources, as bytes, split by file into train and validation."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.errors import DataError
+
+# Tests, and what isn't on every machine.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "config"}
+VALIDATION = 10  # one file in so many
+
+
+def sources(folder: Path | None = None) -> list[Path]:
+    """The .py files under `folder` (default: Python's standard library without its tests), in an order that is the same everywhere."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    found = [path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
+    if not found:
+        raise DataError(f"no .py files under {root}: give a folder that has some (--text FOLDER)")
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def split(files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Train and validation files; where a file goes depends on its name only, so that no text is ever in both."""
+    validation = [path for path in files if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION == 0]
+    kept = set(validation)
+    return [path for path in files if path not in kept], validation
+
+
+def read(files: list[Path], *, limit: int | None = None) -> Tensor:
+    """The bytes of the files one after the other, as uint8 tokens; `limit` stops after so many."""
+    text = bytearray()
+    for path in files:
+        text += path.read_bytes() + b"\n"
+        if limit is not None and len(text) >= limit:
+            break
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of `context` tokens, side by side: item i is (x, y), int64 of `context` elements, y the tokens that come next."""
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        if tokens.numel() <= context:
+            raise DataError(f"{tokens.numel()} tokens are too few for windows of {context}: give more text or a shorter context")
+        self.tokens, self.context = tokens, context
+
+    def __len__(self) -> int:
+        return (self.tokens.numel() - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        cut = self.tokens[index * self.context : (index + 1) * self.context + 1].long()
+        return cut[:-1], cut[1:]
+
+
+def datasets(context: int, *, folder: Path | None = None, limit: int | None = None) -> tuple[Windows, Windows]:
+    """Train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
+    train, validation = split(sources(folder))
+    return Windows(read(train, limit=limit), context), Windows(read(validation, limit=limit), context)
+
+
+def decode(tokens: Tensor) -> str:
+    """The text of byte tokens."""
+    return bytes(tokens.tolist()).decode(errors="replace")

@@ -1,0 +1,119 @@
+"""Measures all-reduce on the group of all workers, by size, way and kind of memory: the script of `paceline bench collectives`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import paceline as pl
+from paceline.comm import collectives
+from paceline.comm.group import Group, Work
+from paceline.comm.schedule import SCHEDULES, Schedule, build
+from paceline.errors import PacelineError, UsageError
+from paceline.wording import choices
+
+UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
+FEWEST, MOST = 5, 2_000  # calls that are measured
+Call = Callable[[Tensor], Work[Tensor]]  # sums a tensor over all workers, in place
+
+
+class Timing(NamedTuple):
+    """What one way took for one size: the median of the slowest worker."""
+
+    nbytes: int
+    via: str
+    memory: str  # "registered" | "ordinary"
+    seconds: float
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4KB`, `33MB` or `100B`, a multiple of 4 (float32)."""
+    found = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
+    nbytes = int(found[1]) * UNITS[found[2]] // 4 * 4 if found else 0
+    if not nbytes:
+        raise UsageError(f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at least, such as 256KB")
+    return nbytes
+
+
+def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
+    """What each name in a list with commas calls: `native` is the group's own all-reduce, the others are schedules."""
+    ways: dict[str, Call] = {}
+    for name in (part.strip() for part in text.split(",")):
+        if name == "native":
+            ways[name] = lambda x: group.all_reduce(x, out=x)
+        elif name in SCHEDULES:
+            ways[name] = functools.partial(_follow, group, build(name, hosts))
+        else:
+            raise UsageError(f"--via {name}: {choices(name, ['native', *SCHEDULES])}")
+    return ways
+
+
+def _follow(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
+    return collectives.all_reduce(group, x, schedule, out=x)
+
+
+def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:
+    """The median time of a call on the slowest worker, in seconds, after its result was found right."""
+    expected = group.size * (group.size + 1) / 2
+    first = timed(call, x, group)
+    if not bool((x == expected).all()):
+        raise PacelineError(f"worker {group.rank} got {x[x != expected][0].item()} for a sum that is {expected}: the exchange is broken")
+    slowest = max(group.gather_objects(first))
+    count = min(MOST, max(FEWEST, int(seconds / slowest)))
+    return float(max(group.gather_objects(statistics.median(timed(call, x, group) for _ in range(count)))))
+
+
+def timed(call: Call, x: Tensor, group: Group) -> float:
+    """The seconds of one call that all workers begin together, on values that differ between them."""
+    x.fill_(group.rank + 1)
+    group.barrier().wait()
+    start = time.perf_counter()
+    call(x).wait()
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)  # until then it is only queued
+    return time.perf_counter() - start
+
+
+def words(timings: list[Timing], workers: int) -> str:
+    """The timings as a table; the bandwidth is the size of the tensor over the time."""
+    lines = [f"all-reduce of float32, {workers} workers; median of the slowest", "     size  via               memory        ms       GB/s"]
+    for nbytes, via, memory, seconds in timings:
+        size = f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:g} KB"
+        lines.append(f"{size:>9}  {via:<16}  {memory:<10}  {seconds * 1e3:8.3f}  {nbytes / seconds / 1e9:6.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="4KB,256KB,1MB,8MB,33MB", help="sizes of the tensors, with B, KB or MB")
+    parser.add_argument("--via", default="native", help="native, or names of schedules")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long to measure each")
+    parser.add_argument("--folder", default="runs", help="where run folders go")
+    options = parser.parse_args()
+    sizes = [parse_size(text) for text in options.sizes.split(",")]
+
+    with pl.start(folder=options.folder, trace="off") as run:
+        group = run.group
+        ways = parse_ways(options.via, group, [0] * group.size)
+        timings = []
+        for nbytes in sizes:
+            tensors = {"ordinary": torch.empty(nbytes // 4, device=run.device)}
+            if run.device.type == "cpu":
+                tensors["registered"] = group.empty((nbytes // 4,), torch.float32)
+            for memory, x in tensors.items():
+                for via, call in ways.items():
+                    if via == "native" or memory == "ordinary":  # schedules send from ordinary memory anyway
+                        timings.append(Timing(nbytes, via, memory, measure(call, x, group, options.seconds)))
+        run.print(words(timings, group.size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Draws a schedule that is named on the command line, such as ring:5 or hierarchical:2+3."""
+
+from __future__ import annotations
+
+from paceline.comm.schedule import SCHEDULES, build, draw
+from paceline.errors import UsageError
+from paceline.wording import choices
+
+WIDEST = 64  # workers; a larger picture is no help
+
+
+def picture(text: str) -> str:
+    """The picture of `NAME:N` for N workers on one host, or of `NAME:N+M+...` for N workers on a first host, M on a second."""
+    name, _, numbers = text.partition(":")
+    if name not in SCHEDULES:
+        raise UsageError(f"{name} is not a schedule; {choices(name, SCHEDULES)}")
+    return draw(build(name, hosts(numbers, text)))
+
+
+def hosts(numbers: str, text: str) -> list[int]:
+    """The host of each worker: `2+3` is [0, 0, 1, 1, 1]; `text` is what messages show."""
+    parts = numbers.split("+")
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= WIDEST for part in parts) or sum(map(int, parts)) > WIDEST:
+        raise UsageError(
+            f"{text}: after the colon goes the number of workers, 1 to {WIDEST}, as in ring:5, or of each host, as in ring:2+3"
+        )
+    return [host for host, part in enumerate(parts) for _ in range(int(part))]

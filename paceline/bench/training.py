@@ -1,0 +1,102 @@
+"""Measures a training step with the exchange and without, in the same loop: the script of `paceline bench training`."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+from paceline.errors import UsageError
+from paceline.wording import choices
+
+VOCAB, CONTEXT = 256, 64
+WARM = 5  # steps that aren't measured
+
+
+class Decoder(nn.Module):
+    """A transformer of torch's own layers that sees the tokens before: (batch, tokens) to logits (batch, tokens, VOCAB)."""
+
+    def __init__(self, d: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, d)
+        self.positions = nn.Parameter(torch.zeros(CONTEXT, d))
+        layer = nn.TransformerEncoderLayer(d, heads, 4 * d, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(d, VOCAB, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.tokens(x) + self.positions, mask=self.mask, is_causal=True))
+        return logits
+
+
+# Width, layers and heads: 0.9 M and 19 M parameters.
+MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], float]:
+    """A function that trains one step, and gives the seconds it took."""
+
+    def step(x: Tensor, y: Tensor) -> float:
+        start = time.perf_counter()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)  # until then it is only queued
+        return time.perf_counter() - start
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="small", help="small or medium")
+    parser.add_argument("--batch", type=int, default=12, help="samples in a step, for each worker")
+    parser.add_argument("--steps", type=int, default=60, help="steps to measure")
+    parser.add_argument("--folder", default="runs", help="where run folders go")
+    options = parser.parse_args()
+    if options.model not in MODELS:
+        raise UsageError(f"--model {options.model}: {choices(options.model, MODELS)}")
+    if options.batch < 1 or options.steps < 2:
+        raise UsageError(f"--batch {options.batch}, --steps {options.steps}: give a batch of 1 or more, and 2 steps or more")
+
+    with pl.start(folder=options.folder, trace="off") as run:
+        batch = options.batch * run.size
+        tokens = torch.randint(0, VOCAB, ((options.steps + WARM) * batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch)
+        model = Decoder(*MODELS[options.model])
+        local = copy.deepcopy(model).to(run.device)
+        apart = stepper(local, torch.optim.AdamW(local.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+        together = stepper(model, optimizer)
+        taken = [(together(x, y), apart(x, y)) for x, y in ((x.to(run.device), y.to(run.device)) for x, y in loader)][WARM:]
+        run.print(words(options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch))
+
+
+def words(model: str, together: list[float], apart: list[float], batch: int) -> str:
+    """What was measured, as text; times in seconds."""
+    both, one = statistics.median(together), statistics.median(apart)
+    spread = statistics.quantiles(together, n=10)
+    return "\n".join(
+        [
+            f"{model} transformer, {len(together)} steps of {batch} samples; medians of the first worker:",
+            f"  step with the exchange     {both * 1e3:8.2f} ms   (8 of 10 between {spread[0] * 1e3:.2f} and {spread[-1] * 1e3:.2f})",
+            f"  step without               {one * 1e3:8.2f} ms",
+            f"  the exchange adds          {(both - one) * 1e3:8.2f} ms   ({(both - one) / one:.1%})",
+            f"  samples/s, all workers     {batch / both:8.0f}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The command line: arguments to objects, and nothing else."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import paceline
+from paceline import notation
+from paceline.cluster import launch
+from paceline.cluster.discover import environment
+from paceline.errors import PacelineError, UsageError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train one PyTorch model on many processes, hosts and devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+BENCH = Path(__file__).parent / "bench"
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Workers on this host.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of each worker; default: its part of the cores, or OMP_NUM_THREADS.")]
+Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"paceline {paceline.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")]
+
+
+@app.callback()
+def root(*, version: Version = False) -> None:
+    """Train one PyTorch model on many processes, hosts and devices."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    *,
+    workers: Workers = 1,
+    hosts: Annotated[int, typer.Option(help="Hosts in the job; run the same line on each.")] = 1,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where hosts meet: the first host, and a free port there.")] = None,
+    host_rank: Annotated[int | None, typer.Option(help="Number of this host, from 0; default: found out when they meet.")] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="The job's secret (mode 0600), the same on every host.")] = None,
+    threads: Threads = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface, by name or address; default: the route to the others.")] = None,
+    sync: Sync = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")] = None,
+) -> None:
+    """Start the workers of this host, and watch them to the end."""
+    job = launch.Job(
+        script=str(script),
+        args=tuple(args or ()),
+        workers=workers,
+        hosts=hosts,
+        join=join,
+        host_rank=host_rank,
+        secret_file=secret_file,
+        threads=threads,
+        sync=sync,
+        name=name,
+    )
+    raise typer.Exit(_start(job, interface))
+
+
+def _start(job: launch.Job, interface: str | None = None) -> int:
+    """The exit code of a job, once it has ended."""
+    if job.sync is not None:
+        notation.check(job.sync)  # here, once, rather than by every worker
+    return launch.run(job, environment() | ({} if interface is None else {"PACELINE_INTERFACE": interface}))
+
+
+@app.command()
+def demo(
+    *,
+    workers: Workers = 2,
+    steps: Annotated[int, typer.Option(help="Steps that all workers train.")] = 800,
+    alone: Annotated[int, typer.Option(help="Steps that one worker trains, to compare.")] = 150,
+    folder: Annotated[str, typer.Option(help="Where run folders go.")] = "runs",
+    text: Annotated[Path | None, typer.Option(help="A folder of .py files to learn from; default: the standard library.")] = None,
+) -> None:
+    """Train a small GPT on this machine, alone and with several workers, and compare."""
+    from rich.console import Console
+
+    from paceline.apps.demo import Plan
+    from paceline.apps.demo import demo as play
+
+    def start(script: Path, args: Sequence[str], workers: int, threads: int) -> int:
+        return _start(launch.Job(str(script), tuple(args), workers, threads=threads))
+
+    raise typer.Exit(play(Plan(workers, steps, alone, folder, text), start, Console()))
+
+
+@bench.command()
+def collectives(
+    *,
+    workers: Workers = 2,
+    threads: Threads = None,
+    sizes: Annotated[str, typer.Option(help="Sizes of the tensors, with KB or MB.")] = "4KB,256KB,1MB,8MB,33MB",
+    via: Annotated[
+        str, typer.Option(help="Ways to all-reduce: native, or names of schedules.")
+    ] = "native,direct,ring,tree,halving-doubling",
+    seconds: Annotated[float, typer.Option(help="How long to measure each.")] = 0.5,
+    draw: Annotated[str | None, typer.Option(metavar="SCHEDULE:N", help="Draw a schedule for N workers, and measure nothing.")] = None,
+) -> None:
+    """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
+    if draw is not None:
+        from paceline.bench.pictures import picture
+
+        typer.echo(picture(draw))
+        raise typer.Exit
+    args = ("--sizes", sizes, "--via", via, "--seconds", str(seconds))
+    raise typer.Exit(_measure("collectives.py", args, workers, threads))
+
+
+@bench.command()
+def training(
+    *,
+    workers: Workers = 2,
+    threads: Threads = None,
+    model: Annotated[Literal["small", "medium"], typer.Option(help="0.9 M or 19 M parameters.")] = "small",
+    batch: Annotated[int, typer.Option(help="Samples in a step, for each worker.")] = 12,
+    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 60,
+    sync: Sync = None,
+) -> None:
+    """Measure a training step: with the exchange, and without."""
+    args = ("--model", model, "--batch", str(batch), "--steps", str(steps))
+    raise typer.Exit(_measure("training.py", args, workers, threads, sync))
+
+
+def _measure(script: str, args: Sequence[str], workers: int, threads: int | None, sync: str | None = None) -> int:
+    """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        return _start(launch.Job(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/NAME.")]) -> None:
+    """Say where the time of a run went, and what to do about it."""
+    from paceline.observe.report import report as describe
+
+    typer.echo(describe(folder))
+
+
+def main() -> None:
+    """The command `paceline`: a mistake of the user ends it with 2, any other error of ours with 1."""
+    try:
+        app()
+    except PacelineError as error:
+        typer.echo(f"paceline: {error}", err=True)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()

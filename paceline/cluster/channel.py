@@ -1,0 +1,198 @@
+"""One connection between two launchers: JSON lines of bounded size, each signed; both ends have proved that they know the job's secret.
+
+server                               client
+  hello, nonce_s              ->
+                              <-      hello, nonce_c, MAC(secret; client, nonce_s, nonce_c)
+  MAC(secret; server, ...)    ->
+from then on: MAC(session; side, number of the line, line), line; session = MAC(secret; session, nonce_s, nonce_c)
+"""
+
+from __future__ import annotations
+
+import json
+import secrets as random
+import select
+import socket
+import time
+from typing import Any
+
+from paceline.cluster import secret as secrets
+from paceline.errors import PacelineError, PlaceError, SecretError
+
+PROTOCOL = 1
+_LONGEST_HELLO = 1 << 12  # bytes of a line before the other side has proved anything
+_LONGEST = 1 << 17
+_HELLO_SECONDS = 4.0
+
+
+class Gone(PacelineError):
+    """The other side has hung up, or says what it can't say."""
+
+
+class Channel:
+    """A connection that never blocks. `hear` gives what has come; `send` writes what the network takes, `flush` the rest."""
+
+    def __init__(self, connection: socket.socket, side: str) -> None:
+        connection.setblocking(False)
+        self.connection, self.side = connection, side
+        self.heard = time.monotonic()
+        self.nonce = random.token_hex(16)
+        self._session: bytes | None = None
+        self._in, self._out = b"", b""
+        self._sent, self._received = 0, 0
+        self._lines: list[bytes] = []
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def prove(self, secret: bytes, other: str) -> str:
+        """What shows the other side that this one knows the secret; `other` is its nonce."""
+        return secrets.sign(secret, self.side.encode(), *self._nonces(other)).hex()
+
+    def trust(self, secret: bytes, other: str, proof: str) -> bool:
+        """Whether the other side knows the secret; from then on lines are signed. A server answers with its own proof, still unsigned."""
+        if not secrets.verify(secret, _unhex(proof), self._opposite(), *self._nonces(other)):
+            return False
+        if self.side == "server":
+            self.send({"proof": self.prove(secret, other)})
+        self._session = secrets.sign(secret, b"session", *self._nonces(other))
+        return True
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message: as soon as the network takes it."""
+        line = json.dumps(message).encode()
+        if self._session is not None:
+            line = secrets.sign(self._session, self.side.encode(), str(self._sent).encode(), line).hex().encode() + line
+            self._sent += 1
+        assert len(line) < _LONGEST
+        self._out += line + b"\n"
+        self.flush()
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Write what is left; wait at most so long. A connection that is broken shows itself in `hear`."""
+        end = time.monotonic() + seconds
+        while self._out:
+            try:
+                self._out = self._out[self.connection.send(self._out) :]
+            except BlockingIOError:
+                left = end - time.monotonic()
+                if left <= 0 or not select.select([], [self.connection], [], left)[1]:
+                    return
+            except OSError:
+                self._out = b""
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next message, if it has come whole. Raises `Gone` when there won't be any."""
+        if not self._lines:
+            self._read()
+        if not self._lines:
+            return None
+        line = self._lines.pop(0)
+        self.heard = time.monotonic()
+        if self._session is not None:
+            mac, line = line[: 2 * secrets.MAC_BYTES], line[2 * secrets.MAC_BYTES :]
+            if not secrets.verify(
+                self._session, _unhex(mac.decode("ascii", "replace")), self._opposite(), str(self._received).encode(), line
+            ):
+                raise Gone("a line isn't signed by the other launcher")
+            self._received += 1
+        try:
+            message = json.loads(line)
+        except ValueError:
+            raise Gone("what it says isn't JSON") from None
+        if not isinstance(message, dict):
+            raise Gone("what it says isn't a message")
+        return message
+
+    def wait(self, end: float) -> dict[str, Any]:
+        """The next message; `Gone` when it hasn't come at `end` (time.monotonic())."""
+        while (message := self.hear()) is None:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise Gone("it doesn't say anything")
+            select.select([self.connection], [], [], min(left, 0.5))
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _read(self) -> None:
+        try:
+            data = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise Gone(f"the connection broke ({error.strerror})") from error
+        if not data:
+            raise Gone("it hung up")
+        *lines, self._in = (self._in + data).split(b"\n")
+        self._lines += lines
+        longest = _LONGEST_HELLO if self._session is None else _LONGEST
+        if any(len(line) > longest for line in (*lines, self._in)):
+            raise Gone("a line is too long")
+
+    def _opposite(self) -> bytes:
+        return b"client" if self.side == "server" else b"server"
+
+    def _nonces(self, other: str) -> tuple[bytes, bytes]:
+        mine, its = self.nonce.encode(), other.encode()
+        return (mine, its) if self.side == "server" else (its, mine)
+
+
+def call(connection: socket.socket, secret: bytes, point: str) -> Channel:
+    """The client's side of the introduction. `PlaceError` if no launcher answers there, `SecretError` if it has another secret."""
+    channel = Channel(connection, "client")
+    end = time.monotonic() + _HELLO_SECONDS
+    try:
+        greeting = channel.wait(end)
+        if greeting.get("paceline") != PROTOCOL:
+            raise Gone(f"it speaks version {greeting.get('paceline')} and we {PROTOCOL}")
+        other = str(greeting.get("nonce"))
+        channel.send({"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)})
+        answer = channel.wait(end)
+    except Gone as error:
+        channel.close()
+        raise PlaceError(
+            f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): is the port in use?"
+        ) from error
+    if not channel.trust(secret, other, str(answer.get("proof"))):
+        channel.close()
+        raise SecretError(
+            f"the launcher at {point} has another secret than this host: give all hosts the same --secret-file or PACELINE_SECRET"
+        )
+    return channel
+
+
+class Caller:
+    """The server's side of the introduction of one who called; `step` goes on with what has come."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, address: str) -> None:
+        self.channel = Channel(connection, "server")
+        self.address = address
+        self.trusted = False
+        self.late = time.monotonic() + _HELLO_SECONDS
+        self._secret = secret
+        self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
+
+    def step(self) -> dict[str, Any] | None:
+        """The first message of a caller that has proved itself; raises `Gone`, or `SecretError` if its proof is of another secret."""
+        message = self.channel.hear()
+        if message is None or self.trusted:
+            return message
+        if message.get("paceline") != PROTOCOL:
+            raise Gone("it isn't a launcher")
+        other = str(message.get("nonce"))
+        if not self.channel.trust(self._secret, other, str(message.get("proof"))):
+            self.channel.send({"refused": "secret"})
+            raise SecretError(
+                f"a launcher at {self.address} came with another secret: give all hosts the same --secret-file or PACELINE_SECRET"
+            )
+        self.trusted = True
+        return self.step()
+
+
+def _unhex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""

@@ -1,0 +1,292 @@
+"""Where this process stands: each launcher recognises its own workers. The only reader of the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import overload
+
+from paceline.cluster import secret as secrets
+from paceline.errors import PlaceError
+
+Environ = Mapping[str, str]
+
+# Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
+_FIRST_PORT, _PORTS = 20_000, 12_000
+_NEEDED = -(2**63)  # stands for "no default"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker stands in its job, as its launcher tells it.
+
+    `hosts` and `host_rank` count what the launcher calls a node (`store.hosts` finds out who shares a machine);
+    `host_rank` is None where the launcher doesn't say. `meeting` is the (host, port) of torch's store.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host_rank: int | None = 0
+    hosts: int = 1
+    launcher: str = "alone"  # "paceline" | "torchrun" | "slurm" | "openmpi" | "mpich" | "pmi" | "alone"
+    meeting: tuple[str, int] | None = None
+    agent_store: bool = False  # a store is already served at the meeting point (torchrun)
+    store_fd: int | None = None  # the listening socket that rank 0 inherits (paceline run)
+    report_fd: int | None = None  # where a worker of `paceline run` says that it joined, closed or failed
+    attempt: int = 0  # counts the restarts by a launcher that keeps its store
+    one_machine: bool = False  # the launcher knows that all of its hosts are this machine
+    secret: bytes | None = None
+    run_name: str | None = None
+    sync: str | None = None  # a strategy in text that replaces the script's own
+    interface: str | None = None  # override: a name or an IP address
+    deadline: float | None = None  # seconds
+    hostname: str = "localhost"
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def discover(environ: Environ | None = None) -> Place:
+    """The place of this process, from what its launcher left in the environment; `PlaceError` where that makes no sense."""
+    surroundings = environment() if environ is None else environ
+    recognised = (recognise(surroundings) for recognise in _LAUNCHERS)
+    place = next((found for found in recognised if found is not None), None) or _alone(surroundings)
+    _check(place)
+    return _personal(place, surroundings)
+
+
+def fixed_port(*parts: object) -> int:
+    """A port that everyone who knows the same parts arrives at."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
+
+
+def expand(nodelist: str) -> Iterator[str]:
+    """The host names of a Slurm list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", entry.strip())
+        choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
+        yield from ("".join(pieces) for pieces in itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        if not low.isdigit() or (high and not high.isdigit()):
+            raise PlaceError(f"[{ranges}] in a Slurm node list can't be read: set MASTER_ADDR to the host of rank 0")
+        for number in range(int(low), int(high or low) + 1):
+            yield str(number).zfill(len(low))
+
+
+def _paceline(environ: Environ) -> Place | None:
+    if "PACELINE_STORE" not in environ:
+        return None
+    place = _torch_variables(environ, "paceline")
+    host, _, port = environ["PACELINE_STORE"].rpartition(":")
+    descriptor = environ.get("PACELINE_SECRET_FD")
+    return replace(
+        place,
+        meeting=(host, _integer({"PACELINE_STORE": port}, "PACELINE_STORE")),
+        store_fd=_integer(environ, "PACELINE_STORE_FD", None),
+        report_fd=_integer(environ, "PACELINE_REPORT_FD", None),
+        one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
+        secret=None if descriptor is None else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
+    )
+
+
+def _torchrun(environ: Environ) -> Place | None:
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        return None
+    return replace(
+        _torch_variables(environ, "torchrun"),
+        meeting=_master(environ),
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _torch_variables(environ: Environ, launcher: str) -> Place:
+    size = _integer(environ, "WORLD_SIZE")
+    local_size = _integer(environ, "LOCAL_WORLD_SIZE", 1)
+    rank = _integer(environ, "RANK")
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=_integer(environ, "LOCAL_RANK", 0),
+        local_size=local_size,
+        host_rank=_integer(environ, "GROUP_RANK", rank if local_size == 1 else None),
+        hosts=_integer(environ, "GROUP_WORLD_SIZE", math.ceil(size / max(1, local_size))),
+        launcher=launcher,
+    )
+
+
+def _slurm(environ: Environ) -> Place | None:
+    """Tasks that srun started itself; not a batch script, and not what mpirun started through srun."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if "SLURM_PROCID" not in environ or (step is None and "SLURM_STEP_NODELIST" not in environ) or "OMPI_COMM_WORLD_RANK" in environ:
+        return None
+    rank = _integer(environ, "SLURM_PROCID")
+    if environ.get("PMI_RANK", str(rank)) != str(rank):
+        return None
+    size = _integer(environ, "SLURM_STEP_NUM_TASKS", None) or _integer(environ, "SLURM_NTASKS")
+    hosts = _integer(environ, "SLURM_STEP_NUM_NODES", None) or _integer(environ, "SLURM_NNODES", None)
+    host_rank = _integer(environ, "SLURM_NODEID", 0)
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
+    names = list(itertools.islice(expand(nodes), size + 1))
+    hosts = hosts or max(1, len(names))
+    place = Place(rank, size, _integer(environ, "SLURM_LOCALID", 0), _tasks(environ, host_rank, size, hosts), host_rank, hosts, "slurm")
+    job = (environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", "")), step)
+    return replace(place, meeting=_meeting(environ, place, names[0] if names else None, ("slurm", *job)))
+
+
+def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
+    """How many tasks this node has, from `2(x3),1`."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    if host_rank < len(counts):
+        return counts[host_rank]
+    if size % hosts == 0:
+        return size // hosts
+    raise PlaceError(
+        f"Slurm says that {size} tasks run on {hosts} nodes, but not how many on which: set SLURM_TASKS_PER_NODE, or start with torchrun"
+    )
+
+
+def _openmpi(environ: Environ) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _mpi(environ, "openmpi", names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+
+
+def _mpich(environ: Environ) -> Place | None:
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    return _mpi(environ, "mpich", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_JOBID",))
+
+
+def _pmi(environ: Environ) -> Place | None:
+    if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
+        return None
+    return _mpi(environ, "pmi", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), ("PMI_JOBID", "PMI_ID"))
+
+
+def _mpi(environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs: tuple[str, ...]) -> Place:
+    rank, size = _integer(environ, names[0]), _integer(environ, names[1])
+    local_rank, local_size = _integer(environ, names[2], None), _integer(environ, names[3], None)
+    if local_rank is None or local_size is None:
+        if size > 1:
+            lacking = " and ".join(name for name in names[2:] if name not in environ)
+            raise PlaceError(f"{names[0]} is set, but {lacking} isn't: set it to the rank on this host, or start the workers with torchrun")
+        local_rank, local_size = 0, 1
+    hosts = math.ceil(size / max(1, local_size))
+    place = Place(rank, size, local_rank, local_size, 0 if hosts == 1 else None, hosts, launcher)
+    job = next((environ[name] for name in jobs if name in environ), None)
+    # All ranks of one host have the same parent: mpirun, or its deputy.
+    return replace(place, meeting=_meeting(environ, place, None, (launcher, job or os.getppid())))
+
+
+def _meeting(environ: Environ, place: Place, first: str | None, job: tuple[object, ...]) -> tuple[str, int] | None:
+    """MASTER_ADDR and MASTER_PORT where they are set; else the first host (this one, if there is no other), and the job's own port."""
+    if place.size == 1:
+        return None
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if place.hosts == 1 else first)
+    if host is None:
+        raise PlaceError(
+            f"{place.size} workers run on {place.hosts} hosts, and {place.launcher} doesn't say where the first one is: "
+            "set MASTER_ADDR to the address of rank 0's host, and MASTER_PORT to a port that is free there, for every worker"
+        )
+    if place.hosts > 1 and place.launcher != "slurm" and "MASTER_PORT" not in environ:
+        raise PlaceError(f"MASTER_ADDR is {host}, but MASTER_PORT isn't set: set it to a port that is free there, for every worker")
+    return host, _integer(environ, "MASTER_PORT", None) or fixed_port(*job)
+
+
+def _master(environ: Environ) -> tuple[str, int] | None:
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if not lacking:
+        return environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+    if environ["WORLD_SIZE"] == "1":
+        return None
+    raise PlaceError(
+        f"RANK and WORLD_SIZE={environ['WORLD_SIZE']} are set, but {' and '.join(lacking)} not: set them, or start with torchrun"
+    )
+
+
+def _alone(environ: Environ) -> Place:
+    for present, absent in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+        if environ.get(present, "1") not in {"0", "1"} and absent not in environ:
+            raise PlaceError(
+                f"{present}={environ[present]} is set, but {absent} isn't: set both, remove both, or start with torchrun or `paceline run`"
+            )
+    return Place()
+
+
+def _personal(place: Place, environ: Environ) -> Place:
+    """What a user can set under any launcher."""
+    text = environ.get("PACELINE_SECRET")
+    deadline = environ.get("PACELINE_DEADLINE")
+    return replace(
+        place,
+        secret=place.secret if text is None or place.secret is not None else secrets.parse(text, "PACELINE_SECRET"),
+        run_name=environ.get("PACELINE_NAME") or None,
+        sync=environ.get("PACELINE_SYNC") or None,
+        interface=environ.get("PACELINE_INTERFACE") or None,
+        deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
+        hostname=socket.gethostname(),
+    )
+
+
+def seconds(text: str, name: str) -> float:
+    """A positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise PlaceError(f"{name}={text} isn't a positive number of seconds")
+    return value
+
+
+def _check(place: Place) -> None:
+    for name, value, limit in (
+        ("rank", place.rank, place.size),
+        ("local rank", place.local_rank, place.local_size),
+        ("host rank", place.host_rank or 0, place.hosts),
+        ("number of local workers", place.local_size - 1, place.size),
+    ):
+        if not 0 <= value < limit:
+            raise PlaceError(
+                f"{place.launcher} says: {name} {value}, of {limit}; it has to be 0 to {limit - 1}. Look at what sets these variables"
+            )
+
+
+@overload
+def _integer(environ: Environ, name: str, default: int = ...) -> int: ...
+@overload
+def _integer(environ: Environ, name: str, default: int | None) -> int | None: ...
+def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int | None:
+    if not environ.get(name):
+        if default == _NEEDED:
+            raise PlaceError(
+                f"{name} isn't set, though others of its launcher are: set it, or start the workers with torchrun or `paceline run`"
+            )
+        return default
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise PlaceError(f"{name}={environ[name]} isn't a whole number") from None
+
+
+_LAUNCHERS: tuple[Callable[[Environ], Place | None], ...] = (_paceline, _torchrun, _slurm, _openmpi, _mpich, _pmi)

@@ -1,0 +1,128 @@
+"""The deputy of a launcher: a process that outlives it by a moment, and ends what it left behind.
+
+Started as a script of its own, with the standard library only. Its input is a pipe from the launcher: `+N` and `-N` name the
+process groups that live. The end of input without `done` means that the launcher was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_PROC = Path("/proc")
+_ROUNDS = 20  # sweeps: a process may fork between two looks
+
+
+def end_group(group: int) -> None:
+    """SIGKILL to all processes of a group, and their litter with them; none left is no error."""
+    folders = litter(members(group))
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+    clear(folders)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for process in processes():
+        try:
+            if os.getpgid(process) == group:
+                found.append(process)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def children(process: int) -> list[int]:
+    """What the main thread of a process has forked; empty where the kernel doesn't say."""
+    try:
+        return [int(number) for number in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def processes() -> list[int]:
+    """All processes that this one can see."""
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with the mark of a job in their environment (this one never counts)."""
+    wanted = f"PACELINE_JOB={mark}".encode()
+    found = []
+    for process in processes():
+        try:
+            environ = (_PROC / str(process) / "environ").read_bytes()
+        except OSError:
+            continue
+        if process != os.getpid() and wanted in environ.split(b"\0"):
+            found.append(process)
+    return found
+
+
+def litter(suspects: list[int]) -> list[Path]:
+    """The temporary folders where these processes listen for multiprocessing; who is killed can't remove its own."""
+    folders = []
+    prefix = os.path.join(tempfile.gettempdir(), "pymp-")
+    for process in suspects:
+        try:
+            held = {os.readlink(link) for link in (_PROC / str(process) / "fd").iterdir()}
+            table = (_PROC / str(process) / "net" / "unix").read_text()
+        except OSError:
+            continue
+        for line in table.splitlines()[1:]:
+            match = re.fullmatch(r"(?:\S+\s+){6}(\d+)\s+(\S+)", line.strip())
+            if match and f"socket:[{match[1]}]" in held and match[2].startswith(prefix):
+                folders.append(Path(match[2]).parent)
+    return folders
+
+
+def sweep(mark: str, groups: list[int]) -> None:
+    """End these groups and every process with the job's mark, then remove what they left in the temporary folder."""
+    for group in groups:
+        end_group(group)
+    for attempt in range(_ROUNDS):
+        left = marked(mark)
+        if not left:
+            return
+        folders = litter(left)
+        for process in left:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        clear(folders)
+        time.sleep(0.002 * (attempt + 1))
+
+
+def clear(folders: list[Path]) -> None:
+    """Remove these folders."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def watch(mark: str) -> None:
+    """Read from standard input which groups live, until the launcher is done or dead."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        if line.startswith("+"):
+            groups.add(int(line[1:]))
+        elif line.startswith("-"):
+            groups.discard(int(line[1:]))
+    sweep(mark, sorted(groups))
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1])

@@ -1,0 +1,66 @@
+"""This machine: the cores that this process may really use, and what tells it apart from others."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+import sys
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
+    """The number of cores, at least 1: what the affinity mask and the CPU quotas of all enclosing cgroups (v1 and v2) leave."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = quota(proc, mount)
+    return max(1, allowed if share is None else min(allowed, math.ceil(share)))
+
+
+def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:
+    """The smallest CPU quota that holds for this process, in cores; None where nothing limits it."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
+        elif "cpu" in controllers.split(","):
+            for name in (controllers, "cpu"):
+                found += [_limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us") for folder in _enclosing(mount / name, path)]
+    limits = [limit for limit in found if limit is not None]
+    return min(limits) if limits else None
+
+
+def fingerprint() -> str:
+    """What tells machines apart, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
+    parts = [str(os.geteuid())]
+    if sys.platform.startswith("linux"):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [os.readlink(f"/proc/self/ns/{space}") for space in ("ipc", "pid", "net")]
+        parts.append(str(os.stat("/dev/shm").st_dev) if os.path.isdir("/dev/shm") else "no shm")
+    else:
+        parts.append(socket.gethostname())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _enclosing(root: Path, path: str) -> list[Path]:
+    """The cgroup and all that enclose it. In a container the path may not exist below the mount: the root is looked at anyway."""
+    inner = Path(path.lstrip("/"))
+    return [root / inner, *(root / parent for parent in inner.parents)]
+
+
+def _limit(*files: Path) -> float | None:
+    """Quota over period: from one file (`max 100000`) or from two."""
+    try:
+        words = [word for file in files for word in file.read_text().split()]
+    except OSError:
+        return None
+    if len(words) != 2 or words[0] in {"max", "-1"}:
+        return None
+    return int(words[0]) / int(words[1])

@@ -1,0 +1,349 @@
+"""How the launchers of several hosts meet, agree who is who, and stay in touch until the job is over.
+
+All are given the same HOST:PORT. The first whose machine owns HOST listens there, the others call it (so do later ones of the same
+machine). It hands out one table of hosts; the connections stay open, so that the end of one host is the end of all, and is named.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.cluster import network
+from paceline.cluster.channel import Caller, Channel, Gone, call
+from paceline.cluster.peers import Failure
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
+
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
+_BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
+_CULPRIT_SECONDS, _ECHO_SECONDS = 0.5, 1.5  # how long the first failure waits for an earlier one from another host
+_FLUSH_SECONDS = 1.0
+_LONGEST_TAIL = 8_000  # characters
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one host brings: its workers, the address they are reached at, and two ports that are free there."""
+
+    name: str
+    workers: int
+    address: str
+    machine: str  # fingerprint: equal for launchers on one machine
+    store_port: int
+    master_port: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a host brings to a meeting, and for how many it waits."""
+
+    point: tuple[str, int]
+    secret: bytes
+    offer: Offer
+    hosts: int
+    host_rank: int | None  # wished for
+    deadline: float  # seconds
+
+    @property
+    def where(self) -> str:
+        return f"{self.point[0]}:{self.point[1]}"
+
+
+class Council:
+    """The launchers of a job while it runs: a `crew.Peers`. The one that listened decides what was first; the others ask it."""
+
+    def __init__(self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int) -> None:
+        self.table, self.host_rank = table, host_rank
+        self.verdict: Failure | None = None
+        self.stopped: tuple[int, str] | None = None
+        self.all_finished = False
+        self._channels = channels  # by host rank
+        self._server = server
+        self._finished: set[int] = set()
+        self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
+        self._reported_at = 0.0
+        self._beat_at = 0.0
+
+    def descriptors(self) -> list[int]:
+        return [channel.fileno() for channel in self._channels.values()]
+
+    def hear(self, descriptor: int) -> None:
+        """Take what has come from one of the others."""
+        for host, channel in list(self._channels.items()):
+            if channel.fileno() != descriptor:
+                continue
+            try:
+                while (message := channel.hear()) is not None:
+                    self._take(host, message)
+            except Gone as reason:
+                self._lose(host, f"is gone: {reason}")
+
+    def tick(self) -> None:
+        """Say that we live, notice who doesn't, and decide when it is time."""
+        now = time.monotonic()
+        beat = now - self._beat_at > _BEAT_SECONDS
+        if beat:
+            self._beat_at = now
+        for host, channel in list(self._channels.items()):
+            if beat:
+                channel.send({"kind": "beat"})
+            channel.flush()
+            if now - channel.heard > _SILENT_SECONDS:
+                self._lose(host, f"is gone: nothing was heard of its launcher for {_SILENT_SECONDS:g} s")
+        if self._serves and self._reports and self.verdict is None:
+            _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
+            if now - self._reported_at > (_ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS):
+                self.verdict = first
+                self._tell_all({"kind": "end", "failure": asdict(first)})
+
+    def tell_failed(self, failure: Failure) -> None:
+        failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
+        if self._serves:
+            self._report(failure)
+        else:
+            self._tell_all({"kind": "failed", "failure": asdict(failure)})
+
+    def tell_stopped(self, number: int) -> None:
+        self._tell_all({"kind": "stopped", "number": number, "host": self.table[self.host_rank].name})
+
+    def tell_finished(self) -> None:
+        if self.host_rank in self._finished:
+            return
+        self._finished.add(self.host_rank)
+        if self._serves:
+            self._finish()
+        else:
+            self._tell_all({"kind": "finished"})
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.flush(_FLUSH_SECONDS)
+            channel.close()
+        self._channels.clear()
+
+    @property
+    def _serves(self) -> bool:
+        return self._server == self.host_rank
+
+    def _take(self, host: int, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "failed" and self._serves:
+            self._report(Failure(**message["failure"]))
+        elif kind == "finished" and self._serves:
+            self._finished.add(host)
+            self._finish()
+        elif kind == "end" and not self._serves:
+            self.verdict = Failure(**message["failure"])
+        elif kind == "over" and not self._serves:
+            self.all_finished = True
+        elif kind == "stopped":
+            self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
+            if self._serves:
+                self._tell_all(message)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    def _report(self, failure: Failure) -> None:
+        now = time.monotonic()
+        self._reported_at = self._reported_at if self._reports else now
+        self._reports.append((now - failure.age, failure))
+
+    def _finish(self) -> None:
+        if len(self._finished) == len(self.table):
+            self.all_finished = True
+            self._tell_all({"kind": "over"})
+
+    def _lose(self, host: int, words: str) -> None:
+        self._channels.pop(host).close()
+        if self.all_finished or self.verdict is not None or self.stopped is not None:
+            return
+        lost = Failure(None, self.table[host].name, 1, words)
+        if self._serves:
+            self._report(lost)
+        else:
+            self.verdict = lost
+
+
+def assemble(meeting: Meeting) -> Council:
+    """Meet the other hosts; gives the table of all, this host's number in it, and the connections to the others.
+
+    Raises `PlaceError`, `SecretError`, `Mismatch`, or `DeadlineExceeded` when not all came in time.
+    """
+    end = time.monotonic() + meeting.deadline
+    own = _own(meeting)
+    nap = _SHORTEST_RETRY
+    while True:
+        listening = None if own is None else _listen(own, meeting)
+        if listening is not None:
+            with listening:
+                return _Host(meeting, listening, end).gather()
+        found = _call(meeting, own, end)
+        if isinstance(found, Channel):
+            return _attend(meeting, found, end)
+        if time.monotonic() + nap >= end:
+            raise DeadlineExceeded(
+                f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} within {meeting.deadline:g} s "
+                f"({found.strerror or found}): no host that owns this address has started `paceline run --join {meeting.where}`, "
+                "or a firewall is between"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def _own(meeting: Meeting) -> str | None:
+    """The address to listen on, if the meeting point is on this machine."""
+    host = meeting.point[0]
+    mine = [address for address in network.resolve(host) if network.local(address)]
+    if not mine:
+        return None
+    if network.loopback(mine[0]) and not network.literal(host):
+        # On this machine its own name means loopback (a line in /etc/hosts): the others would never get here.
+        if network.loopback(meeting.offer.address):
+            raise PlaceError(f"on {meeting.offer.name} the name {host} means {mine[0]}, which other hosts can't reach: {network.advice()}")
+        return meeting.offer.address
+    return mine[0]
+
+
+def _listen(address: str, meeting: Meeting) -> socket.socket | None:
+    """The meeting point, unless somebody already listens there."""
+    try:
+        return network.listen(address, meeting.point[1])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise PlaceError(f"can't listen on {address}:{meeting.point[1]} ({error.strerror}): choose another port for --join") from error
+
+
+def _call(meeting: Meeting, own: str | None, end: float) -> Channel | OSError:
+    target = own or network.resolve(meeting.point[0])[0]
+    try:
+        connection = socket.create_connection((target, meeting.point[1]), timeout=max(0.1, min(3.0, end - time.monotonic())))
+    except OSError as error:
+        return error
+    return call(connection, meeting.secret, meeting.where)
+
+
+def _attend(meeting: Meeting, channel: Channel, end: float) -> Council:
+    """The way of a host that called: offer, wait for the table."""
+    channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
+    try:
+        # The one that listens gives up first, and says why.
+        answer = channel.wait(end + 2.0)
+    except Gone as error:
+        channel.close()
+        raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
+    if answer.get("kind") == "refused":
+        channel.close()
+        raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
+    table = tuple(Offer(**offer) for offer in answer["table"])
+    return Council(table, int(answer["host_rank"]), {int(answer["server"]): channel}, server=int(answer["server"]))
+
+
+_KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)}
+
+
+class _Host:
+    """The one that listens, until all have come."""
+
+    def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
+        self._meeting, self._listening, self._end = meeting, listening, end
+        self._callers: list[Caller] = []
+        self._guests: list[tuple[Channel, Offer, int | None]] = []
+        listening.setblocking(False)
+
+    def gather(self) -> Council:
+        """Wait for all hosts, and tell each its place; when that fails, all who came are told why."""
+        try:
+            while len(self._guests) < self._meeting.hosts - 1:
+                self._turn()
+            return self._council()
+        except PacelineError as error:
+            for channel in (*(guest[0] for guest in self._guests), *(caller.channel for caller in self._callers if caller.trusted)):
+                channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
+                channel.flush(_FLUSH_SECONDS)
+                channel.close()
+            raise
+        finally:
+            for caller in self._callers:
+                caller.channel.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if now > self._end:
+            raise self._incomplete()
+        waiting: list[socket.socket | Channel] = [
+            self._listening,
+            *(caller.channel for caller in self._callers),
+            *(guest[0] for guest in self._guests),
+        ]
+        ready = set(select.select(waiting, [], [], min(0.25, self._end - now))[0])
+        if self._listening in ready:
+            try:
+                connection, address = self._listening.accept()
+            except OSError:  # it hung up before it was answered
+                return
+            self._callers.append(Caller(connection, self._meeting.secret, str(address[0])))
+        for caller in list(self._callers):
+            self._advance(caller, now)
+        for guest in list(self._guests):
+            try:
+                guest[0].hear()
+            except Gone:  # it gave up, and may come back
+                guest[0].close()
+                self._guests.remove(guest)
+
+    def _advance(self, caller: Caller, now: float) -> None:
+        try:
+            message = caller.step()
+        except Gone:
+            message = None
+            caller.late = 0.0
+        if message is not None and message.get("kind") == "offer":
+            self._callers.remove(caller)
+            self._guests.append((caller.channel, Offer(**message["offer"]), message["host_rank"]))
+            if message["hosts"] != self._meeting.hosts:
+                raise Mismatch(
+                    f"{message['offer']['name']} was started with --hosts {message['hosts']}, and {self._meeting.offer.name} with "
+                    f"--hosts {self._meeting.hosts}: use the same command on all hosts"
+                )
+        elif now > caller.late:
+            self._callers.remove(caller)
+            caller.channel.close()
+
+    def _council(self) -> Council:
+        """Wished numbers are given as wished; the others in the order of coming, this host first."""
+        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._guests]
+        wishes = [wish for _, _, wish in everyone if wish is not None]
+        if len(set(wishes)) < len(wishes):
+            double = next(wish for wish in wishes if wishes.count(wish) > 1)
+            names = " and ".join(offer.name for _, offer, wish in everyone if wish == double)
+            raise Mismatch(f"{names} both say --host-rank {double}: give each host its own, or leave it out")
+        free = iter([number for number in range(len(everyone)) if number not in wishes])
+        places = [next(free) if wish is None else wish for _, _, wish in everyone]
+        seats = sorted(zip(places, everyone, strict=True), key=lambda seat: seat[0])
+        table = tuple(offer for _, (_, offer, _) in seats)
+        if len({offer.machine for offer in table}) > 1:
+            lost = [offer.name for offer in table if network.loopback(offer.address)]
+            if lost:
+                raise PlaceError(f"{lost[0]} comes from a loopback address, which other hosts can't reach: {network.advice()}")
+        channels = {number: channel for number, (channel, _, _) in seats if channel is not None}
+        for number, channel in channels.items():
+            channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": number, "server": places[0]})
+        return Council(table, places[0], channels, server=places[0])
+
+    def _incomplete(self) -> DeadlineExceeded:
+        meeting = self._meeting
+        came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
+        hint = ""
+        if network.literal(meeting.point[0]):
+            hint = f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
+        return DeadlineExceeded(
+            f"{1 + len(self._guests)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
+            f"start the same command on the others, or look at their output{hint}"
+        )

@@ -1,0 +1,129 @@
+"""Addresses of this machine: found by asking the kernel for the route, never guessed from a name alone."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+
+from paceline.errors import PlaceError
+
+_SIOCGIFCONF = 0x8912  # linux/sockios.h
+_IFREQ_BYTES = 40  # struct ifreq on 64-bit Linux: 16 of name, 24 of address
+_MOST_INTERFACES = 256
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each interface of this machine that is up; empty where the kernel can't be asked (not Linux)."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    room = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
+    address, length = room.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", length, address))
+    used = struct.unpack("iL", answer)[0]
+    raw = room.tobytes()
+    found: dict[str, str] = {}
+    for start in range(0, used, _IFREQ_BYTES):
+        name = raw[start : start + 16].split(b"\0", 1)[0].decode()
+        found.setdefault(name, socket.inet_ntoa(raw[start + 20 : start + 24]))
+    return found
+
+
+def resolve(host: str) -> list[str]:
+    """The IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means nothing here."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise PlaceError(
+            f"the host name {host!r} can't be resolved on {socket.gethostname()} ({error}): "
+            "use an IP address, or a name that every host knows"
+        ) from error
+    addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
+
+
+def loopback(address: str) -> bool:
+    """Whether this IP address is reached from this machine only."""
+    return ipaddress.ip_address(address.split("%", maxsplit=1)[0]).is_loopback
+
+
+def literal(host: str) -> bool:
+    """Whether `host` itself says that it means this machine only: localhost or a loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return loopback(host)
+    except ValueError:
+        return False
+
+
+def local(address: str) -> bool:
+    """Whether this IP address belongs to this machine (to this network namespace)."""
+    with socket.socket(family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            if error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL}:
+                return False
+            raise
+    return True
+
+
+def family(address: str) -> socket.AddressFamily:
+    """AF_INET or AF_INET6, as the IP address is written."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def route(address: str) -> str:
+    """The local IP address that packets to this IP address would leave from; nothing is sent."""
+    with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise PlaceError(f"{socket.gethostname()} has no route to {address} ({error.strerror}): {advice()}") from error
+        return str(probe.getsockname()[0])
+
+
+def override(interface: str) -> str:
+    """The IP address that an override means: an interface's name, or an address of this machine."""
+    known = interfaces()
+    if interface in known:
+        return known[interface]
+    try:
+        ipaddress.ip_address(interface)
+    except ValueError:
+        raise PlaceError(f"PACELINE_INTERFACE={interface} is no interface of {socket.gethostname()}: {advice()}") from None
+    if not local(interface):
+        raise PlaceError(f"PACELINE_INTERFACE={interface} is no address of {socket.gethostname()}: {advice()}")
+    return interface
+
+
+def carrier(address: str) -> str | None:
+    """The name of the interface that has this address, if it can be told."""
+    if loopback(address):
+        address = "127.0.0.1"
+    return next((name for name, known in interfaces().items() if known == address), None)
+
+
+def advice() -> str:
+    """What to set, with the interfaces that there are."""
+    found = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
+    return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {found or 'only loopback'}"
+
+
+def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
+    """A socket that listens on this address only (port 0: any free one). Not inherited by children unless made so."""
+    server = socket.socket(family(address), socket.SOCK_STREAM)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((address, port))
+        server.listen(backlog)
+    except OSError:
+        server.close()
+        raise
+    return server

@@ -1,0 +1,168 @@
+"""The output of many workers on one screen: whole lines, each with the rank that wrote it, and otherwise the script's own bytes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+
+_PIECES = re.compile(rb"[^\r\n]*[\r\n]")
+_WRITE_BYTES = 4096  # what a pipe that is ready takes without blocking (PIPE_BUF)
+_HELD_BYTES = 1 << 16  # a line longer than this is passed on in parts
+_FULL_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 16
+_IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
+
+
+class Screen:
+    """Where output goes: standard output or error of the launcher. Never blocks; `full` asks its writers to wait."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.broken = False
+        self.last: int | None = None  # who wrote last; None: the launcher
+        self._pending: deque[bytes] = deque()
+        self._size = 0
+        self._ending = b"\n"  # the last byte that was put: a line is under way unless it is a newline
+
+    @property
+    def full(self) -> bool:
+        return self._size > _FULL_BYTES
+
+    @property
+    def pending(self) -> bool:
+        return self._size > 0
+
+    def put(self, rank: int, piece: bytes) -> None:
+        """Show a line, or a part of one, of this worker."""
+        if self._ending != b"\n" and rank != self.last:
+            self._add(b"\n")
+        # A carriage return goes back to the start of the line: what follows it needs the prefix again, itself needs none.
+        bare = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
+        fresh = self._ending == b"\n"
+        self._add((b"" if bare or self._ending not in {b"\n", b"\r"} else b"[%d] " % rank) + piece)
+        if bare and fresh:
+            self._ending = b"\n"  # nothing is on the line yet
+        self.last = rank
+
+    def say(self, text: str) -> None:
+        """Show lines of the launcher itself."""
+        self._add((b"" if self._ending == b"\n" else b"\n") + text.encode() + b"\n")
+        self.last = None
+
+    def write(self) -> None:
+        """Write once; to be called when the descriptor is ready."""
+        chunk = b""
+        while self._pending and len(chunk) < _WRITE_BYTES:
+            chunk += self._pending.popleft()
+        try:
+            written = os.write(self.descriptor, chunk[:_WRITE_BYTES])
+        except BlockingIOError:
+            written = 0
+        except OSError:
+            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the launcher is told.
+            self.broken = True
+            self.drop()
+            return
+        if written < len(chunk):
+            self._pending.appendleft(chunk[written:])
+        self._size -= written
+
+    def drop(self) -> None:
+        """Forget what has not been written."""
+        self._pending.clear()
+        self._size = 0
+
+    def _add(self, data: bytes) -> None:
+        self._ending = data[-1:]
+        if not self.broken:
+            self._pending.append(data)
+            self._size += len(data)
+
+
+class Stream:
+    """One output of one worker on its way to a screen; `tail` keeps its last bytes."""
+
+    def __init__(self, rank: int, descriptor: int, screen: Screen) -> None:
+        self.rank, self.descriptor, self.screen = rank, descriptor, screen
+        self.open = True
+        self._held = b""
+        self._since = 0.0
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+
+    def read(self) -> bool:
+        """Take what is there (the descriptor doesn't block); False when there was nothing."""
+        try:
+            data = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self._remember(data)
+        data = self._held + data
+        end = 0
+        for match in _PIECES.finditer(data):
+            self.screen.put(self.rank, match[0])
+            end = match.end()
+        self._held = data[end:]
+        self._since = time.monotonic()
+        if len(self._held) > _HELD_BYTES:
+            self.show()
+        return True
+
+    def idle(self, now: float) -> None:
+        """Show the start of a line whose end doesn't come."""
+        if self._held and now - self._since > _IDLE_SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        if self._held:
+            self.screen.put(self.rank, self._held)
+            self._held = b""
+
+    def close(self) -> None:
+        """Show the rest and let go of the descriptor."""
+        if self.open:
+            self.show()
+            os.close(self.descriptor)
+            self.open = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `idle` has something to do later."""
+        return bool(self._held)
+
+    def tail(self) -> str:
+        """The last that was written."""
+        return b"".join(self._tail).decode(errors="replace")
+
+    def _remember(self, data: bytes) -> None:
+        self._tail.append(data)
+        self._tail_size += len(data)
+        while self._tail_size - len(self._tail[0]) > _TAIL_BYTES:
+            self._tail_size -= len(self._tail.popleft())
+
+
+def screens() -> tuple[Screen, Screen]:
+    """Standard output and error; one screen when both are the same file, so that their lines don't mix."""
+    out, err = os.fstat(1), os.fstat(2)
+    first = Screen(1)
+    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2)
+
+
+def last_words(tail: str) -> str:
+    """The traceback that the text ends with, chained ones included; where there is none, its last lines."""
+    lines = tail.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    if not starts:
+        return "\n".join(lines[-20:])
+    start = starts[-1]
+    for earlier in reversed(starts[:-1]):
+        between = "\n".join(lines[earlier:start])
+        if "\nDuring handling of the above exception" not in between and "\nThe above exception was the direct cause" not in between:
+            break
+        start = earlier
+    return "\n".join(lines[start:])

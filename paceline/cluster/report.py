@@ -1,0 +1,42 @@
+"""What a worker tells the launcher that watches it: that it joined, that it closed in good order, or what it failed of."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from paceline.cluster.discover import Place
+from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged, WorkerLost
+
+# What a worker raises because another one failed: never the cause while something else could be.
+ECHOES = (Mismatch, WorkerLost, DeadlineExceeded, ViewChanged)
+_LONGEST = 300  # characters of a message: a record stays below PIPE_BUF, so that it is written whole
+
+
+def joined(place: Place) -> None:
+    """This worker takes part from now on: its leaving before `closed` is a failure, with exit code 0 too."""
+    _tell(place, {"event": "joined"})
+
+
+def closed(place: Place) -> None:
+    """This worker has left in good order."""
+    _tell(place, {"event": "closed"})
+
+
+def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
+    """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
+    if issubclass(kind, (SystemExit, KeyboardInterrupt)):
+        return
+    _tell(place, {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST], "is_echo": issubclass(kind, ECHOES)})
+
+
+def _tell(place: Place, record: dict[str, object]) -> None:
+    if place.report_fd is None:
+        return
+    line = json.dumps({"rank": place.rank, "time": time.time(), **record}) + "\n"
+    try:
+        os.write(place.report_fd, line.encode())
+    except OSError:
+        # The launcher is gone, or this is a child of a worker, without its descriptors: nobody is left to be told.
+        return

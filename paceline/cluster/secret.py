@@ -1,0 +1,98 @@
+"""The secret of a job: where it comes from, how it travels to workers, and what it signs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from paceline.errors import SecretError
+
+MAC_BYTES = 32
+_SHORTEST = 16
+_LONGEST = 4096
+COMMAND = """(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > paceline.secret)"""
+_ADVICE = (
+    f"make one with\n    {COMMAND}\ncopy it to every host, and pass --secret-file paceline.secret (or set PACELINE_SECRET to its content)"
+)
+
+
+def fresh() -> bytes:
+    """A new secret, for a job that stays on one host."""
+    return secrets.token_hex(32).encode()
+
+
+def missing(why: str) -> SecretError:
+    """The error for a secret that isn't there, with the command that makes one."""
+    return SecretError(f"{why}: {_ADVICE}")
+
+
+def parse(text: str, source: str) -> bytes:
+    """The secret written in `text` (surrounding blanks don't count); `source` names it in errors."""
+    secret = text.strip().encode()
+    if not _SHORTEST <= len(secret) <= _LONGEST:
+        raise missing(f"the secret in {source} has {len(secret)} characters, and {_SHORTEST} to {_LONGEST} are needed")
+    return secret
+
+
+def read(path: str | Path) -> bytes:
+    """The secret in a file that only its owner can read (mode 0600)."""
+    try:
+        with open(path, "rb") as file:
+            state = os.fstat(file.fileno())
+            raw = file.read(_LONGEST + 1)
+    except OSError as error:
+        raise missing(f"the secret file {path} can't be read ({error.strerror})") from error
+    if state.st_uid not in {os.geteuid(), 0}:
+        raise SecretError(
+            f"the secret file {path} belongs to user {state.st_uid}, not to you ({os.geteuid()}): make a copy of your own, mode 0600"
+        )
+    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(
+            f"the secret file {path} has mode {stat.S_IMODE(state.st_mode):04o}, so others can use it: run `chmod 600 {path}`"
+        )
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise missing(f"the secret file {path} isn't text") from None
+    return parse(text, str(path))
+
+
+def lend(secret: bytes) -> int:
+    """A descriptor that holds the secret, for children to inherit; it has no name in any file system."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("paceline-secret", os.MFD_CLOEXEC)
+    else:
+        descriptor, name = tempfile.mkstemp()
+        os.unlink(name)
+    os.write(descriptor, secret)
+    return descriptor
+
+
+def borrow(descriptor: int) -> bytes:
+    """The secret in an inherited descriptor; can be read any number of times."""
+    try:
+        return os.pread(descriptor, _LONGEST, 0)
+    except OSError as error:
+        raise SecretError(
+            f"descriptor {descriptor} (PACELINE_SECRET_FD) can't be read ({error.strerror}): this process was started by a worker, "
+            "not by `paceline run`; remove the variables PACELINE_* and RANK from its environment"
+        ) from error
+
+
+def sign(secret: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts look alike."""
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(len(part).to_bytes(8, "big"))
+        mac.update(part)
+    return mac.digest()
+
+
+def verify(secret: bytes, mac: bytes, *parts: bytes) -> bool:
+    """Whether `mac` is what `sign` gives; takes the same time wherever they differ."""
+    return hmac.compare_digest(mac, sign(secret, *parts))

@@ -1,0 +1,314 @@
+"""The meeting place of all workers: torch's key-value store, signed with the job's secret, bound to one address only."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import DistError
+
+from paceline.cluster import network
+from paceline.cluster import secret as secrets
+from paceline.cluster.discover import Place
+from paceline.cluster.machine import cores, fingerprint
+from paceline.cluster.topology import Cluster, Host
+from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
+
+if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+    from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+    from torch.distributed import Store as TorchStore
+
+_PLAIN, _SIGNED = "0", "1"  # the first character of each value
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
+
+
+class Store:
+    """Keys that all workers see. `torch` is the torch.distributed store beneath, under this store's prefix.
+
+    Values put here are JSON; with a secret they are signed together with their key, so that neither can be forged or moved.
+    """
+
+    def __init__(self, store: TorchStore, secret: bytes | None = None, *, path: str = "", deadline: float = 30.0) -> None:
+        self.torch = PrefixStore(path, store) if path else store
+        self._base, self._secret, self._path, self._deadline = store, secret, path, deadline
+
+    def put(self, key: str, value: Any) -> None:
+        """Set `key` to a JSON value."""
+        body = json.dumps(value)
+        mark = _PLAIN if self._secret is None else _SIGNED + secrets.sign(self._secret, self._name(key), body.encode()).hex()
+        try:
+            self.torch.set(key, mark + body)
+        except DistError as error:
+            raise _gone(error) from error
+
+    def take(self, key: str, timeout: float | None = None) -> Any:
+        """The value of `key`, waiting for it at most `timeout` seconds (None: the store's deadline).
+
+        Raises `DeadlineExceeded` when it never comes, `SecretError` when it wasn't signed with this job's secret,
+        `WorkerLost` when the store is gone. The wait hears signals at once.
+        """
+        seconds = self._deadline if timeout is None else timeout
+        end = time.monotonic() + seconds
+        nap = _SHORTEST_NAP
+        try:
+            while not self.torch.check([key]):
+                if time.monotonic() >= end:
+                    raise DeadlineExceeded(f"nobody has set {self._path}/{key} in the store within {seconds:g} s")
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+            raw = self.torch.get(key)
+        except DistError as error:
+            raise _gone(error) from error
+        return json.loads(self._verified(key, raw.decode()))
+
+    def sub(self, prefix: str) -> Store:
+        """The part of this store whose keys start with `prefix`."""
+        return Store(self._base, self._secret, path=f"{self._path}/{prefix}" if self._path else prefix, deadline=self._deadline)
+
+    def close(self) -> None:
+        """Let go of the store; where this process serves it, it ends with its last user in this process."""
+        del self.torch, self._base
+
+    def _name(self, key: str) -> bytes:
+        return f"{self._path}/{key}".encode()
+
+    def _verified(self, key: str, raw: str) -> str:
+        if raw[:1] == _PLAIN:
+            if self._secret is not None:
+                raise SecretError(f"{key} in the store isn't signed: a worker has no secret. Give every worker the same PACELINE_SECRET")
+            return raw[1:]
+        if self._secret is None:
+            raise SecretError(f"{key} in the store is signed, and this worker has no secret. Give every worker the same PACELINE_SECRET")
+        mac, body = raw[1 : 1 + 2 * secrets.MAC_BYTES], raw[1 + 2 * secrets.MAC_BYTES :]
+        if not secrets.verify(self._secret, bytes.fromhex(mac), self._name(key), body.encode()):
+            raise SecretError(f"{key} in the store was signed with another secret. Give every worker the same PACELINE_SECRET")
+        return body
+
+
+def memory(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
+    """A store inside this process: for one worker alone, and for threads in tests."""
+    return Store(HashStore(), secret, path="paceline", deadline=deadline)
+
+
+def connect(place: Place, *, deadline: float = 30.0) -> Store:
+    """Join the store at the meeting point, or serve it there (rank 0, unless its launcher does).
+
+    Raises `PlaceError` where the address can't be bound, `DeadlineExceeded` when nobody serves it within `deadline` seconds.
+    """
+    if place.meeting is None or place.size == 1:
+        return memory(place.secret, deadline=deadline)
+    serve = place.rank == 0 and not place.agent_store
+    store = _serve(place, deadline) if serve else _join(place, deadline)
+    path = f"paceline/{place.attempt}/{_generation(store, place)}"
+    return Store(store, place.secret, path=path, deadline=deadline)
+
+
+def address(place: Place) -> str:
+    """The IP address that other workers reach this process at: the local end of the route to the meeting point."""
+    if place.interface is not None:
+        return network.override(place.interface)
+    if place.meeting is None:
+        return "127.0.0.1"
+    chosen = network.route(network.resolve(place.meeting[0])[0])
+    if place.hosts > 1 and not place.one_machine and network.loopback(chosen):
+        raise PlaceError(
+            f"{place.hosts} hosts are to meet at {place.meeting[0]}, which is the loopback of {place.hostname} and reaches no other host: "
+            f"give the meeting point (MASTER_ADDR, --join) as an address that all hosts reach, or {network.advice()} "
+            "(PACELINE_INTERFACE=lo if all of them are this machine)"
+        )
+    return chosen
+
+
+def hosts(store: Store, place: Place) -> Cluster:
+    """Who shares a machine with whom: the same answer on every rank. All ranks call it.
+
+    Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm, same user) and their
+    launcher counts them as one host. Raises `DeadlineExceeded` naming the ranks that never came.
+    """
+    here = store.sub("hosts")
+    mine = {
+        "name": place.hostname,
+        "machine": fingerprint(),
+        "group": -1 if place.host_rank is None else place.host_rank,
+        "address": address(place),
+        "cores": cores(),
+        "size": place.size,
+    }
+    here.put(str(place.rank), mine)
+    if place.rank == 0:
+        _publish(here, place)
+    table = here.take("table")
+    if "error" in table:
+        raise (SecretError if table["kind"] == "secret" else DeadlineExceeded if table["kind"] == "deadline" else Mismatch)(table["error"])
+    if table["ranks"][place.rank] != mine:
+        raise Mismatch(
+            f"rank {place.rank} is known to rank 0 as {table['ranks'][place.rank]}, and is {mine}: two jobs use one meeting point"
+        )
+    return _cluster(table["ranks"])
+
+
+def _publish(here: Store, place: Place) -> None:
+    """Rank 0 collects what all ranks say and hands out one table, or the reason why there is none."""
+    try:
+        ranks = _collect(here, place)
+    except SecretError as error:
+        here.put("table", {"error": str(error), "kind": "secret"})
+        raise
+    except DeadlineExceeded as error:
+        here.put("table", {"error": str(error), "kind": "deadline"})
+        raise
+    except Mismatch as error:
+        here.put("table", {"error": str(error), "kind": "mismatch"})
+        raise
+    here.put("table", {"ranks": ranks})
+
+
+def _collect(here: Store, place: Place) -> list[dict[str, Any]]:
+    # Rank 0 gives up first, so that the others hear its reason before their own deadline passes.
+    end = time.monotonic() + 0.9 * here._deadline
+    ranks: list[dict[str, Any]] = []
+    for rank in range(place.size):
+        try:
+            ranks.append(here.take(str(rank), max(0.0, end - time.monotonic())))
+        except DeadlineExceeded:
+            missing = tuple(r for r in range(rank, place.size) if not here.torch.check([str(r)]))
+            names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+            raise DeadlineExceeded(
+                f"{names} of {place.size} never came to the meeting at the start within {here._deadline:g} s: look at their output", missing
+            ) from None
+        except SecretError as error:
+            raise SecretError(f"rank {rank}: {error}") from None
+    sizes = {entry["size"] for entry in ranks}
+    if len(sizes) > 1:
+        raise Mismatch(f"workers disagree on how many they are: {sorted(sizes)}. Start all of them with the same numbers")
+    apart = {(entry["machine"], entry["group"]) for entry in ranks}
+    if len({machine for machine, _ in apart}) > 1:
+        lost = [f"rank {rank} on {entry['name']}" for rank, entry in enumerate(ranks) if network.loopback(entry["address"])]
+        if lost:
+            raise Mismatch(f"{lost[0]} is on a loopback address that other hosts can't reach: {network.advice()}")
+    return ranks
+
+
+def _cluster(ranks: list[dict[str, Any]]) -> Cluster:
+    members: dict[tuple[str, int], list[int]] = {}
+    for rank, entry in enumerate(ranks):
+        members.setdefault((entry["machine"], entry["group"]), []).append(rank)
+    names = Counter(ranks[found[0]]["name"] for found in members.values())
+    machines = []
+    for index, found in enumerate(members.values()):
+        first = ranks[found[0]]
+        name = first["name"] if names[first["name"]] == 1 else f"{first['name']}#{index}"
+        machines.append(Host(name, tuple(found), first["address"], first["cores"]))
+    return Cluster(tuple(machines))
+
+
+def _serve(place: Place, deadline: float) -> TorchStore:
+    assert place.meeting is not None
+    host, port = place.meeting
+    timeout = timedelta(seconds=deadline)
+    if place.store_fd is not None:
+        # A copy: the descriptor stays open, so that a later start in this process can serve again.
+        descriptor = os.dup(place.store_fd)
+        return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    chosen = _bindable(place)
+    try:
+        descriptor = network.listen(chosen, port).detach()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise PlaceError(f"can't listen on {chosen}:{port} ({error.strerror}): set MASTER_PORT to another port") from error
+        return _shared(chosen, port, timeout)
+    return TCPStore(chosen, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
+
+
+def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
+    """The store that this process already serves there (init_process_group came first), if it does."""
+    try:
+        return TCPStore(chosen, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+    except DistError as error:
+        raise PlaceError(
+            f"port {port} of {chosen} is in use by another program: set MASTER_PORT to a free one, for every worker"
+        ) from error
+
+
+def _bindable(place: Place) -> str:
+    """The address of this machine that rank 0 serves the store on."""
+    assert place.meeting is not None
+    host = place.meeting[0]
+    found = network.resolve(host)
+    mine = [known for known in found if network.local(known)]
+    if not mine:
+        raise PlaceError(
+            f"rank 0 runs on {place.hostname}, but the meeting point {host} ({', '.join(found)}) isn't an address of it: "
+            "set MASTER_ADDR to one"
+        )
+    if network.loopback(mine[0]) and place.hosts > 1:
+        return address(place)
+    return mine[0]
+
+
+def _join(place: Place, deadline: float) -> TorchStore:
+    """Knock until somebody listens: torch's own wait for a server can't be interrupted, and names nobody."""
+    assert place.meeting is not None
+    host, port = place.meeting
+    end = time.monotonic() + deadline
+    nap = _SHORTEST_RETRY
+    while True:
+        found = _knock(place, end - time.monotonic())
+        if isinstance(found, TorchStore):
+            return found
+        if time.monotonic() + nap >= end:
+            reason = getattr(found, "strerror", None) or str(found) or type(found).__name__
+            raise DeadlineExceeded(
+                f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {deadline:g} s ({reason}): "
+                f"rank 0 hasn't come, or its host can't be reached from here, or {host} means another address there",
+                (0,),
+            ) from found
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def _knock(place: Place, left: float) -> TorchStore | Exception:
+    """A client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us."""
+    assert place.meeting is not None
+    host, port = place.meeting
+    try:
+        target = network.resolve(host)[0]
+    except PlaceError as error:
+        return error
+    if network.loopback(target) and place.hosts > 1:
+        target = address(place)  # among several hosts, a name that means loopback here means this host
+    try:
+        socket.create_connection((target, port), timeout=max(0.1, min(2.0, left))).close()
+        return TCPStore(target, port, None, False, timedelta(seconds=max(1.0, left)), wait_for_workers=False)
+    except (OSError, DistError) as error:
+        return error
+
+
+def _generation(store: TorchStore, place: Place) -> int:
+    """How often this rank has come to this store: workers that start again in one process meet under new keys.
+
+    A rank that is claimed by two processes raises: two jobs, or two workers with the same variables.
+    """
+    me = f"{fingerprint()}:{os.getpid()}"
+    claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
+    owner = claims.compare_set(str(place.rank), "", me).decode()
+    if owner != me:
+        raise PlaceError(
+            f"another process already is rank {place.rank} at {place.meeting}: two jobs share this meeting point, "
+            "or two workers got the same RANK. Give each job its own MASTER_PORT"
+        )
+    return int(claims.add(f"starts/{place.rank}", 1))
+
+
+def _gone(error: Exception) -> WorkerLost:
+    return WorkerLost(f"the store at the meeting point is gone, and rank 0 with it ({str(error).splitlines()[0]})", (0,))

@@ -1,0 +1,62 @@
+"""What a cluster is made of, as frozen data: devices in hosts, links between them, and which rank stands where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One thing that computes. `memory_bytes` is 0 where it isn't known."""
+
+    kind: str  # "cpu" | "cuda" | ...
+    index: int = 0
+    name: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """Workers that can share memory. `ranks` ascend; `address` is the IP address its workers are reached at."""
+
+    name: str
+    ranks: tuple[int, ...]
+    address: str
+    cores: int = 1
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one host to another (indices into `Cluster.hosts`), as measured."""
+
+    source: int
+    target: int
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, ordered by their lowest rank, and the links that were measured between them."""
+
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return sum(len(host.ranks) for host in self.hosts)
+
+    def where(self) -> tuple[int, ...]:
+        """The index of the host of each rank."""
+        placed = {rank: index for index, host in enumerate(self.hosts) for rank in host.ranks}
+        return tuple(placed[rank] for rank in range(len(placed)))
+
+    def names(self) -> tuple[str, ...]:
+        """The name of the host of each rank, for messages."""
+        return tuple(self.hosts[index].name for index in self.where())
+
+    def of(self, rank: int) -> Host:
+        """The host that `rank` runs on."""
+        return self.hosts[self.where()[rank]]

@@ -1,0 +1,138 @@
+"""What a rank is about to exchange, as a short text and its digest: compared before anything moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import OPS
+from paceline.errors import Mismatch, UsageError
+
+DIGEST = 16  # bytes
+
+
+class Call(NamedTuple):
+    """One collective call as its rank made it; all but `flaw` has to be the same on every rank.
+
+    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not just this one.
+    """
+
+    kind: str
+    name: str | None = None
+    shape: tuple[int | str, ...] | None = None
+    dtype: torch.dtype | None = None
+    detail: str = ""
+    flaw: str = ""
+
+    def __str__(self) -> str:
+        name = f" of {self.name!r}" if self.name is not None else ""
+        tensor = f" ({str(self.dtype).removeprefix('torch.')} [{', '.join(map(str, self.shape))}])" if self.shape is not None else ""
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.kind}{name}{tensor}{detail}"
+
+
+@lru_cache(maxsize=65_536)
+def digest(call: Call) -> bytes:
+    """The fingerprint of `call`, flaw included; cached, as the same calls come back at every step."""
+    return blake2b(f"{call}\0{call.flaw}".encode(), digest_size=DIGEST).digest()
+
+
+def sides(texts: Sequence[str]) -> str:
+    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`."""
+    places: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            places.setdefault(text, []).append(str(rank))
+    return "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
+
+
+def compare(calls: Sequence[tuple[str, str]]) -> None:
+    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order; nothing if they agree."""
+    texts = [text for text, _ in calls]
+    if any(text != texts[0] for text in texts):
+        raise Mismatch(f"workers have come apart: {sides(texts)}. Every worker has to make the same collective calls in the same order")
+    flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
+    if flaws:
+        rank, flaw = flaws[0]
+        raise UsageError(f"{texts[0]}: {flaw} (rank {rank})")
+
+
+def on_device(x: Tensor) -> str:
+    """The part of a call's detail that says where the tensor is; empty on CPU."""
+    return "" if x.device.type == "cpu" else f" on {x.device.type}"
+
+
+def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> Call:
+    """The call of a reduction of `x`."""
+    flaw = dense_flaw(x)
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
+        flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
+    elif op not in OPS:
+        flaw = f"op={op!r} is unknown; there are {', '.join(OPS)}"
+    return Call(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
+
+
+def rows(kind: str, x: Tensor, name: str | None) -> Call:
+    """The call that moves `x`, whose first dim may differ between ranks."""
+    shape = ("*", *x.shape[1:]) if x.dim() else ()
+    return Call(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
+
+
+def rooted(x: Tensor, root: int, size: int, name: str | None) -> Call:
+    """The call of a broadcast of `x` from `root`."""
+    flaw = dense_flaw(x) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
+    return Call("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
+
+
+def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> Call:
+    """The call of an all_to_all of `xs`."""
+    if len(xs) != size:
+        return Call("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
+    call = rows("all_to_all", xs[0], name)
+    for rank, x in enumerate(xs):
+        if rows("all_to_all", x, name)[:5] != call[:5]:
+            flaw = f"the tensor for rank {rank} is {x.dtype} {list(x.shape)}, the one for rank 0 {xs[0].dtype} {list(xs[0].shape)}"
+            return call._replace(flaw=f"{flaw}; only the first dim may differ")
+    return call
+
+
+def choosing(ranks: Sequence[int], size: int) -> Call:
+    """The call that makes a subgroup of `ranks`."""
+    flaw = ""
+    if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
+        flaw = f"the ranks of a subgroup are different numbers of 0..{size - 1}, at least one"
+    return Call("sub", detail=f"ranks {', '.join(map(str, ranks))}", flaw=flaw)
+
+
+def parcel(x: Tensor) -> str:
+    """What one message of an exchange carries."""
+    return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
+
+
+def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> Call:
+    """The call of an exchange; what is sent and expected is compared pair by pair."""
+    flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
+    flaws += [dense_flaw(x) for _, x in (*sends, *recvs) if dense_flaw(x)]
+    return Call("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
+
+
+def objects(obj: Any, name: str | None) -> tuple[str, Call]:
+    """`obj` as JSON, and the call that gathers it."""
+    try:
+        return json.dumps(obj), Call("gather_objects", name)
+    except (TypeError, ValueError) as error:
+        return "", Call("gather_objects", name, flaw=f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): {error}")
+
+
+def dense_flaw(x: Tensor) -> str:
+    """What keeps `x` from being exchanged, if anything does."""
+    if x.layout is not torch.strided:
+        return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
+    return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""
+

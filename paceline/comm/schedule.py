@@ -1,0 +1,280 @@
+"""All-reduce as plain data: which rank sends which chunk to whom in which round. Built, proved, priced and drawn without a process.
+
+    ring(3): chunks travel right; first every chunk gathers its sum, then the sums go round
+
+              round 0   round 1   round 2   round 3
+    rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds it
+    rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which keeps it
+    rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from paceline.errors import UsageError
+
+History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums it was added up from, in order
+
+
+class Move(NamedTuple):
+    """`src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false) keeps it in place of its own."""
+
+    src: int
+    dst: int
+    chunk: int
+    add: bool
+
+
+class Schedule(NamedTuple):
+    """An all-reduce of `size` ranks: `chunks` are fractions of the tensor; all moves of a round start from the state before it.
+
+    What a rank receives in one round is added together with its own part in the order of ranks.
+    """
+
+    name: str
+    size: int
+    chunks: tuple[float, ...]
+    rounds: tuple[tuple[Move, ...], ...]
+
+
+class Speed(NamedTuple):
+    """A link: seconds until the first byte, and bytes a second."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+class Network(NamedTuple):
+    """What a schedule is priced on: the host of each rank; all ranks of a host share its link to the others."""
+
+    hosts: Sequence[int]
+    within: Speed
+    between: Speed
+
+
+def direct(size: int) -> Schedule:
+    """Everyone sends everything to everyone, the naive way: one round, (n-1) times the tensor from each.
+
+        0 <-+> 1
+        0 <-+> 2      (all pairs at once)
+        1 <-+> 2
+    """
+    moves = [Move(src, dst, 0, True) for src in range(size) for dst in range(size) if src != dst]
+    return Schedule("direct", size, (1.0,), _rounds([moves]))
+
+
+def ring(size: int) -> Schedule:
+    """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each. Patarasuk and Yuan, 2009.
+
+        0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
+        0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
+    """
+    add = [[Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)] for t in range(size - 1)]
+    keep = [[Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)] for t in range(size - 1)]
+    return Schedule("ring", size, _even(size), _rounds(add + keep))
+
+
+def owners(size: int) -> Schedule:
+    """Every rank owns a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
+
+        1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
+        0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
+    """
+    add = [Move(src, dst, dst, True) for src in range(size) for dst in range(size) if src != dst]
+    keep = [Move(src, dst, src, False) for src in range(size) for dst in range(size) if src != dst]
+    return Schedule("owners", size, _even(size), _rounds([add, keep]))
+
+
+def tree(size: int) -> Schedule:
+    """Sums go up a binary tree and the result comes down: 2 log2(n) rounds, best for small tensors.
+
+            0            children of r: 2r+1, 2r+2
+          /   \\
+         1     2         up   : 3 +> 1, 4 +> 1   then   1 +> 0, 2 +> 0
+        / \\              down : 0 -> 1, 0 -> 2   then   1 -> 3, 1 -> 4
+       3   4
+    """
+    edges = [((child - 1) // 2, child) for child in range(1, size)]
+    levels = [list(level) for _, level in groupby(edges, key=lambda edge: (edge[1] + 1).bit_length())]
+    up = [[Move(child, parent, 0, True) for parent, child in level] for level in reversed(levels)]
+    down = [[Move(parent, child, 0, False) for parent, child in level] for level in levels]
+    return Schedule("tree", size, (1.0,), _rounds(up + down))
+
+
+def halving_doubling(size: int) -> Schedule:
+    """Pairs swap halves, quarters, ... and back: 2 log2(n) rounds, 2(n-1)/n of the tensor from each. Thakur et al., 2005.
+
+        4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones fold in),
+                   0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
+                   and the same way back                        last 0 -> 4 and 1 -> 5
+    """
+    power = 1 << (size.bit_length() - 1)
+    distances = [power >> k for k in range(1, power.bit_length())]
+    halving = [
+        [Move(r, r ^ d, c, True) for r in range(power) for c in range(power) if c // (2 * d) == r // (2 * d) and (c ^ r) & d]
+        for d in distances
+    ]
+    doubling = [[Move(r, r ^ d, c, False) for r in range(power) for c in range(r // d * d, r // d * d + d)] for d in reversed(distances)]
+    fold = [Move(r, r - power, c, True) for r in range(power, size) for c in range(power)]
+    unfold = [Move(r - power, r, c, False) for r in range(power, size) for c in range(power)]
+    return Schedule("halving-doubling", size, _even(power), _rounds([fold, *halving, *doubling, unfold]))
+
+
+def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
+    """Each host adds up at its first rank, those exchange by the schedule `between`, and hand the result out: one copy per host.
+
+        hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
+                              3 +> 1                    1 -> 3
+
+    `hosts` is the host of each rank: what goes between hosts depends on how many there are, not on where the ranks are.
+    """
+    first: dict[int, int] = {}
+    for rank, host in enumerate(hosts):
+        first.setdefault(host, rank)
+    leaders = list(first.values())
+    outer = between(len(leaders))
+    chunks = range(len(outer.chunks))
+    rest = [(rank, first[host]) for rank, host in enumerate(hosts) if rank != first[host]]
+    gather = [Move(rank, leader, c, True) for rank, leader in rest for c in chunks]
+    spread = [Move(leader, rank, c, False) for rank, leader in rest for c in chunks]
+    middle = [[Move(leaders[m.src], leaders[m.dst], m.chunk, m.add) for m in moves] for moves in outer.rounds]
+    name = f"hierarchical({outer.name})"
+    return Schedule(name, len(hosts), outer.chunks, _rounds([gather, *middle, spread]))
+
+
+SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
+    "direct": lambda hosts: direct(len(hosts)),
+    "ring": lambda hosts: ring(len(hosts)),
+    "owners": lambda hosts: owners(len(hosts)),
+    "tree": lambda hosts: tree(len(hosts)),
+    "halving-doubling": lambda hosts: halving_doubling(len(hosts)),
+    "hierarchical": hierarchical,
+}
+"""Builders by name; each takes the host of every rank (`[0] * n` for one host)."""
+
+
+def build(name: str, hosts: Sequence[int]) -> Schedule:
+    """The schedule `name` for ranks on `hosts`; UsageError when there is none of that name."""
+    if name not in SCHEDULES:
+        raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    if not hosts:
+        raise UsageError("a schedule is for at least one rank")
+    return SCHEDULES[name](hosts)
+
+
+def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
+    """For each move of each round: the ranks whose contributions it carries."""
+    state = [[frozenset((rank,))] * len(schedule.chunks) for rank in range(schedule.size)]
+    loads = []
+    for moves in schedule.rounds:
+        loads.append([state[m.src][m.chunk] for m in moves])
+        for move, load in zip(moves, loads[-1], strict=True):
+            state[move.dst][move.chunk] = state[move.dst][move.chunk] | load if move.add else load
+    return loads
+
+
+def check(schedule: Schedule) -> None:
+    """Prove that every rank ends with every contribution exactly once, added in the same order; `AssertionError` says where it fails."""
+    size, count = schedule.size, len(schedule.chunks)
+    assert abs(sum(schedule.chunks) - 1) < 1e-9, f"chunks add up to {sum(schedule.chunks)}"
+    everyone = set(range(size))
+    state: list[list[History]] = [[(rank,) for _ in range(count)] for rank in range(size)]
+    for number, moves in enumerate(schedule.rounds):
+        before = [list(row) for row in state]
+        assert len(set(moves)) == len(moves), f"round {number} makes a move twice"
+        for (dst, chunk), group in groupby(sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)):
+            into = list(group)
+            assert all(m.src != dst for m in into), f"round {number}: rank {dst} sends to itself"
+            if not all(m.add for m in into):
+                assert len(into) == 1, f"round {number}: chunk {chunk} of rank {dst} is kept and changed at once"
+                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), f"round {number}: {into[0]} is kept before it is complete"
+                state[dst][chunk] = before[into[0].src][chunk]
+                continue
+            terms = sorted([(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])])
+            state[dst][chunk] = tuple(term for _, term in terms)
+            found = _ranks(state[dst][chunk])
+            assert len(found) == len(set(found)), f"round {number}: rank {dst} counts {found} in chunk {chunk}"
+    for rank in range(size):
+        for chunk in range(count):
+            found = _ranks(state[rank][chunk])
+            assert found == sorted(everyone), f"rank {rank} ends with {found} in chunk {chunk}"
+            assert state[rank][chunk] == state[0][chunk], f"rank {rank} adds chunk {chunk} up in another order than rank 0"
+
+
+def seconds(schedule: Schedule, nbytes: int, network: Network) -> float:
+    """The price of all-reducing `nbytes`: every round takes its slowest link, sending and receiving at once."""
+    total = 0.0
+    for moves in schedule.rounds:
+        out: dict[tuple[str, int], float] = {}
+        into: dict[tuple[str, int], float] = {}
+        for move in moves:
+            load = nbytes * schedule.chunks[move.chunk]
+            a, b = network.hosts[move.src], network.hosts[move.dst]
+            source, target = (("rank", move.src), ("rank", move.dst)) if a == b else (("host", a), ("host", b))
+            out[source] = out.get(source, 0.0) + load
+            into[target] = into.get(target, 0.0) + load
+        total += max(
+            (speed.latency_seconds + load / speed.bytes_per_second)
+            for loads in (out, into)
+            for (kind, _), load in loads.items()
+            for speed in [network.within if kind == "rank" else network.between]
+        )
+    return total
+
+
+def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[float, float]:
+    """Bytes that all ranks together send within hosts, and between them."""
+    within = between = 0.0
+    for move in (move for moves in schedule.rounds for move in moves):
+        load = nbytes * schedule.chunks[move.chunk]
+        if hosts[move.src] == hosts[move.dst]:
+            within += load
+        else:
+            between += load
+    return within, between
+
+
+def draw(schedule: Schedule) -> str:
+    """The picture of a schedule: a row for each rank, a column for each round."""
+    cells = [[_cell(moves, rank) for moves in schedule.rounds] for rank in range(schedule.size)]
+    heads = [f"round {number}" for number in range(len(schedule.rounds))]
+    widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
+    label = len(f"rank {schedule.size - 1}")
+    lines = [" " * label + "".join(f" | {head:<{width}}" for head, width in zip(heads, widths, strict=True))]
+    for rank, row in enumerate(cells):
+        lines.append(f"{f'rank {rank}':<{label}}" + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
+    counts = [(schedule.size, "rank"), (len(schedule.chunks), "chunk"), (len(schedule.rounds), "round")]
+    title = f"{schedule.name}: " + ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
+    legend = "0 +> 1: sends chunk 0 to rank 1, which adds it; 0 -> 1: which keeps it"
+    return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])
+
+
+def _cell(moves: Iterable[Move], rank: int) -> str:
+    sent = sorted((m for m in moves if m.src == rank), key=lambda m: (m.dst, m.chunk))
+    parts = []
+    for (dst, add), group in groupby(sent, key=lambda m: (m.dst, m.add)):
+        parts.append(f"{_span([m.chunk for m in group])} {'+>' if add else '->'} {dst}")
+    return ", ".join(parts)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    whole = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]}-{numbers[-1]}" if whole else " ".join(map(str, numbers))
+
+
+def _even(count: int) -> tuple[float, ...]:
+    return (1 / count,) * count
+
+
+def _rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
+    return tuple(tuple(moves) for moves in rounds if moves)
+
+
+def _ranks(history: History) -> list[int]:
+    found: list[int] = []
+    for term in history:
+        found += [term] if isinstance(term, int) else _ranks(term)
+    return sorted(found)

@@ -1,0 +1,370 @@
+"""A Group whose ranks are threads of one process: strategies are tested on it in milliseconds, with the errors of real processes.
+
+    channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the last one to post
+    channel "agree"    0: ...                                   does the work for all of them, and the waiters wake up
+    channel "agreed"   0: ...
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from paceline.comm import fingerprint, reduction
+from paceline.comm.fingerprint import Call
+from paceline.comm.group import Op, Traffic, Work, pieces
+from paceline.comm.meter import Meter
+from paceline.comm.waits import GRACE, Wait, apart, describe
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
+
+T = TypeVar("T")
+TICK = 0.1  # seconds between two looks at what went wrong while waiting
+
+
+class _Slot:
+    """One call: the parts of the ranks that have come, and what becomes of them."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.parts: dict[int, tuple[Call, Any]] = {}
+        self.size = size
+        self.ended = False
+        self.results: list[Any] = []
+        self.error: BaseException | None = None
+
+    def end(self, finish: Callable[[list[Any]], list[Any]]) -> None:
+        """Do the work of the call, once all parts are there."""
+        parts = [self.parts[rank] for rank in range(self.size)]
+        try:
+            fingerprint.compare([(str(call), call.flaw) for call, _ in parts])
+            with torch.no_grad():
+                self.results = finish([data for _, data in parts])
+        except (PacelineError, RuntimeError) as error:
+            self.error = error
+
+
+class _Board:
+    """What the threads of one group share."""
+
+    def __init__(self, size: int, deadline: float) -> None:
+        self.size = size
+        self.deadline = deadline
+        self.changed = threading.Condition()
+        self.slots: dict[tuple[str, int], _Slot] = {}
+        self.made: list[dict[str, int]] = [{} for _ in range(size)]
+        self.waits: dict[int, Wait] = {}
+        self.left: dict[int, str] = {}
+        self.broken: BaseException | None = None
+
+    def post(self, rank: int, channel: str, call: Call, data: Any, finish: Callable[[list[Any]], list[Any]]) -> _Slot:
+        """Rank `rank` makes its next call on `channel`."""
+        with self.changed:
+            number = self.made[rank].get(channel, 0)
+            self.made[rank][channel] = number + 1
+            slot = self.slots.setdefault((channel, number), _Slot(number, self.size))
+            slot.parts[rank] = (call, data)
+            last = len(slot.parts) == self.size
+            if last:
+                del self.slots[channel, number]
+        if last:
+            slot.end(finish)
+            with self.changed:
+                slot.ended = True
+                self.changed.notify_all()
+        return slot
+
+    def fail(self, error: BaseException) -> None:
+        """End every pending call, and all later ones, with `error`."""
+        with self.changed:
+            if self.broken is None:
+                self.broken = error
+            self.changed.notify_all()
+
+    def leave(self, rank: int, why: str) -> None:
+        """Rank `rank` makes no more calls."""
+        with self.changed:
+            self.left.setdefault(rank, why)
+            self.changed.notify_all()
+
+
+class _Pending:
+    """The Work of one rank in one call."""
+
+    def __init__(self, group: ThreadGroup, channel: str, call: Call, slot: _Slot) -> None:
+        self._group, self._channel, self._call, self._slot = group, channel, call, slot
+
+    def done(self) -> bool:
+        return self._error() is not None or self._slot.ended
+
+    def exception(self) -> BaseException | None:
+        return self._error()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        board, slot = self._group.board, self._slot
+        start = time.monotonic()
+        limit = start + (board.deadline if timeout is None else timeout)
+        with board.changed:
+            while not self.done():
+                now = time.monotonic()
+                if now >= limit:
+                    raise self._late(now - start)
+                self._look(now - start)
+                board.changed.wait(min(TICK, limit - now))
+            board.waits.pop(self._group.rank, None)
+        self._group.waited += time.monotonic() - start
+        error = self._error()
+        if error is not None:
+            raise copy.copy(error)
+        self._group.pause()
+        return slot.results[self._group.rank]
+
+    def _error(self) -> BaseException | None:
+        board, slot = self._group.board, self._slot
+        if slot.ended:
+            return slot.error
+        if board.broken is not None:
+            return board.broken
+        gone = tuple(rank for rank in tuple(board.left) if rank not in slot.parts)
+        if gone:
+            names = ", ".join(f"rank {rank} ({board.left[rank]})" for rank in gone)
+            return WorkerLost(f"{self._call} waits for {names}, which has left the group", gone)
+        return None
+
+    def _look(self, waited: float) -> None:
+        """Find ranks that wait for each other; called with the board's lock held."""
+        board = self._group.board
+        rank = self._group.rank
+        board.waits[rank] = Wait(self._channel, self._slot.number, str(self._call), dict(board.made[rank]))
+        stuck = apart(board.waits) if waited > GRACE else {}
+        if stuck:
+            board.fail(describe(stuck))
+
+    def _late(self, seconds: float) -> DeadlineExceeded:
+        board = self._group.board
+        board.waits.pop(self._group.rank, None)
+        absent = tuple(rank for rank in range(board.size) if rank not in self._slot.parts)
+        where = "; ".join(f"rank {rank} is at {board.waits[rank].text if rank in board.waits else 'no call'}" for rank in absent)
+        return DeadlineExceeded(f"{self._call}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({where})", absent)
+
+
+class ThreadGroup:
+    """A `Group` of threads; made by `spawn`, or by `sub` of another.
+
+    `hosts` is the host that each rank is taken to be on (for the traffic counted). `delay(rank)` is called before every call
+    and after every wait: tests inject sleeps with it.
+    """
+
+    view = 0
+
+    def __init__(self, board: _Board, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None) -> None:
+        self.board = board
+        self.rank = rank
+        self.size = board.size
+        self.waited = 0.0
+        self._meter = Meter(rank, board.size, hosts)
+        self._delay = delay
+        self._globals: tuple[int, ...] = tuple(range(board.size))
+        self._children: list[ThreadGroup] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._meter.traffic
+
+    def pause(self) -> None:
+        """Sleep as the test wants this rank to."""
+        if self._delay is not None:
+            self._delay(self._globals[self.rank])
+
+    def _post(self, call: Call, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
+        self.pause()
+        return _Pending(self, channel, call, self.board.post(self.rank, channel, call, data, finish))
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        for to, x in sends:
+            self._meter.sent(to, x.numel() * x.element_size())
+        return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver)
+
+    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """`exchange` on a channel of its own for each `tag`."""
+        for to, x in sends:
+            self._meter.sent(to, x.numel() * x.element_size())
+        return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver, f"exchange {tag}")
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        self._meter.ring(x.numel() * x.element_size())
+        return self._post(fingerprint.reducing("all_reduce", x, op, name, out), (x, out), lambda parts: _reduced(op, parts))
+
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+        """`all_reduce` on a channel of its own, for layouts agreed before: safe beside calls made by other threads of this rank."""
+        self._meter.ring(x.numel() * x.element_size())
+        call = fingerprint.reducing("all_reduce_agreed", x, op, None, out)
+        return self._post(call, (x, out), lambda parts: _reduced(op, parts), "agreed")
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        self._meter.ring(x.numel() * x.element_size(), laps=1)
+
+        def finish(xs: list[Tensor]) -> list[Tensor]:
+            reduction.admit(op, xs[0].dtype)
+            total = reduction.reduce(op, xs).flatten()
+            return [total[start:stop].clone() for start, stop in pieces(total.numel(), len(xs))]
+
+        return self._post(fingerprint.reducing("reduce_scatter", x, op, name), x, finish)
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        self._meter.everyone(x.numel() * x.element_size())
+        finish: Callable[[list[Tensor]], list[Any]] = lambda xs: [[_copy(part) for part in xs] for _ in xs]  # noqa: E731
+        return self._post(fingerprint.rows("all_gather", x, name), x, finish)
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        if self.rank == root:
+            self._meter.everyone(x.numel() * x.element_size())
+
+        def finish(xs: list[Tensor]) -> list[Tensor]:
+            for rank, part in enumerate(xs):
+                if rank != root:
+                    part.detach().copy_(xs[root].detach())
+            return xs
+
+        return self._post(fingerprint.rooted(x, root, self.size, name), x, finish)
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        for to, x in enumerate(xs[: self.size]):
+            self._meter.sent(to, x.numel() * x.element_size())
+        finish: Callable[[list[Sequence[Tensor]]], list[Any]] = lambda rows: [[_copy(row[to]) for row in rows] for to in range(len(rows))]  # noqa: E731
+        return self._post(fingerprint.dealing(xs, self.size, name), list(xs), finish)
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        return self._post(Call("barrier", name), None, lambda parts: parts)
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        text, call = fingerprint.objects(obj, name)
+        everyones: list[str] = self._post(call, text, lambda texts: [texts] * len(texts)).wait()
+        return [json.loads(text) for text in everyones]
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        payloads: list[bytes] = self._post(Call("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree").wait()
+        return list(payloads)
+
+    def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
+        def finish(parts: list[None]) -> list[_Board]:
+            return [_Board(len(ranks), self.board.deadline)] * len(parts)
+
+        board: _Board = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
+        if self.rank not in ranks:
+            return None
+        child = ThreadGroup(board, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
+        child._globals = tuple(self._globals[rank] for rank in ranks)
+        self._children.append(child)
+        return child
+
+    def global_rank(self, rank: int) -> int:
+        return self._globals[rank]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._post(Call("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def close(self) -> None:
+        self.leave("it has closed the group")
+
+    def leave(self, why: str) -> None:
+        """Close this group and its subgroups; `why` is what others are told that still wait for this rank."""
+        for group in (self, *self._children):
+            group.board.leave(group.rank, why)
+
+    def abort(self) -> None:
+        self.board.fail(ViewChanged(f"the group was aborted by rank {self.rank}"))
+
+
+class _Failure(NamedTuple):
+    rank: int
+    error: BaseException
+
+
+def spawn(
+    size: int,
+    body: Callable[[ThreadGroup], T],
+    *,
+    deadline: float = 30.0,
+    hosts: Sequence[int] | None = None,
+    delay: Callable[[int], None] | None = None,
+) -> list[T]:
+    """Run `body(group)` on `size` threads and give their results in rank order.
+
+    The first error of any rank ends the others and is raised. `deadline` bounds each wait in seconds.
+    """
+    if size < 1:
+        raise UsageError(f"spawn needs at least one rank, not {size}")
+    board = _Board(size, deadline)
+    results: dict[int, T] = {}
+    failures: list[_Failure] = []
+
+    def run(rank: int) -> None:
+        group = ThreadGroup(board, rank, hosts=hosts, delay=delay)
+        try:
+            results[rank] = body(group)
+        except BaseException as error:  # noqa: BLE001  whatever ends a rank is raised by spawn
+            failures.append(_Failure(rank, error))
+            group.leave(f"it ended with {type(error).__name__}: {error}")
+        else:
+            group.leave("its body has returned")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    _join(threads, failures, deadline)
+    if failures:
+        raise failures[0].error
+    return [results[rank] for rank in range(size)]
+
+
+def _join(threads: Sequence[threading.Thread], failures: Sequence[_Failure], deadline: float) -> None:
+    """Wait for all threads; once one has failed, for the others no longer than their waits may last."""
+    limit = float("inf")
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < limit:
+        if failures and limit == float("inf"):
+            limit = time.monotonic() + deadline + 5 * TICK
+        for thread in threads:
+            thread.join(TICK / 10)
+
+
+def _reduced(op: str, parts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    reduction.admit(op, parts[0][0].dtype)
+    total = reduction.reduce(op, [x for x, _ in parts])
+    return [total.clone() if out is None else out.copy_(total) for _, out in parts]
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _deliver(parts: list[tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]]) -> list[None]:
+    """Hand every message over, in the order of the lists, once all are found to match."""
+    size = len(parts)
+    moves: list[tuple[Tensor, Tensor]] = []
+    for source in range(size):
+        for to in range(size):
+            sent = [x for peer, x in parts[source][0] if peer == to]
+            wanted = [x for peer, x in parts[to][1] if peer == source]
+            moves += zip(wanted, sent, strict=_matching(source, to, sent, wanted))
+    copies = [(into, x.detach().clone()) for into, x in moves]
+    for into, x in copies:
+        into.detach().copy_(x.reshape(into.shape))
+    return cast(list[None], [None] * size)
+
+
+def _matching(source: int, to: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """True; raises Mismatch if what `source` sends is not what `to` expects."""
+    left = [fingerprint.parcel(x) for x in sent]
+    right = [fingerprint.parcel(x) for x in wanted]
+    if left != right:
+        sends, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
+        raise Mismatch(f"exchange: rank {source} sends {sends} to rank {to}, which expects {expects}")
+    return True

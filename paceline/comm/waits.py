@@ -1,0 +1,53 @@
+"""Who waits for whom: finds the ranks that are missing, and ranks that wait for each other for ever.
+
+A rank that waits posts where: the channel, the number of the call on it, the call as text, and how many calls it has made on each
+channel. Rank r waits for rank q when q has not made r's call yet; ranks that wait for each other in a circle have come apart.
+
+    rank 0: in agree 5   (calls made: agree 6, data 7)      0 waits for 1: 1 has made only 5 agrees
+    rank 1: in data 7    (calls made: agree 5, data 8)      1 waits for 0: 0 has made only 7 data calls       -> apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from paceline.comm.fingerprint import sides
+from paceline.errors import Mismatch
+
+GRACE = 1.0  # seconds that a wait may last before it is looked into
+
+
+class Wait(NamedTuple):
+    """Where a rank waits, and how many calls it has made on each channel."""
+
+    channel: str
+    number: int
+    text: str
+    made: Mapping[str, int]
+
+
+def missing(wait: Wait, waits: Mapping[int, Wait], rank: int, size: int) -> tuple[int, ...]:
+    """The ranks that have not come to `wait` of `rank`: those that are behind, or that are not waiting anywhere."""
+    others = (other for other in range(size) if other != rank)
+    return tuple(other for other in others if other not in waits or _behind(waits[other], wait))
+
+
+def apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
+    """The waits that can never end, as their ranks wait for each other; empty when there are none."""
+    stuck = dict(waits)
+    while True:
+        left = {rank: wait for rank, wait in stuck.items() if any(_behind(other, wait) for q, other in stuck.items() if q != rank)}
+        if len(left) == len(stuck):
+            return left
+        stuck = left
+
+
+def describe(stuck: Mapping[int, Wait]) -> Mismatch:
+    """The error that ranks which have come apart raise."""
+    texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
+    return Mismatch(f"workers have come apart: {sides(texts)}. Every worker has to make the same collective calls in the same order")
+
+
+def _behind(other: Wait, wait: Wait) -> bool:
+    return other.made.get(wait.channel, 0) <= wait.number

@@ -1,0 +1,101 @@
+"""Batches as nested structures: how many rows one has, some of its rows, none of its rows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from paceline.errors import DataError
+
+ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or dataclasses"
+
+
+def rows(batch: Any, *, missing: int | None = None) -> int:
+    """The size of dim 0 that all tensors of `batch` have; where there is none or they differ, `missing`, or else `DataError` is raised."""
+    found = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
+    if len(found) != 1:
+        if missing is not None:
+            return missing
+        said = "no tensor with rows" if not found else f"tensors of {sorted(found)} rows"
+        raise DataError(f"a batch has {said} in it, and can't be cut along dim 0: {ADVICE}, all with the same number of rows")
+    return int(found.pop())
+
+
+def cut(batch: Any, start: int, stop: int, count: int) -> Any:
+    """Rows `start` to `stop` of a batch of `count`: tensors, arrays, and lists of `count` plain values are cut, all else is kept."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor | np.ndarray):
+            return value[start:stop] if value.ndim > 0 and value.shape[0] == count else value
+        return value[start:stop] if _is_column(value) and len(value) == count else value
+
+    return _mapped(batch, leaf)
+
+
+def emptied(batch: Any) -> Any:
+    """`batch` with no rows: every tensor and array `[:0]`, every list of plain values empty; raises `DataError` where there is none."""
+    changed = 0
+
+    def leaf(value: Any) -> Any:
+        nonlocal changed
+        if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
+            changed += 1
+            return value[:0]
+        if _is_column(value):
+            changed += 1
+            return value[:0]
+        return value
+
+    empty = _mapped(batch, leaf)
+    if not changed:
+        raise DataError(
+            f"a worker has an empty share of an evaluation batch, and a batch of no rows can't be made of a {type(batch).__qualname__}: "
+            f"{ADVICE}, or let every batch have at least one sample per worker"
+        )
+    return empty
+
+
+def _is_column(value: Any) -> bool:
+    plain = (str, bytes, int, float, bool, type(None))
+    return type(value) is list and all(isinstance(item, plain) for item in value)
+
+
+def _fields(batch: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a class of the user's; None where it is not one."""
+    if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
+        return None
+    return {name: value for name, value in vars(batch).items() if not callable(value)}
+
+
+def _mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Tensor | np.ndarray) or _is_column(batch):
+        return leaf(batch)
+    if type(batch) is dict:
+        return {key: _mapped(value, leaf) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_mapped(value, leaf) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_mapped(value, leaf) for value in batch)
+    fields = _fields(batch)
+    if fields is not None:
+        other = copy.copy(batch)
+        for name, value in fields.items():
+            object.__setattr__(other, name, _mapped(value, leaf))
+        return other
+    if isinstance(batch, Mapping) or dataclasses.is_dataclass(batch):
+        raise DataError(f"a batch holds a {type(batch).__qualname__}, which can't be cut: {ADVICE}")
+    return batch
+
+
+def _leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    if isinstance(batch, Tensor | np.ndarray):
+        yield batch
+        return
+    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (_fields(batch) or {}).values()
+    for value in inner:
+        yield from _leaves(value)

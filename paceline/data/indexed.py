@@ -1,0 +1,214 @@
+"""Map-style data: my share of the indices of each global batch goes through a DataLoader like the user's own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data import draws
+from paceline.data.batches import emptied
+from paceline.data.sampler import Indices, is_list
+from paceline.data.shares import spans
+from paceline.data.terms import Part, Step, Terms, whole_rows
+from paceline.errors import DataError
+
+READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
+
+
+class Feed:
+    """The index lists of one worker, in the order in which its DataLoader asks for them; `dealt` remembers what was asked."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.indices: Indices | None = None
+        self.dealt: deque[tuple[int, Part]] = deque()
+        self.round = 0  # what was asked for in an earlier round is void
+        self._step = 0
+        self._waiting: deque[tuple[Any, Part]] = deque()
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._waiting:
+            batch = None if self.indices is None else self.indices.batch(self._step)
+            if batch is None:
+                raise StopIteration
+            self._step += 1
+            self._waiting.extend(self._cut(batch))
+        index, part = self._waiting.popleft()
+        self.dealt.append((self.round, part))
+        return index
+
+    def go(self, indices: Indices, step: int) -> None:
+        """Go on at `step`; what was asked for before is void."""
+        self.indices = indices
+        self.round += 1
+        self._step = step
+        self._waiting.clear()
+
+    def _cut(self, batch: Any) -> Iterator[tuple[Any, Part]]:
+        terms = self.terms
+        if terms.loader.batch_sampler is None and not is_list(batch):
+            yield batch, Part(0, 0, None)  # one item, cut when it has been read
+            return
+        for first, shares in terms.micros(len(batch)):
+            start, stop = spans(shares)[terms.rank]
+            mine = batch if stop - start == len(batch) else batch[first + start : first + stop] if stop > start else batch[:1]
+            yield mine, Part(sum(shares), stop - start, None)
+
+
+class Indexed:
+    """The pipeline of a map-style data set."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self._feed = Feed(terms)
+        self._indices: Indices | None = None
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+        """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
+        the same order is drawn again, from the same generators, and skipped."""
+        loader = self.terms.loader
+        self.end()
+        start, check, now = 0, None, None
+        if state is not None:
+            start, check = int(state["step"]), int(state["check"])
+            draws.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
+            if state["shared"] is not None:
+                now = draws.shared_state()
+                draws.put_shared(state["shared"])
+        seeded = not (loader.persistent_workers and self._loader is not None) if state is None else bool(state["seeded"])
+        origin = {"own": draws.own_state(loader), "shared": draws.shared_state(), "seeded": seeded}
+        seeds = draws.twin(loader.generator)
+        if seeded:
+            draws.draw_seed(loader.generator)
+        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start)
+        self._indices = indices
+        indices.prime(check)
+        if now is not None:
+            draws.put_shared(now)
+        if start == 0 and indices.batch(0) is None:
+            raise DataError(
+                f"the loader has no batch: {_length(loader)} samples, batch size {loader.batch_size}, drop_last={loader.drop_last}. "
+                "Give more samples, a smaller batch size, or drop_last=False"
+            )
+        self._feed.go(indices, start)
+        self._open(seeds)
+        return start
+
+    def step(self, index: int) -> Step | None:
+        indices = self._found
+        indices.refill(index)
+        batch = indices.batch(index)
+        if batch is None:
+            return None
+        if self.terms.loader.batch_sampler is None and not is_list(batch):
+            if not self.terms.alone:
+                self.terms.announce(READ_WHOLE)
+            return whole_rows(self.terms, self._read()[1])
+        return Step(len(batch), len(self.terms.micros(len(batch))), self._parts(len(batch)))
+
+    def redeal(self, index: int) -> None:
+        self._feed.go(self._found, index)
+
+    def regroup(self, index: int) -> None:
+        self._found.regroup(self.terms.agreement, index)
+        self.redeal(index)
+
+    def state(self, index: int) -> dict[str, Any]:
+        indices = self._found
+        origin = indices.origin
+        return {
+            "step": index,
+            "check": indices.mark(index),
+            "own": None,
+            "origin": origin["own"],
+            "shared": origin["shared"],
+            "seeded": origin["seeded"],
+        }
+
+    def next_epoch(self) -> dict[str, Any]:
+        seeded = not (self._loader is not None and self.terms.loader.persistent_workers)
+        return {"step": 0, "check": 0, "own": draws.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}
+
+    def end(self) -> None:
+        self._batches = None
+        self._feed.indices = None
+        self._feed.dealt.clear()
+
+    @property
+    def _found(self) -> Indices:
+        assert self._indices is not None, "the epoch has not begun"
+        return self._indices
+
+    def _depth(self) -> int:
+        """How many batches the deepest DataLoader of all workers reads ahead."""
+        mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
+        depths: list[int] = [msgpack.unpackb(depth) for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))]
+        return max(depths)
+
+    def _open(self, seeds: torch.Generator) -> None:
+        """Start to read where the feed is."""
+        loader = self.terms.loader
+        if self._loader is None or not loader.persistent_workers:
+            self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
+        self._batches = iter(self._loader)
+
+    def _parts(self, count: int) -> Iterator[Part]:
+        for _ in self.terms.micros(count):
+            part, data = self._read()
+            yield part._replace(batch=data if part.share or self.terms.training else emptied(data))
+
+    def _read(self) -> tuple[Part, Any]:
+        """The next part that isn't void, with what was read for it."""
+        reopened = False
+        while True:
+            assert self._batches is not None
+            data = next(self._batches, self)
+            if data is not self:
+                made, part = self._feed.dealt.popleft()
+                if made == self._feed.round:
+                    return part, data
+            elif reopened:
+                raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
+            else:
+                reopened = True
+                self._open(draws.twin(self.terms.loader.generator))
+
+
+def like(loader: DataLoader[Any], feed: Any, seeds: torch.Generator, *, batched: bool, dataset: Any = None) -> DataLoader[Any]:
+    """A DataLoader that reads as `loader` does, where `feed` says; its base seed comes from `seeds`."""
+    index: dict[str, Any] = {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}
+    return DataLoader(
+        loader.dataset if dataset is None else dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn if dataset is None else _same,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=seeds,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        **index,
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _length(loader: DataLoader[Any]) -> str:
+    try:
+        return str(len(loader.dataset))  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return "an unknown number of"

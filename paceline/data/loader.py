@@ -1,0 +1,322 @@
+"""The loader that a script iterates: its worker's share of each global batch, the same global batches for any number of workers."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.comm.group import Group
+from paceline.comm.ordered import Agreement
+from paceline.data.indexed import Indexed
+from paceline.data.sampler import check_samplers
+from paceline.data.shares import Shares, policy, probe
+from paceline.data.stream import Stream, check_stream
+from paceline.data.terms import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh
+from paceline.errors import DataError
+
+VERSION = 1
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn of the loop body: my part of a global batch, or of one of its micro-batches."""
+
+    index: int  # step in the epoch
+    epoch: int
+    global_batch: int  # samples of the step, over all workers and micro-batches
+    share: int  # mine of this turn
+    weight: float  # mine of this turn: samples, or what `weigh` says
+    total: float  # the weights of the whole step, over all workers and micro-batches
+    ghost: bool  # the batch is not mine: weight 0, its gradients are to be replaced by zeros
+    micro: int
+    last_micro: bool
+    train: bool
+    scale: float  # what my gradients are multiplied by before they are summed over workers and micro-batches
+
+
+class Watcher(Protocol):
+    """Who is called by a loader as it moves, in the thread that iterates it."""
+
+    def epoch_begins(self, loader: ShareLoader) -> None: ...
+    def turn_begins(self, loader: ShareLoader, turn: Turn) -> None: ...
+    def turn_ends(self, loader: ShareLoader) -> None: ...
+    def epoch_ends(self, loader: ShareLoader) -> None: ...
+
+
+class Unwatched:
+    """A Watcher that does nothing."""
+
+    def epoch_begins(self, loader: ShareLoader) -> None:
+        """Nothing."""
+
+    def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
+        """Nothing."""
+
+    def turn_ends(self, loader: ShareLoader) -> None:
+        """Nothing."""
+
+    def epoch_ends(self, loader: ShareLoader) -> None:
+        """Nothing."""
+
+
+def deal(
+    loader: DataLoader[Any],
+    agreement: Agreement,
+    *,
+    shares: Shares | Sequence[float] | None = None,
+    loss: Loss = "mean",
+    weigh: Weigh | None = None,
+    accumulate: int = 1,
+    train: bool | None = None,
+    readers: Readers = "worker",
+    shard: Sharding | None = None,
+    local: Group | None = None,
+    hooks: Watcher | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> ShareLoader:
+    """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
+
+    `shares`: None (equal), one number per rank (ratios), or a policy: samples of a global batch -> shares. `weigh(batch)` is the
+    weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each global batch, in training,
+    into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). For streams: `readers` "worker" (each worker
+    reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
+    gives each rank its own samples). `say` is told, once each, what costs more than one would think.
+
+    Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
+    """
+    _check(loader, loss, weigh, accumulate, train)
+    terms = Terms(
+        loader,
+        agreement,
+        policy(shares, agreement.group.size),
+        loss=loss,
+        weigh=weigh,
+        accumulate=accumulate,
+        train=train,
+        readers=readers,
+        shard=shard,
+        local=local,
+        say=say,
+    )
+    if isinstance(loader.dataset, IterableDataset):
+        check_stream(terms)
+        return ShareLoader(terms, Stream(terms), hooks or Unwatched())
+    if readers != "worker" or shard is not None:
+        raise DataError(
+            f"readers={readers!r}, shard={shard!r} are for streams, not for a {type(loader.dataset).__qualname__}: leave them out"
+        )
+    check_samplers(loader)
+    return ShareLoader(terms, Indexed(terms), hooks or Unwatched())
+
+
+class ShareLoader:
+    """An iterable over my share of each global batch; everything else (`dataset`, `batch_size`, ...) is the user's DataLoader's.
+
+    A step of `len()` is one global batch; with `accumulate=k` it takes k turns of the loop. `turn` is the present turn.
+    """
+
+    def __init__(self, terms: Terms, pipeline: Pipeline, hooks: Watcher) -> None:
+        self.terms = terms
+        self.hooks = hooks
+        self.turn: Turn | None = None
+        self.epoch = 0  # the one under way, or the next
+        self._pipeline = pipeline
+        self._index = 0  # the step under way, or the next
+        self._round = 0  # counts iter()
+        self._open = False  # between the first batch of an epoch and its end
+        self._again = False  # the present step is to be dealt again
+        self._stale = False  # what was read ahead is dealt by shares that are no more
+        self._resumed: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        if self.terms.shard == "mine" and not self.terms.alone:
+            raise TypeError("the length of a stream that shards itself by rank is not known: no worker knows the others' parts")
+        return len(self.terms.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "terms":  # not there yet: a copy or a pickle is being made
+            raise AttributeError(name)
+        return getattr(self.terms.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._close()
+        self._round += 1
+        terms = self.terms
+        terms.training = torch.is_grad_enabled() if terms.train is None else terms.train
+        state, self._resumed = self._resumed, None
+        self._compare("epoch", [self.epoch, 0 if state is None else state["step"], terms.training, terms.accumulate])
+        self._index = self._pipeline.begin(self.epoch, state)
+        self._open = True
+        self.hooks.epoch_begins(self)
+        return self._turns(self._round)
+
+    def reshare(self, shares: Shares | Sequence[float] | None) -> None:
+        """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
+        self.terms.shares = policy(shares, self.terms.agreement.group.size)
+        self._compare("shares", [])
+        self._stale = self._open
+        if self.turn is None:
+            self._refresh()
+
+    def again(self, shares: Shares | Sequence[float] | None = None) -> None:
+        """Have the present global batch again after this turn, by `shares` where they are given; all workers call it in the same turn.
+
+        Where the loop was left by `break`, the epoch has ended, and nothing comes again.
+        """
+        if self.turn is None:
+            raise DataError("again() repeats a global batch, and none is under way: call it inside the loop over the loader")
+        if shares is not None:
+            self.reshare(shares)
+        self._again = self._open
+
+    def regroup(self, agreement: Agreement, shares: Shares | Sequence[float] | None = None) -> None:
+        """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
+        self.terms.agreement = agreement
+        self.terms.shares = policy(shares, agreement.group.size)
+        self._compare("regroup", [self.epoch, self._index])
+        if self._open:
+            self._again = self.turn is not None
+            self._pipeline.regroup(self._index)
+
+    def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
+        """Where this loader stands, the same on every worker: numbers, text and tensors.
+
+        Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
+        """
+        head = {"version": VERSION, "stream": isinstance(self._pipeline, Stream), "epoch": self.epoch}
+        if not self._open:
+            return {**head, **(self._resumed or self._pipeline.next_epoch())}
+        done = self.turn is not None and self.turn.last_micro and not redo and not self._again
+        return {**head, **self._pipeline.state(self._index + 1 if done else self._index)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where `state_dict` was called, with any number of workers; the next iter() goes on there."""
+        if state.get("version") != VERSION or state["stream"] != isinstance(self._pipeline, Stream):
+            kinds = ("a map-style data set", "a stream")
+            raise DataError(
+                f"the state of a loader (version {state.get('version')}, of {kinds[bool(state.get('stream'))]}) does not fit this one "
+                f"(version {VERSION}, of {kinds[isinstance(self._pipeline, Stream)]}): load it into the loader that it was saved from"
+            )
+        self._abandon()
+        self.turn = None
+        self._round += 1
+        self.epoch = int(state["epoch"])
+        self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch"}}
+
+    def _turns(self, mine: int) -> Iterator[Any]:
+        try:
+            while True:
+                step = self._pipeline.step(self._index)
+                if step is None:
+                    break
+                for turn, batch in self._parts(step):
+                    self.turn = turn
+                    self.hooks.turn_begins(self, turn)
+                    yield batch
+                    if mine != self._round:
+                        raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
+                    self.hooks.turn_ends(self)
+                    if self._again:
+                        break
+                self._move()
+            self._close()
+        finally:
+            if mine == self._round:
+                self._abandon()
+
+    def _move(self) -> None:
+        """To the next step, or to the present one again."""
+        self.turn = None
+        if not self._again:
+            self._index += 1
+        self._stale = self._stale or self._again
+        self._again = False
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._stale:
+            self._stale = False
+            self._pipeline.redeal(self._index)
+
+    def _close(self) -> None:
+        """The end of an epoch that was run through or broken off, told to the watcher."""
+        ended = self._open or self.turn is not None
+        if self.turn is not None:
+            self.hooks.turn_ends(self)
+        self._abandon()
+        self.turn = None
+        if ended:
+            self.hooks.epoch_ends(self)
+
+    def _abandon(self) -> None:
+        self._again = self._stale = False
+        if self._open:
+            self._open = False
+            self._pipeline.end()
+            self.epoch += 1
+            self._index = 0
+
+    def _parts(self, step: Step) -> Iterator[tuple[Turn, Any]]:
+        terms = self.terms
+        if terms.weigh is None:
+            for micro, part in enumerate(step.parts):
+                yield self._turn(step, micro, part, part.share, step.global_batch), part.batch
+            return
+        parts = list(step.parts)
+        weights = [_weight(terms.weigh, part) for part in parts]
+        answers = terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
+        total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
+        for micro, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            yield self._turn(step, micro, part, weight, total), part.batch
+
+    def _turn(self, step: Step, micro: int, part: Part, weight: float, total: float) -> Turn:
+        terms = self.terms
+        ghost = part.share == 0
+        scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
+        last = micro == step.micros - 1
+        return Turn(self._index, self.epoch, step.global_batch, part.share, weight, total, ghost, micro, last, terms.training, scale)
+
+    def _compare(self, what: str, facts: list[Any]) -> None:
+        """Meet the others at `what`, and raise `DataError` where they deal on other terms."""
+        terms = self.terms
+        if terms.alone:
+            return
+        mine = [*facts, probe(terms.shares, terms.loader.batch_size), terms.loss, terms.readers, terms.shard]
+        names = [*("epoch", "step", "train", "accumulate")[: len(facts)], "shares", "loss", "readers", "shard"]
+        others = [msgpack.unpackb(body) for body in terms.agreement.meet(what, msgpack.packb(mine))]
+        for rank, other in enumerate(others):
+            for name, value, first in zip(names, other, others[0], strict=True):
+                if value != first:
+                    raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")
+
+
+def _weight(weigh: Weigh, part: Part) -> float:
+    if part.share == 0:
+        return 0.0
+    weight = float(weigh(part.batch))
+    if not 0 <= weight < math.inf:
+        raise DataError(f"weigh gave {weight} for a batch of {part.share} samples: a weight is a number, zero or more")
+    return weight
+
+
+def _check(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: int, train: bool | None) -> None:
+    kind = type(loader)
+    if not isinstance(loader, DataLoader) or kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        raise DataError(f"a {kind.__qualname__} can't be dealt, as it reads in its own way: give a plain torch.utils.data.DataLoader")
+    if not loader.in_order:
+        raise DataError("in_order=False can't be honoured: all workers need the same batches in the same order; leave it out")
+    if loss not in {"mean", "sum"}:
+        raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
+    if loss == "sum" and weigh is not None:
+        raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
+    if type(accumulate) is not int or accumulate < 1:
+        raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")
+    if train is False and accumulate != 1:
+        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")

@@ -1,0 +1,182 @@
+"""The reader of a stream: what a DataLoader's worker runs. It is told which batch to read, and how to cut it."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.comm.group import pieces
+from paceline.data.batches import emptied
+from paceline.data.packing import pack
+from paceline.data.shares import proportional, spans
+from paceline.data.terms import Part
+from paceline.errors import DataError
+
+Cuts = tuple[tuple[int, tuple[int, ...]], ...]  # (first sample, shares) of each micro-batch
+BRIEF = 256  # elements of a tensor that its mark looks at
+
+
+class Start(NamedTuple):
+    """Where the first read begins: batches that were consumed before, what the data set's state was, and the mark of those batches."""
+
+    done: int
+    state: Any
+    mark: int
+
+
+class Command(NamedTuple):
+    """What a reader is told. `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any more."""
+
+    number: int
+    oldest: int = 0
+    start: Start | None = None  # with the first command: begin anew
+    batch: int | None = None  # samples of a whole batch; None: the stream gives batches by itself
+    cuts: Cuts = ()
+    wanted: tuple[int, ...] = ()  # the ranks whose parts are to be made
+    train: bool = True
+
+
+class Dealt(NamedTuple):
+    """What a reader gives: of each wanted rank its parts, by micro-batch (or the one batch that the stream gave, uncut)."""
+
+    samples: int
+    parts: list[list[Part]]
+    whole: Any
+    mark: int
+    state: Any
+    ended: bool = False
+
+
+NOTHING = Dealt(0, [], None, 0, None, ended=True)
+
+
+class Reader(Dataset[Any]):
+    """A stream as a map from commands to batches. Attributes that it lacks are those of the stream, to read and to set."""
+
+    _mine = frozenset({"stream", "collate", "drop_last", "_samples", "_kept", "_read", "_mark"})
+
+    def __init__(self, stream: Any, collate: Callable[[Any], Any], *, drop_last: bool) -> None:
+        self.stream = stream
+        self.collate = collate
+        self.drop_last = drop_last
+        self._samples: Iterator[Any] | None = None
+        self._kept: dict[int, tuple[Any, int, Any]] = {}  # number -> what was read, mark, state after it
+        self._read = 0  # batches read so far
+        self._mark = 0  # of what was read so far
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._mine:  # not there yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._mine:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.stream, name, value)
+
+    def __getitem__(self, command: Command) -> Dealt:
+        if command.start is not None:
+            self._begin(command.start, command.batch)
+        for old in [number for number in self._kept if number < command.oldest]:
+            del self._kept[old]
+        if command.number < 0:
+            return NOTHING
+        while self._read <= command.number:
+            if not self._read_on(command.batch):
+                return NOTHING
+        found, mark, state = self._kept[command.number]
+        if command.batch is None:
+            return Dealt(1, [], self.collate(found), mark, state)
+        return Dealt(len(found), self._cut(found, command), None, mark, state)
+
+    def _begin(self, start: Start, batch: int | None) -> None:
+        """Read from the start, or from where the state says; without one, what was consumed is read again and left out."""
+        self._kept.clear()
+        self._read, self._mark = start.done, start.mark
+        if start.done == 0:
+            self._samples = iter(self.stream)
+            return
+        if start.state is not None and not start.state["of_iterator"]:
+            self.stream.load_state_dict(start.state["state"])
+        self._samples = iter(self.stream)
+        if start.state is not None and start.state["of_iterator"]:
+            restored: Any = self._samples
+            restored.load_state_dict(start.state["state"])
+        if start.state is None:
+            self._read, self._mark = 0, 0
+            while self._read < start.done and self._read_on(batch):
+                self._kept.clear()
+            if self._mark != start.mark:
+                raise DataError(
+                    "the stream does not give again what it gave before, so that it can't be resumed by counting: "
+                    "give it a state_dict and load_state_dict, or an order that depends on a fixed seed only"
+                )
+
+    def _read_on(self, batch: int | None) -> bool:
+        """Read one more batch; False at the end."""
+        assert self._samples is not None
+        found: Any
+        if batch is None:
+            found = next(self._samples, self)
+            if found is self:
+                return False
+            first = found
+        else:
+            found = list(islice(self._samples, batch))
+            if not found or (self.drop_last and len(found) < batch):
+                return False
+            first = found[0]
+        self._mark = _marked(first, len(found) if batch is not None else 1, self._mark)
+        self._kept[self._read] = (found, self._mark, self._state())
+        self._read += 1
+        return True
+
+    def _state(self) -> Any:
+        """What the stream says where it is; None where it has nothing to say."""
+        sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
+        for source, of_iterator in sources:
+            if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
+                return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict())}
+        return None
+
+    def _cut(self, samples: list[Any], command: Command) -> list[list[Part]]:
+        cuts = command.cuts
+        if len(samples) != command.batch:  # the last batch, cut as the others are
+            ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
+            micros = pieces(len(samples), min(len(cuts), len(samples)))
+            cuts = tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
+        return [[self._part(samples, first, shares, rank, command.train) for first, shares in cuts] for rank in command.wanted]
+
+    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, train: bool) -> Part:
+        start, stop = spans(shares)[rank]
+        if start == stop:
+            ghost = self.collate(samples[:1])
+            return Part(sum(shares), 0, ghost if train else emptied(ghost))
+        return Part(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
+
+
+def _marked(sample: Any, count: int, before: int) -> int:
+    """A number that tells one stream from another: of how many samples a batch has and of the first one, as far as it can be told."""
+    try:
+        body = pack(_brief(sample))
+    except DataError:
+        body = type(sample).__qualname__.encode()
+    return zlib.crc32(body, zlib.crc32(str(count).encode(), before))
+
+
+def _brief(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return [list(value.shape), value.detach().reshape(-1)[:BRIEF].clone()]
+    if isinstance(value, np.ndarray):
+        return [list(value.shape), value.reshape(-1)[:BRIEF]]
+    if isinstance(value, dict):
+        return [[str(key), _brief(part)] for key, part in value.items()]
+    return [_brief(part) for part in value[:BRIEF]] if isinstance(value, list | tuple) else value

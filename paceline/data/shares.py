@@ -1,0 +1,76 @@
+"""Shares: how many samples of a global batch each worker takes, as plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import pairwise
+
+from paceline.comm.group import pieces
+from paceline.errors import DataError
+
+Shares = Callable[[int], tuple[int, ...]]
+"""A policy: the number of samples in a global batch -> how many of them each rank takes. It depends on nothing else."""
+
+PROBES = (1, 2, 3, 7, 43, 64, 1000)
+
+
+def equal(batch: int, size: int) -> tuple[int, ...]:
+    """The shares of `size` workers in `batch` samples: they differ by at most one, and the first ones are larger."""
+    return tuple(stop - start for start, stop in pieces(batch, size))
+
+
+def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
+    """Shares as near to `ratios` as integers can be (largest remainder; among equal remainders the first ranks win).
+
+    Where `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an empty share.
+    """
+    exact = [Fraction(ratio) for ratio in ratios]
+    whole = sum(exact)
+    if whole <= 0 or any(ratio < 0 for ratio in exact):
+        raise DataError(f"shares are {list(ratios)}: they must be zero or more, and at least one above zero")
+    parts = [batch * ratio / whole for ratio in exact]
+    shares = [int(part) for part in parts]
+    order = sorted(range(len(parts)), key=lambda rank: (shares[rank] - parts[rank], rank))
+    for rank in order[: batch - sum(shares)]:
+        shares[rank] += 1
+    return tuple(shares)
+
+
+def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
+    """The policy that `shares` stands for: None is `equal`, numbers are `proportional`, a callable is itself with its answers checked.
+
+    Raises `DataError` where the number of shares is not `size`.
+    """
+    if shares is None:
+        return partial(equal, size=size)
+    if callable(shares):
+        return lru_cache(maxsize=128)(partial(_checked, shares, size))
+    ratios = tuple(shares)
+    if len(ratios) != size:
+        raise DataError(f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: give one number per worker, in rank order")
+    proportional(0, ratios)
+    return lru_cache(maxsize=128)(partial(proportional, ratios=ratios))
+
+
+def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
+    """(start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
+    stops = [0]
+    for share in shares:
+        stops.append(stops[-1] + share)
+    return list(pairwise(stops))
+
+
+def probe(shares: Shares, batch: int | None) -> list[list[int]]:
+    """What a policy answers for some batches, to be compared between workers; `batch` is the usual one, if there is one."""
+    sizes = PROBES if batch is None else (batch, *PROBES)
+    return [list(shares(size)) for size in sizes]
+
+
+def _checked(shares: Shares, size: int, batch: int) -> tuple[int, ...]:
+    answer = tuple(shares(batch))
+    right = len(answer) == size and all(type(share) is int and share >= 0 for share in answer) and sum(answer) == batch
+    if not right:
+        raise DataError(f"the shares of a batch of {batch} are {answer}: they must be {size} integers, zero or more, that sum to {batch}")
+    return answer

@@ -1,0 +1,258 @@
+"""Streams: data that can only be read from its start. Each reader reads every global batch and cuts the shares out of it.
+
+step t      one global batch = the next one of DataLoader worker t % W (as torch does it; those that have ended are left out)
+reader      keeps the samples of the batches that it has read ahead, so that they can be dealt again by other shares
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import msgpack
+import torch
+from torch.utils.data import DataLoader, IterDataPipe
+
+from paceline.data import draws
+from paceline.data.hands import Cursor, Hands, Local, Mine, Own
+from paceline.data.indexed import like
+from paceline.data.reader import Command, Dealt, Reader, Start
+from paceline.data.terms import Step, Terms
+from paceline.errors import DataError
+
+COMPARED = 16  # steps between two comparisons of what the workers read
+
+
+class Commands:
+    """What the DataLoader workers of a stream are told, in turn; `told` remembers it."""
+
+    def __init__(self, workers: int) -> None:
+        self.told: deque[tuple[int, int]] = deque()  # (round, worker; -1: nothing was asked)
+        self.round = 0  # what was told in an earlier round is void
+        self.oldest = [0] * workers  # the batches of each worker that may be asked for again
+        self._workers = workers
+        self._slot = 0  # commands given so far: a DataLoader hands them to its workers in turn
+        self._starts: dict[int, Start] = {}  # of the workers that haven't begun
+        self._numbers = [0] * workers
+        self._ended = [False] * workers
+        self._next = 0
+        self._ask = Command(0)
+
+    def __iter__(self) -> Commands:
+        return self
+
+    def __next__(self) -> Command:
+        worker = self._slot % self._workers
+        self._slot += 1
+        asked = worker == self._next and not self._ended[worker]
+        self.told.append((self.round, worker if asked else -1))
+        if worker == self._next:
+            self._next = (worker + 1) % self._workers
+        if not asked:
+            return Command(-1, self.oldest[worker])
+        self._numbers[worker] += 1
+        return self._ask._replace(number=self._numbers[worker] - 1, oldest=self.oldest[worker], start=self._starts.pop(worker, None))
+
+    def open(self, cursor: Cursor) -> None:
+        """A new iterator of a DataLoader begins: its first command goes to the first worker, and all workers begin anew."""
+        self._slot = 0
+        self.told.clear()
+        told = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
+        self._starts = {worker: Start(*start) for worker, start in enumerate(told)}
+
+    def go(self, cursor: Cursor, ask: Command) -> None:
+        """Go on where `cursor` stands, with commands like `ask`; what was told before is void."""
+        self.round += 1
+        self._numbers, self._ended, self._next, self._ask = list(cursor.numbers), list(cursor.ended), cursor.worker, ask
+
+    def end(self, worker: int) -> None:
+        """The stream of a worker has ended: it is asked no more."""
+        self._ended[worker] = True
+
+
+class Stream:
+    """The pipeline of a stream."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self._workers = max(1, terms.loader.num_workers)
+        self._commands = Commands(self._workers)
+        self._hands = _hands(terms)
+        self._reader = Reader(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last)
+        self._loader: DataLoader[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._before = Cursor.at_start(self._workers)  # before the step that was asked for last
+        self._after = self._before  # and after it
+        self._index = 0
+        self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+        loader, terms = self.terms.loader, self.terms
+        self.end()
+        if state is not None:
+            draws.put_own(loader, state["own"])
+        taken_up = state is not None and state["cursors"] is not None
+        fresh = self._loader is None or not loader.persistent_workers
+        seeded = fresh if state is None else bool(state["seeded"])
+        self._origin = {"own": draws.own_state(loader), "seeded": seeded, "seeds": self._seeds().get_state()}
+        if taken_up and state is not None:
+            self._origin["seeds"] = state["seeds"]
+        if seeded and (loader.generator is not None or not taken_up):
+            draws.draw_seed(loader.generator)
+        self._after = Cursor.at_start(self._workers)
+        if taken_up and state is not None:
+            self._hands.restored(self._after, state["cursors"])
+        self._before = self._after.copy()
+        self._index = int(state["step"]) if state is not None else 0
+        if not terms.alone:
+            terms.announce(self._hands.cost)
+        if self._hands.reads:
+            self._open()
+        return self._index
+
+    def step(self, index: int) -> Step | None:
+        self._before, self._after = self._after, self._after.copy()
+        self._commands.oldest = self._before.numbers
+        self._index = index
+        step = self._hands.step(self._fetch, self._after)
+        self._verify(index, ended=step is None)
+        if step is None and index == 0:
+            name = type(self.terms.loader.dataset).__qualname__
+            raise DataError(f"the stream {name} has no batch: it is empty, or shorter than one batch, with drop_last=True")
+        return step
+
+    def redeal(self, index: int) -> None:
+        if index == self._index:
+            self._after = self._before.copy()
+        if self._hands.reads:
+            self._commands.go(self._after, self._ask())
+
+    def regroup(self, index: int) -> None:
+        if self.terms.readers == "host" or self.terms.shard == "mine":
+            raise DataError(
+                "a stream read once per host, or one that shards itself, can't go on in another group: load a saved state there"
+            )
+        self._hands = _hands(self.terms)
+        self.redeal(index)
+
+    def state(self, index: int) -> dict[str, Any]:
+        cursor = self._before if index == self._index else self._after
+        return {"step": index, "cursors": self._hands.saved(cursor), **self._origin}
+
+    def next_epoch(self) -> dict[str, Any]:
+        seeded = self._loader is None or not self.terms.loader.persistent_workers
+        return {"step": 0, "cursors": None, "own": draws.own_state(self.terms.loader), "seeded": seeded, "seeds": None}
+
+    def end(self) -> None:
+        self._batches = None
+        self._commands.told.clear()
+
+    def _fetch(self) -> Dealt | None:
+        """The next global batch of the stream; None at its end."""
+        after = self._after
+        while not all(after.ended):
+            assert self._batches is not None
+            dealt: Dealt = next(self._batches)
+            made, worker = self._commands.told.popleft()
+            if made != self._commands.round or worker < 0:
+                continue
+            if dealt.ended:
+                after.ended[worker] = True
+                self._commands.end(worker)
+                continue
+            after.numbers[worker] += 1
+            after.worker = (worker + 1) % self._workers
+            after.marks[worker], after.states[worker] = dealt.mark, dealt.state
+            return dealt
+        return None
+
+    def _open(self) -> None:
+        loader, after = self.terms.loader, self._after
+        self._commands.open(after)
+        self._commands.oldest = after.numbers
+        self._commands.go(after, self._ask())
+        if self._loader is None or not loader.persistent_workers:
+            seeds = torch.Generator()
+            seeds.set_state(self._origin["seeds"].clone())
+            self._loader = like(loader, self._commands, seeds, batched=False, dataset=self._reader)
+        if any(count and state is None for count, state in zip(after.numbers, after.states, strict=True)):
+            self.terms.announce("the stream has no state_dict: it is resumed by reading and leaving out all samples before its position")
+        self._batches = iter(self._loader)
+
+    def _ask(self) -> Command:
+        batch, cuts = self._hands.asked()
+        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, train=self.terms.training)
+
+    def _seeds(self) -> torch.Generator:
+        """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
+        seeds = draws.twin(self.terms.loader.generator)
+        if self.terms.shard != "mine":
+            state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
+            seeds.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return seeds
+
+    def _verify(self, index: int, *, ended: bool) -> None:
+        """Compare, now and then and at the end, that all workers have read the same."""
+        if self.terms.alone or self.terms.shard == "mine" or not (ended or index % COMPARED == COMPARED - 1):
+            return
+        bodies = self.terms.agreement.meet("stream", msgpack.packb((self._after.marks, self._after.numbers, ended)))
+        for rank, body in enumerate(bodies):
+            if body != bodies[0]:
+                raise DataError(
+                    f"the stream is not the same on all workers: up to step {index} rank {rank} read other samples than rank 0. "
+                    'Shuffle by a seed that all workers have; or, if each rank is meant to have its own samples, pass shard="mine"'
+                )
+
+
+def check_stream(terms: Terms) -> None:
+    """Raise `DataError` where a stream can't be dealt on these terms."""
+    dataset = terms.loader.dataset
+    name = type(dataset).__qualname__
+    if terms.shard not in {None, "mine", "none"}:
+        raise DataError(f'shard is {terms.shard!r}: it must be "mine" (the stream gives each rank its own samples) or "none" (it does not)')
+    if terms.readers not in {"worker", "host"}:
+        raise DataError(f'readers is {terms.readers!r}: it must be "worker" or "host"')
+    if terms.readers == "host" and (terms.shard == "mine" or terms.local is None):
+        why = (
+            "the group of this host's workers is missing (local=)" if terms.local is None else 'shard="mine" has every worker read its own'
+        )
+        raise DataError(f'readers="host" can\'t be honoured: {why}')
+    if isinstance(dataset, IterDataPipe) and not terms.alone:
+        raise DataError(f"a {name} is a datapipe, which torch shards by itself: give a plain torch.utils.data.IterableDataset")
+    found = None if terms.shard is not None else _self_sharding(dataset, 3)
+    if found is not None:
+        raise DataError(
+            f'the stream {name} shards itself by rank ({found}): leave that out, and each worker takes its share of the whole; or pass '
+            'shard="mine" to keep it. If it does not shard, pass shard="none"'
+        )
+
+
+def _hands(terms: Terms) -> Hands:
+    if terms.shard == "mine" and not terms.alone:
+        return Mine(terms)
+    return Local(terms, terms.local) if terms.local is not None and terms.readers == "host" and not terms.alone else Own(terms)
+
+
+def _self_sharding(value: Any, depth: int) -> str | None:
+    """What tells that a stream cuts itself by rank; None where nothing does."""
+    fields = getattr(value, "__dict__", None) or {}
+    distributed = fields.get("_distributed")
+    if getattr(distributed, "world_size", 1) > 1:
+        return "split_dataset_by_node"
+    sizes = [name for name in ("world_size", "num_replicas") if type(fields.get(name)) is int and fields[name] > 1]
+    if sizes and type(fields.get("rank")) is int:
+        return f"it holds a rank, and {sizes[0]}={fields[sizes[0]]}"
+    for name, part in fields.items():
+        inner = part.func if isinstance(part, partial) else part
+        if getattr(inner, "__name__", "") in {"split_by_node", "split_dataset_by_node"}:
+            return f"{name} is {inner.__name__}"
+        if "DistributedSampler" in type(part).__qualname__:
+            return f"{name} is a {type(part).__qualname__}"
+        parts = part if isinstance(part, list | tuple) else [part]
+        for piece in parts if depth else []:
+            found = None if isinstance(piece, torch.Tensor | torch.nn.Module) else _self_sharding(piece, depth - 1)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,131 @@
+"""The terms on which a loader is dealt, and what comes out of it step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from paceline.comm.group import Group, pieces
+from paceline.comm.ordered import Agreement
+from paceline.data.batches import cut, emptied, rows
+from paceline.data.shares import Shares, spans
+
+Loss = Literal["mean", "sum"]
+Readers = Literal["worker", "host"]
+Sharding = Literal["mine", "none"]
+Weigh = Callable[[Any], float]
+
+
+@dataclass
+class Terms:
+    """How one DataLoader is dealt to the workers; the same on all of them."""
+
+    loader: DataLoader[Any]
+    agreement: Agreement
+    shares: Shares
+    loss: Loss = "mean"
+    weigh: Weigh | None = None
+    accumulate: int = 1
+    train: bool | None = None  # as the caller said; None: told by torch.is_grad_enabled() at iter()
+    readers: Readers = "worker"
+    shard: Sharding | None = None
+    local: Group | None = None  # the workers of this host
+    say: Callable[[str], None] = lambda text: None
+    training: bool = True  # as it is in the present epoch
+    _said: set[str] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        """Whose shares are mine."""
+        return self.agreement.group.rank
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one worker only."""
+        return self.agreement.group.size == 1
+
+    def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
+        if self.accumulate == 1 or not self.training:
+            return [(0, self.shares(batch))]
+        return [(start, self.shares(stop - start)) for start, stop in pieces(batch, min(self.accumulate, batch))]
+
+    def announce(self, text: str) -> None:
+        """Say it, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(f"paceline: {text}")
+
+
+class Part(NamedTuple):
+    """My part of one micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+
+    whole: int
+    share: int
+    batch: Any
+
+
+@dataclass(slots=True)
+class Step:
+    """A global batch: how many samples, in how many micro-batches, and my part of each, made when asked for."""
+
+    global_batch: int
+    micros: int
+    parts: Iterator[Part]
+
+
+class Pipeline(Protocol):
+    """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step."""
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+        """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
+        ...
+
+    def step(self, index: int) -> Step | None:
+        """*The global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
+        ...
+
+    def redeal(self, index: int) -> None:
+        """Throw away what was read ahead; `index`, the last step or the one after it, is dealt next, by the present shares."""
+        ...
+
+    def regroup(self, index: int) -> None:
+        """*As `redeal`, in the group that the terms have now."""
+        ...
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Where the data stands before step `index`, which is the last one asked for or the one after it."""
+        ...
+
+    def next_epoch(self) -> dict[str, Any]:
+        """Where the data stands before the next epoch."""
+        ...
+
+    def end(self) -> None:
+        """Let go of what the epoch held."""
+        ...
+
+
+def whole_rows(terms: Terms, item: Any) -> Step:
+    """A batch that was read whole, dealt along dim 0 of its tensors."""
+    count = rows(item, missing=1 if terms.alone and terms.accumulate == 1 else None)
+    micros = terms.micros(count)
+
+    def parts() -> Iterator[Part]:
+        for micro in micros:
+            yield rows_part(terms, item, count, micro, terms.rank)
+
+    return Step(count, len(micros), parts())
+
+
+def rows_part(terms: Terms, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> Part:
+    """The part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
+    first, shares = micro
+    start, stop = spans(shares)[rank]
+    if start == stop:
+        return Part(sum(shares), 0, cut(item, 0, 1, count) if terms.training else emptied(item))
+    mine = item if stop - start == count else cut(item, first + start, first + stop, count)
+    return Part(sum(shares), stop - start, mine)

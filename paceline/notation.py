@@ -1,0 +1,162 @@
+"""Text to strategy objects and back: calls, names and literals, read through `ast` and never evaluated.
+
+A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of the object gives it back. New words are
+lines in `VOCABULARY`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.errors import NotationError, PacelineError
+from paceline.wording import choices, spell
+
+Vocabulary = Mapping[str, "str | Callable[..., Any]"]
+
+# Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
+VOCABULARY: Final[Vocabulary] = {
+    "AllReduce": "paceline.sync.allreduce:AllReduce",
+}
+
+NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that was read and not made yet; `text` is how it was written."""
+
+    word: str
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    text: str
+
+
+def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
+    """The object that `text` describes; raises `NotationError` with what was found, what is possible, and what to do."""
+    return _make(_read(_tree(text), text, vocabulary), vocabulary)
+
+
+def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
+    """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so arguments are not checked yet."""
+    _read(_tree(text), text, vocabulary)
+
+
+def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
+    """The notation of `obj`, which `parse` reads back; raises `NotationError` if it has none."""
+    written = spell(obj)
+    if "no notation>" in written:
+        raise NotationError(f"{written} can't be written as text: Python functions have none. Give the object to pl.start(sync=...)")
+    check(written, vocabulary)
+    return written
+
+
+def _tree(text: str) -> ast.expr:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise NotationError(f"{_short(text)} can't be read: {reason}. Write it as in Python, for example AllReduce(via='ring')") from None
+    return tree.body
+
+
+def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
+    """A literal as its value, a call as a `Call`; everything else is refused."""
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand):
+            number = _read(operand, text, vocabulary)
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return -number if isinstance(sign, ast.USub) else number
+        case ast.Tuple(elts=items):
+            return tuple(_read(item, text, vocabulary) for item in items)
+        case ast.List(elts=items):
+            return [_read(item, text, vocabulary) for item in items]
+        case ast.Name(id=word) if word in NUMBERS:
+            return NUMBERS[word]
+        case ast.Name(id=word):
+            _known(word, vocabulary)
+            raise NotationError(f"{word} stands alone in {_short(text)}: write it as a call, {word}(...)")
+        case ast.Call(func=ast.Name(id=word)):
+            return _call(node, word, text, vocabulary)
+        case ast.Call(func=ast.Attribute(attr=word)) if word in vocabulary:
+            raise NotationError(f"{_segment(node.func, text)} has a module before it: leave it out and write {word}(...)")
+    raise NotationError(
+        f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, names, numbers, strings, True, False,"
+        " None, tuples and lists. Anything else has to be made in Python and given to pl.start(sync=...)"
+    )
+
+
+def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Call:
+    _known(word, vocabulary)
+    segment = _segment(node, text)
+    if any(isinstance(argument, ast.Starred) for argument in node.args) or any(keyword.arg is None for keyword in node.keywords):
+        raise NotationError(f"{segment} has * or **, which the notation doesn't know: write the arguments out")
+    twice = {keyword.arg for keyword in node.keywords if [other.arg for other in node.keywords].count(keyword.arg) > 1}
+    if twice:
+        raise NotationError(f"{segment} gives {', '.join(sorted(map(str, twice)))} twice: leave one out")
+    positional = tuple(_read(argument, text, vocabulary) for argument in node.args)
+    named = {keyword.arg or "": _read(keyword.value, text, vocabulary) for keyword in node.keywords}
+    return Call(word, positional, named, segment)
+
+
+def _known(word: str, vocabulary: Vocabulary) -> None:
+    if word not in vocabulary:
+        raise NotationError(f"{word} is not a word of the notation; {choices(word, vocabulary)}")
+
+
+def _make(node: Any, vocabulary: Vocabulary) -> Any:
+    if isinstance(node, tuple | list):
+        return type(node)(_make(item, vocabulary) for item in node)
+    if not isinstance(node, Call):
+        return node
+    maker = _maker(node.word, vocabulary)
+    _fits(node, maker)
+    positional = [_make(item, vocabulary) for item in node.positional]
+    named = {name: _make(item, vocabulary) for name, item in node.named.items()}
+    try:
+        return maker(*positional, **named)
+    except PacelineError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise NotationError(f"{node.text} can't be made: {error}") from error
+
+
+def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
+    entry = vocabulary[word]
+    if isinstance(entry, str):
+        module, _, name = entry.partition(":")
+        maker: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return maker
+    return entry
+
+
+def _fits(node: Call, maker: Callable[..., Any]) -> None:
+    """Raise if the arguments aren't those of `maker`."""
+    signature = inspect.signature(maker)
+    parameters = signature.parameters.values()
+    possible = [parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        for name in node.named:
+            if name not in possible:
+                raise NotationError(f"{node.word} has no argument {name} (in {node.text}); {choices(name, possible)}")
+    try:
+        signature.bind(*node.positional, **node.named)
+    except TypeError as error:
+        wanted = f"{node.word}({', '.join(signature.parameters)})"
+        raise NotationError(f"{node.text} doesn't fit {wanted}: {error}") from None
+
+
+def _segment(node: ast.expr, text: str) -> str:
+    return _short(ast.get_source_segment(text.strip(), node) or ast.unparse(node))
+
+
+def _short(text: str, limit: int = 80) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,132 @@
+"""Builds the group of all workers from where they stand: shared memory inside a host, the network between hosts, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.cluster.discover import Place
+from paceline.cluster.store import Store, address
+from paceline.cluster.topology import Cluster
+from paceline.comm.group import Group
+from paceline.comm.hosts import HostsGroup
+from paceline.comm.shared import SharedGroup
+from paceline.comm.solo import SoloGroup
+from paceline.comm.torchgroup import TorchGroup
+from paceline.errors import ResourceError, UsageError
+
+ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
+
+
+@dataclass
+class Surroundings:
+    """Where this worker stands, and what it can meet the others by."""
+
+    place: Place
+    store: Store
+    cluster: Cluster
+    device: torch.device
+    deadline: float
+    say: Callable[[str], None]
+    natives: int = 0
+
+    @property
+    def local(self) -> int:
+        """My number among the workers of my machine."""
+        return self.cluster.of(self.place.rank).ranks.index(self.place.rank)
+
+    def native(self) -> Group:
+        """Another group of all workers, on torch.distributed; collective."""
+        self.natives += 1
+        backend = "nccl" if self.device.type == "cuda" and _own_devices(self) else "gloo"
+        return network(self, f"native{self.natives}", backend=backend)
+
+
+def choose_device(asked: str | None, local: int) -> torch.device:
+    """The device of a worker: the one asked for, else a GPU of its own (or shared, when there are fewer), else the processor."""
+    if asked is not None:
+        device = torch.device(asked)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"device={asked!r} was asked for, but this machine has no CUDA device; leave device out, or say device='cpu'")
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(f"device={asked!r} is not supported; possible are 'cpu' and 'cuda', 'cuda:0', ...")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local % torch.cuda.device_count())
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def everyone(around: Surroundings) -> Group:
+    """The group of all workers."""
+    if around.place.size == 1:
+        return SoloGroup()
+    if around.device.type == "cuda":
+        return network(around, "flat", backend="nccl" if _own_devices(around) else "gloo")
+    hosts = around.cluster.hosts
+    if platform.machine() not in ORDERED_STORES:
+        around.say(f"on {platform.machine()} workers of one host exchange through the network stack, several times slower than shared memory")
+        return network(around, "flat")
+    if len(hosts) == 1:
+        try:
+            return SharedGroup.from_store(around.store.sub("host0"), around.place.rank, around.place.size, deadline=around.deadline)
+        except ResourceError as error:
+            around.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
+            return network(around, "flat")
+    return _over_hosts(around)
+
+
+def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchGroup:
+    """All workers over torch.distributed; collective, `name` once."""
+    return TorchGroup.from_store(
+        around.store.sub(name).torch,
+        around.place.rank,
+        around.place.size,
+        backend=backend,
+        address=address(around.place),
+        deadline=around.deadline,
+        hosts=around.cluster.where(),
+    )
+
+
+def _own_devices(around: Surroundings) -> bool:
+    """Whether every worker has a GPU of its own: NCCL refuses two on one."""
+    me = around.place.rank
+    around.store.put(f"device/{me}", [around.cluster.where()[me], around.device.index])
+    found = [tuple(around.store.take(f"device/{rank}", around.deadline)) for rank in range(around.place.size)]
+    if len(set(found)) == len(found):
+        return True
+    around.say("several workers share a GPU: gradients travel by Gloo through the processor's memory, which is slow")
+    return False
+
+
+def _over_hosts(around: Surroundings) -> Group:
+    """One shared group in each host, one of the first workers of the hosts, one of all."""
+    place, cluster = around.place, around.cluster
+    flat = network(around, "flat")
+    mine = cluster.of(place.rank)
+    inner: Group = SoloGroup(rank=place.rank)
+    error = ""
+    if len(mine.ranks) > 1:
+        name = f"host{cluster.where()[place.rank]}"
+        try:
+            inner = SharedGroup.from_store(
+                around.store.sub(name), mine.ranks.index(place.rank), len(mine.ranks), deadline=around.deadline, ranks=mine.ranks
+            )
+        except ResourceError as caught:
+            error = str(caught)
+    errors = [text for text in flat.gather_objects(error, name="shared memory of the hosts") if text]
+    if errors:
+        inner.close()
+        around.say(f"workers of one host exchange through the network stack, several times slower than shared memory: {errors[0]}")
+        return flat
+    leaders = [host.ranks[0] for host in cluster.hosts]
+    outer = flat.sub(leaders)
+    return HostsGroup(inner, outer, flat, cluster.where())

@@ -1,0 +1,394 @@
+"""The run: what a script holds on to from start to end."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.cluster import report
+from paceline.cluster.versioned import Randomness, Stateful, Versioned
+from paceline.comm.group import Group
+from paceline.data.loader import ShareLoader, Turn, deal
+from paceline.data.shares import Shares
+from paceline.data.terms import Loss, Readers, Sharding, Weigh
+from paceline.errors import CheckpointError, UsageError
+from paceline.fault import checkpoint
+from paceline.parallel.batchnorm import synchronise
+from paceline.session import prepare as preparing
+from paceline.session.groups import Surroundings
+from paceline.session.log import Folder, Log
+from paceline.session.step import Turns
+from paceline.sync.backward import Backward
+from paceline.sync.base import Scene, Slot, Strategy
+from paceline.wording import spell
+
+
+class Run:
+    """One training run, the same on every worker.
+
+    `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken so far), `seed` (shared by all workers),
+    `is_first` (of all workers) and `weight` (of my present batch) say where this worker is.
+    """
+
+    def __init__(self, around: Surroundings, scene: Scene, strategy: Strategy, *, seed: int | None, began: float) -> None:
+        place = around.place
+        self.rank, self.size, self.local_rank = place.rank, place.size, around.local
+        self.host = around.cluster.of(place.rank).name
+        self.device, self.group = around.device, scene.group
+        self.strategy, self.cluster, self.began = strategy, around.cluster, began
+        self.events: list[dict[str, Any]] = []
+        self.state = Versioned()
+        self._around, self._scene, self._agreement = around, scene, scene.agreement
+        self._backward = Backward(strategy.begin(scene), scene)
+        self._turns = Turns(scene, self._backward, self)
+        self._models: list[tuple[str, nn.Module]] = []
+        self._optimizers: list[Optimizer] = []
+        self._loaders: list[ShareLoader] = []
+        self._local: Group | None = None
+        self._norms: Group | None = None
+        self._progress = _Progress(self._turns)
+        self._endings: list[Callable[[], None]] = []
+        self._stopping = self._asked_to_stop = False
+        self._next_flush = 1
+        self._closed = False
+        self.seed = self._shared_seed(seed)
+        self.state.add("progress", self._progress)
+
+    def _shared_seed(self, seed: int | None) -> int:
+        drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
+        seeds = [msgpack.unpackb(body) for body in self._agreement.meet("start", msgpack.packb([drawn, seed, spell(self.strategy)]))]
+        if any(found[1] != seeds[0][1] or found[2] != seeds[0][2] for found in seeds):
+            sides = "; ".join(f"rank {rank}: seed={found[1]}, sync={found[2]}" for rank, found in enumerate(seeds))
+            raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
+        return int(seeds[0][0])
+
+    def open(self, folder: Folder, log: Log) -> None:
+        """Take up the run's folder and log, and say in one line what was joined."""
+        self.folder, self._log = folder, log
+
+    # ---- who and where
+
+    @property
+    def steps(self) -> int:
+        """Steps taken: turns of training loaders that are over, each of one global batch."""
+        return self._turns.steps
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all workers."""
+        return self.rank == 0
+
+    @property
+    def turn(self) -> Turn | None:
+        """The turn of the loader that is under way."""
+        return self._turns.turn
+
+    @property
+    def weight(self) -> float:
+        """The weight of my present batch (samples, or what `weigh` says); 1 outside of a loop over a loader."""
+        return 1.0 if self.turn is None else self.turn.weight
+
+    # ---- preparing
+
+    def prepare(
+        self,
+        *objects: Any,
+        loss: Loss = "mean",
+        weigh: Weigh | None = None,
+        accumulate: int = 1,
+        shares: Shares | Any = None,
+        batchnorm: Literal["sync", "local"] = "sync",
+        train: bool | None = None,
+        readers: Readers = "worker",
+        shard: Sharding | None = None,
+    ) -> Any:
+        """Make models, optimizers, DataLoaders, schedulers and GradScalers ready, in any order; gives them back in that order.
+
+        Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
+        size is the global one. `loss`: whether the loss is a "mean" over the batch or a "sum"; `weigh(batch)` is a batch's weight where
+        the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `shares`: ratios, one
+        for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (statistics of the
+        global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
+        `readers`, `shard`: see `paceline.data.loader.deal`.
+
+        Raises `UsageError` for what can't be prepared, on every worker if their models differ.
+        """
+        if batchnorm not in ("sync", "local"):
+            raise UsageError(f"batchnorm={batchnorm!r} is unknown; possible are 'sync' and 'local'")
+        kinds = [preparing.kind(value) for value in objects]
+        by_kind = {kind: [value for value, k in zip(objects, kinds, strict=True) if k == kind] for kind in kinds}
+        options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
+        if by_kind.get("model") or by_kind.get("optimizer"):
+            self._replicate(by_kind.get("model", []), by_kind.get("optimizer", []), batchnorm, accumulate)
+        for scheduler in by_kind.get("scheduler", []):
+            preparing.bind_acting(scheduler, ("step",), self._turns)
+            self._add("scheduler", scheduler)
+        for scaler in by_kind.get("scaler", []):
+            preparing.bind_acting(scaler, ("step", "unscale_", "update"), self._turns)
+            self._add("scaler", scaler)
+        ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
+        return ready[0] if len(ready) == 1 else tuple(ready)
+
+    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str, accumulate: int) -> None:
+        scene, turns = self._scene, self._turns
+        for model in models:
+            if self.device.type == "cuda":
+                model.to(self.device)
+            prefix = f"model{len(self._models)}." if self._models or len(models) > 1 else ""
+            self._models.append((prefix, model))
+            self._add("model", model)
+        found = list(preparing.slots(self._models, optimizers))
+        preparing.check_parameters(found)
+        if self.size > 1:
+            tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
+            tensors += [(name, buffer) for model in models for name, buffer in model.named_buffers()]
+            preparing.same_everywhere(self._agreement, self.group, tensors, scene.say)
+        if batchnorm == "sync" and self.size > 1 and any(isinstance(m, _BatchNorm) for model in models for m in model.modules()):
+            if self._norms is None:  # a group of its own: layers exchange while buckets are under way
+                self._norms = self.group.sub(range(self.size))
+            assert self._norms is not None
+            for model in models:
+                synchronise(model, self._norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
+        if self.size > 1 or accumulate > 1:
+            self._backward.watch([slot for slot in found if slot.parameter.requires_grad])
+            turns.frozen = [slot for slot in found if not slot.parameter.requires_grad]
+            for model in models:
+                model.register_forward_pre_hook(lambda *_: turns.thaw())
+                if accumulate > 1:
+                    preparing.bind_zero_grad(model, turns)
+            for optimizer in optimizers:
+                preparing.bind_optimizer(optimizer, turns, accumulate=accumulate > 1)
+        turns.models += models
+        self._optimizers += optimizers
+        for optimizer in optimizers:
+            self._add("optimizer", optimizer)
+
+    def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
+        options = dict(options)
+        if train is False:
+            options["accumulate"] = 1
+        local = self._host_group() if options["readers"] == "host" else None
+        dealt = deal(loader, self._agreement, train=train, local=local, hooks=self._turns, say=self._scene.say, **options)
+        self._loaders.append(dealt)
+        self._add("loader", dealt)
+        return dealt
+
+    def _host_group(self) -> Group:
+        if self._local is None:
+            for host in self.cluster.hosts:
+                group = self.group.sub(host.ranks)
+                self._local = group if group is not None else self._local
+        assert self._local is not None
+        return self._local
+
+    def _add(self, kind: str, thing: Stateful) -> None:
+        taken = sum(name.startswith(kind) for name in self.state.names)
+        self.state.add(f"{kind}{taken}" if taken else kind, thing)
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Let `thing` (anything with state_dict and load_state_dict) be part of the run's state: saved, resumed, healed."""
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
+        self.state.add(f"kept.{name}", thing)
+
+    # ---- in the loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
+        self._log.epochs(count, self._loaders)
+        while self._progress.epoch < count:
+            if self._stop_agreed():
+                return
+            yield self._progress.epoch
+            self._progress.epoch += 1
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside add up on their own worker; the first one outside exchanges the whole sum."""
+        return self._quietly()
+
+    @contextlib.contextmanager
+    def _quietly(self) -> Iterator[None]:
+        turns, moment = self._turns, self._scene.moment
+        turns.quiet += 1
+        moment.silent = self._backward.silenced = True
+        try:
+            yield
+        finally:
+            turns.quiet -= 1
+            turn = self.turn
+            moment.silent = turns.quiet > 0 or (turn is not None and turn.train and not turn.last_micro)
+
+    def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None where micro-batches are under way)."""
+        self._turns.ready("run.clip")
+        if not self._turns.acting:
+            return None
+        return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, max_norm, norm_type)
+
+    def log(self, **values: Any) -> None:
+        """Record numbers of this step (tensors of one element, or floats). Never waits; the mean over workers, weighted by samples, is shown and written."""
+        turn = self.turn
+        if turn is None or turn.share or not turn.train:
+            self._log.log(self.steps, values, self.weight)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """`print` on the first worker alone."""
+        if self.is_first:
+            builtins.print(*values, **options)
+
+    def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
+        """The mean of `x` over all workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
+        weighs = float(self.weight if weight is None else weight)
+        tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+        if not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        form = f"{tuple(tensor.shape)} {tensor.dtype}"
+        answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.mean", msgpack.packb([form, weighs]))]
+        if any(a[0] != answers[0][0] for a in answers):
+            raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {a[0]}" for rank, a in enumerate(answers)))
+        total = sum(a[1] for a in answers)
+        if total == 0:
+            raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
+        mine = tensor * (weighs / total) if weighs else torch.zeros_like(tensor)
+        mean = self.group.all_reduce(mine.contiguous(), name="run.mean").wait()
+        return mean if isinstance(x, Tensor) else float(mean)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
+        turn = self.turn
+        rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
+        if turn is not None and turn.ghost:
+            rows = rows[:0]
+        self._agreement.meet("run.gather", where=f"step {self.steps}")
+        return torch.cat(self.group.all_gather(rows.contiguous(), name="run.gather").wait())
+
+    def barrier(self) -> None:
+        """Wait until every worker has come here. Collective."""
+        self._agreement.meet("run.barrier")
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """The first worker of each host goes through the block ahead of the others (for downloads). Collective."""
+        if self.local_rank == 0:
+            yield
+            self._agreement.meet("run.first")
+        else:
+            self._agreement.meet("run.first")
+            yield
+
+    def stop(self) -> None:
+        """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
+        self._asked_to_stop = True
+
+    def _stop_agreed(self) -> bool:
+        if not self._stopping:
+            self._stopping = any(self._agreement.meet("run.epochs", b"s" if self._asked_to_stop else b""))
+        return self._stopping
+
+    # ---- after each step
+
+    def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
+        """See `Beat`."""
+        self._log.step(self.steps, turn, seconds)
+        if self.steps >= self._next_flush:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Hand what was logged to the first worker; about once a second, at a step agreed before."""
+        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead()])
+        answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
+        self._next_flush = self.steps + answers[0][2]
+        self._log.absorb([a[0] for a in answers])
+        if any(a[1] for a in answers):
+            self._stopping = True
+            for loader in self._loaders:
+                loader.finish()
+
+    # ---- state
+
+    def save(self, *, keep: int = 3) -> Path:
+        """Write a checkpoint of everything prepared and kept, at the present step; the newest `keep` stay. Gives its folder. Collective."""
+        return checkpoints_save(self, keep)
+
+    def resume(self, folder: str | Path | None = None) -> bool:
+        """Go on from the newest whole checkpoint (of this run's folder, or of `folder`); False if there is none. Collective."""
+        return checkpoints_resume(self, folder)
+
+    # ---- the end
+
+    def on_close(self, ending: Callable[[], None]) -> None:
+        """Call `ending` when the run ends, however it ends."""
+        self._endings.append(ending)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.fail(kind, error)
+
+    def close(self) -> None:
+        """Leave together with all workers: the summary is written, memory and sockets are freed. Twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._turns.finish()
+            self._log.finish(self._agreement)
+            self._agreement.meet("the end of the run")
+        except BaseException as error:
+            self._leave(type(error), error)
+            raise
+        report.closed(self._around.place)
+        self._end(failed=False)
+
+    def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
+        """Leave at once and without the others, after an error."""
+        if not self._closed:
+            self._closed = True
+            self._leave(kind, error)
+
+    def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
+        report.report_failure(self._around.place, kind, error)
+        self._log.fail(kind, error)
+        self._end(failed=True)
+
+    def _end(self, *, failed: bool) -> None:
+        self._backward.unwatch()
+        if failed:
+            self.group.abort()
+        for group in (self._norms, self._local, self.group):
+            if group is not None:
+                group.close()
+        self._around.store.close()
+        for ending in self._endings:
+            ending()
+
+
+class _Progress:
+    """Where the run is, as state."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.epoch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "steps": self._turns.steps, "samples": self._turns.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self._turns.samples = state["epoch"], state["samples"]
+        self._turns.steps = self._turns.scene.moment.step = state["steps"]

@@ -1,0 +1,130 @@
+"""Joins whatever started this process, and gives the run that a script holds on to."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from paceline.cluster import report
+from paceline.cluster.discover import discover
+from paceline.cluster.store import connect, hosts
+from paceline.cluster.topology import Cluster, Host
+from paceline.comm.ordered import Agreement
+from paceline.errors import UsageError
+from paceline.notation import parse
+from paceline.session.groups import Surroundings, choose_device, everyone
+from paceline.session.log import Folder, Log
+from paceline.session.run import Run
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.base import Moment, Scene, Strategy
+from paceline.trace import Trace
+
+TRACES = {"last": 20_000, "all": None, "off": 0}
+
+__all__ = ["Run", "start"]
+
+
+def start(
+    sync: Strategy | str | None = None,
+    *,
+    name: str | None = None,
+    folder: str = "runs",
+    seed: int | None = None,
+    device: str | None = None,
+    deadline: float = 120.0,
+    trace: str = "last",
+    on_nan: str = "warn",
+    total_steps: int | None = None,
+) -> Run:
+    """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
+
+    `sync`: a strategy, as an object or in its notation (default `AllReduce()`; `paceline run --sync` overrides it). `name`: of the run's
+    folder in `folder` (default: the date and time). `seed`: the number that `run.seed` has on all workers (default: drawn by the first).
+    `device`: "cpu", "cuda" or "cuda:i" (default: a GPU of its own if there is one). `deadline`: seconds after which a wait for other
+    workers is given up, naming who is missing. `trace`: "last" keeps the spans of the last steps, "all", or "off". `on_nan`: "warn" or
+    "stop" when a logged loss is not a number. `total_steps`: for the time left, where the script's epochs don't tell.
+
+    Returns the `Run`, to be used as a context manager; without `with` it is closed at exit.
+
+    Raises `UsageError` (and its kinds) for what can't be honoured, `DeadlineExceeded` when other workers don't come.
+    """
+    began = time.time()
+    if trace not in TRACES:
+        raise UsageError(f"trace={trace!r} is unknown; possible are {', '.join(map(repr, TRACES))}")
+    if on_nan not in ("warn", "stop"):
+        raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
+    if not deadline > 0:
+        raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
+    place = discover()
+    strategy = _strategy(place.sync if place.sync is not None else sync)
+    seconds = deadline if place.deadline is None else place.deadline
+    report.joined(place)
+    announcer = Announcer(first=place.rank == 0)
+    try:
+        store = connect(place, deadline=seconds)
+        cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
+        local = cluster.of(place.rank).ranks.index(place.rank)
+        around = Surroundings(place, store, cluster, choose_device(device, local), seconds, announcer.say)
+        group = everyone(around)
+        moment = Moment(scale=1.0 / group.size)
+        agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
+        scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
+        run = Run(around, scene, strategy, seed=seed, began=began)
+        where = Folder.agree(agreement, folder, name if name is not None else place.run_name)
+        run.open(where, Log(run, where, on_nan=on_nan, total_steps=total_steps))
+    except BaseException as error:
+        report.report_failure(place, type(error), error)
+        raise
+    Ending(run).arm()
+    return run
+
+
+def _strategy(asked: Any) -> Strategy:
+    if asked is None:
+        return AllReduce()
+    found = parse(asked) if isinstance(asked, str) else asked
+    if not hasattr(found, "begin"):
+        raise UsageError(f"sync={asked!r} is not a strategy; write e.g. sync=AllReduce() or sync='AllReduce(via=\"ring\")'")
+    return found  # type: ignore[no-any-return]
+
+
+class Announcer:
+    """Says things once, on the first worker."""
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Print `text` on stderr, unless it was said before."""
+        text = text.removeprefix("paceline: ")
+        if self._first and text not in self._said:
+            print(f"paceline: {text}", file=sys.stderr, flush=True)
+        self._said.add(text)
+
+
+class Ending:
+    """Closes a run that is not used with `with`: at exit, after an uncaught exception has been reported."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def arm(self) -> None:
+        """Hook into the end of this process; `run.close` takes the hooks out."""
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._run.fail(kind, error)
+            previous(kind, error, trace)
+
+        def disarm() -> None:
+            atexit.unregister(self._run.close)
+            if sys.excepthook is hook:
+                sys.excepthook = previous
+
+        sys.excepthook = hook
+        atexit.register(self._run.close)
+        self._run.on_close(disarm)

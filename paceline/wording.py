@@ -1,0 +1,61 @@
+"""How values are put in words: an object as the call that makes it, and the nearest of some names. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def spell(value: object) -> str:
+    """The notation of `value`: the call that makes it, defaults left out.
+
+    A class that should be written like this says `__repr__ = spell` in its body, and keeps each argument of its constructor in the
+    attribute of the same name, as a dataclass does. Python functions and classes have no notation; what is given can't be read back.
+
+    Example: `spell(LocalSGD(every=16))` is `"LocalSGD(16)"` if `every` has no default, `"LocalSGD(every=16)"` if it has another.
+    """
+    if type(value) in (tuple, list):
+        items = [spell(item) for item in value]  # type: ignore[attr-defined]
+        if isinstance(value, list):
+            return f"[{', '.join(items)}]"
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if not isinstance(value, type) and type(value).__repr__ is spell:
+        return f"{type(value).__name__}({', '.join(_arguments(value))})"
+    if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
+        kind = "class" if isinstance(value, type) else "function"
+        return f"<{kind} {value.__name__}: no notation>"
+    return repr(value)
+
+
+def _arguments(value: Any) -> Iterator[str]:
+    """What stands between the brackets: positional while every argument before it was required, by name after."""
+    factories = {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    positional = True
+    for name, parameter in inspect.signature(type(value)).parameters.items():
+        given, factory = getattr(value, name), factories.get(name)
+        required = parameter.default is parameter.empty
+        if not required and _same(given, factory() if callable(factory) else parameter.default):
+            positional = False
+            continue
+        positional = positional and required and parameter.kind is not parameter.KEYWORD_ONLY
+        yield spell(given) if positional else f"{name}={spell(given)}"
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def choices(found: str, possible: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the possible ones, and the one that was perhaps meant.
+
+    Example: `choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean ring?"`.
+    """
+    names = sorted(possible)
+    if not names:
+        return "there are none to choose from"
+    folded = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(found.lower(), folded, n=1)
+    return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")

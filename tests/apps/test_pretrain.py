@@ -1,0 +1,55 @@
+"""The demo's script: its data and its model are the same for any number of steps, and it does what the demo reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.apps import pretrain
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A folder of text, enough for a few steps."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"m{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 40)
+    return folder
+
+
+def test_the_first_steps_are_the_same(words: Path) -> None:
+    short, long = (pretrain.task(steps, words) for steps in (2, 5))
+    for (x, y), (u, v) in zip(short.train, long.train, strict=False):
+        assert torch.equal(x, u) and torch.equal(y, v)
+    assert (len(short.train), len(long.train)) == (2, 5)
+    assert all(torch.equal(p, q) for p, q in zip(short.model.parameters(), long.model.parameters(), strict=True))
+
+
+def test_the_model_leaves_the_random_state_alone(words: Path) -> None:
+    before = torch.get_rng_state()
+    pretrain.task(2, words)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_small_text_is_read_several_times(words: Path) -> None:
+    task = pretrain.task(60, words)
+    assert len(task.train) == 60 > len({x.sum().item() for batch, _ in task.train for x in batch}) / pretrain.BATCH
+
+
+def test_the_script_alone(words: Path, tmp_path: Path) -> None:
+    arguments = ["--steps", "3", "--of", "6", "--name", "x", "--folder", str(tmp_path / "runs"), "--text", str(words)]
+    command = [sys.executable, str(Path(pretrain.__file__)), *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert answer.returncode == 0, answer.stderr
+    said = json.loads((tmp_path / "runs" / "x" / "demo.json").read_text())
+    before, after = said["validation"]
+    assert 5 < before < 6.5 and after < before
+    assert said["sample"].startswith(pretrain.PROMPT)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "runs" / "x" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 3

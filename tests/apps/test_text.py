@@ -1,0 +1,63 @@
+"""The standard library as text: split by file, the same every time, windows that cover it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.apps import text
+from paceline.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "hidden.py").write_text("left out")
+    for number in range(40):
+        (tmp_path / f"m{number}.py").write_text(f"{number}" * 100)
+    return tmp_path
+
+
+def test_every_file_is_in_one_part(folder: Path) -> None:
+    files = text.sources(folder)
+    train, validation = text.split(files)
+    assert len(files) == 40 and sorted(train + validation) == sorted(files)
+    assert train and validation and not set(train) & set(validation)
+
+
+def test_the_standard_library_is_there_and_stays_the_same() -> None:
+    files = text.sources()
+    assert len(files) > 100 and files == text.sources()
+    assert {"argparse.py", "ast.py"} <= {path.name for path in files}
+
+
+def test_the_split_does_not_depend_on_other_files(folder: Path) -> None:
+    _, before = text.split(text.sources(folder))
+    (folder / "a_new_one.py").write_text("x")
+    _, after = text.split(text.sources(folder))
+    assert set(before) <= set(after)
+
+
+def test_windows_cover_the_text_once() -> None:
+    windows = text.Windows(torch.arange(100, dtype=torch.uint8), context=9)
+    assert len(windows) == 11
+    assert torch.cat([windows[i][0] for i in range(11)]).tolist() == list(range(99))
+    assert torch.cat([windows[i][1] for i in range(11)]).tolist() == list(range(1, 100))
+    assert windows[0][0].dtype == torch.int64
+    with pytest.raises(IndexError):
+        windows[11]
+
+
+def test_limit_and_decode(folder: Path) -> None:
+    tokens = text.read(text.sources(folder), limit=50)
+    assert tokens.numel() == 50 and tokens.dtype == torch.uint8
+    assert text.decode(tokens) == "0" * 50
+
+
+def test_too_little_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.py files under"):
+        text.sources(tmp_path)
+    with pytest.raises(DataError, match="too few for windows of 64"):
+        text.Windows(torch.zeros(64, dtype=torch.uint8), 64)

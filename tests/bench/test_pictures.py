@@ -1,0 +1,32 @@
+"""What `paceline bench collectives --draw` prints, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.pictures import hosts, picture
+from paceline.comm.schedule import SCHEDULES
+from paceline.errors import UsageError
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_drawn(name: str) -> None:
+    drawn = picture(f"{name}:5")
+    assert name in drawn and all(f"rank {rank}" in drawn for rank in range(5))
+
+
+def test_hosts() -> None:
+    assert hosts("2+3", "") == [0, 0, 1, 1, 1]
+    assert hosts("4", "") == [0] * 4
+    assert picture("hierarchical:2+2") != picture("hierarchical:4")
+
+
+@pytest.mark.parametrize("wrong", ["ring", "ring:", "ring:0", "ring:-1", "ring:x", "ring:65", "ring:40+40", "ring:2+", "ring:²"])
+def test_numbers_that_make_no_sense(wrong: str) -> None:
+    with pytest.raises(UsageError, match="after the colon goes the number of workers"):
+        picture(wrong)
+
+
+def test_unknown_schedule() -> None:
+    with pytest.raises(UsageError, match=r"rnig is not a schedule; possible: .*; did you mean ring\?"):
+        picture("rnig:5")

@@ -1,0 +1,233 @@
+"""Workers meet in a store: signed values, named absentees, and the same view of who shares a machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.cluster import network
+from paceline.cluster import store as stores
+from paceline.cluster.discover import Place
+from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
+
+SECRET = b"0123456789abcdef"
+
+
+def free_port() -> int:
+    with network.listen("127.0.0.1") as probe:
+        return int(probe.getsockname()[1])
+
+
+def places(size: int, **changes: Any) -> list[Place]:
+    port = free_port()
+    return [
+        Place(rank=r, size=size, local_rank=r, local_size=size, launcher="torchrun", meeting=("127.0.0.1", port), **changes)
+        for r in range(size)
+    ]
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads stand for processes here: each gets a number of its own."""
+    monkeypatch.setattr(stores.os, "getpid", threading.get_ident)
+    yield
+
+
+def together(body: Callable[[Place], Any], workers: list[Place]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return [pool.submit(body, place) for place in workers]
+
+
+def test_values_pass_and_keys_have_prefixes(claims):
+    def body(place: Place) -> Any:
+        store = stores.connect(place, deadline=10)
+        store.sub("a").put(str(place.rank), {"rank": place.rank, "x": [1.5, None, "é"]})
+        return [store.sub("a").take(str(rank)) for rank in range(place.size)]
+
+    for future in together(body, places(3, secret=SECRET)):
+        assert future.result() == [{"rank": rank, "x": [1.5, None, "é"]} for rank in range(3)]
+
+
+def test_torch_store_is_usable_beneath():
+    store = stores.memory()
+    store.torch.set("k", "v")
+    assert store.torch.get("k") == b"v"
+    assert not store.sub("other").torch.check(["k"])
+
+
+def test_a_forged_a_moved_and_an_unsigned_value_are_refused():
+    signed = stores.memory(SECRET)
+    signed.put("a", 1)
+    signed.torch.set("b", signed.torch.get("a"))
+    with pytest.raises(SecretError, match="another secret"):
+        signed.take("b")
+    signed.torch.set("c", "0{}")
+    with pytest.raises(SecretError, match="isn't signed"):
+        signed.take("c")
+    plain = stores.memory()
+    plain.torch.set("a", signed.torch.get("a"))
+    with pytest.raises(SecretError, match="has no secret"):
+        plain.take("a")
+
+
+def test_a_wait_ends_at_its_deadline():
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"paceline/x/k .* 0\.2 s"):
+        stores.memory().sub("x").take("k", 0.2)
+    assert time.monotonic() - start < 1
+
+
+def test_nobody_serves():
+    place = places(2)[1]
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}") as caught:
+        stores.connect(place, deadline=0.5)
+    assert caught.value.missing == (0,)
+    assert time.monotonic() - start < 2
+
+
+def test_a_name_that_means_nothing():
+    with pytest.raises(DeadlineExceeded, match="can't be resolved"):
+        stores.connect(Place(rank=1, size=2, meeting=("no.such.host.invalid", 1)), deadline=0.3)
+
+
+def test_port_in_use_by_another_program():
+    with network.listen("127.0.0.1") as other:
+        place = replace(places(2)[0], meeting=("127.0.0.1", other.getsockname()[1]))
+        with pytest.raises(PlaceError, match="in use by another program"):
+            stores.connect(place, deadline=2)
+
+
+def test_rank_0_must_be_at_the_meeting_point():
+    with pytest.raises(PlaceError, match="isn't an address of it"):
+        stores.connect(Place(size=2, meeting=("198.51.100.7", 29500)), deadline=2)
+
+
+def test_the_inherited_socket_is_served():
+    listening = network.listen("127.0.0.1")
+    zero = Place(size=2, meeting=("127.0.0.1", listening.getsockname()[1]), store_fd=listening.fileno(), launcher="paceline")
+    store = stores.connect(zero, deadline=5)
+    store.put("a", 1)
+    assert store.take("a") == 1
+    store.close()
+    listening.close()
+
+
+def test_two_processes_with_one_rank(claims):
+    def body(place: Place) -> Any:
+        store = stores.connect(place, deadline=10)
+        time.sleep(0.5)
+        return store
+
+    first, second = places(2)
+    zero, *others = together(body, [first, second, second])
+    assert zero.exception() is None
+    failures = [future.exception() for future in others if future.exception()]
+    assert len(failures) == 1 and isinstance(failures[0], PlaceError) and "already is rank 1" in str(failures[0])
+
+
+class TestHosts:
+    def meet(self, workers: list[Place], deadline: float = 10.0) -> list[Future[Any]]:
+        done = threading.Barrier(len(workers))
+
+        def body(place: Place) -> Any:
+            store = stores.connect(place, deadline=deadline)
+            try:
+                return stores.hosts(store, place)
+            finally:
+                done.wait(10)
+
+        return together(body, workers)
+
+    def test_one_machine_is_one_host(self, claims):
+        for future in self.meet(places(3, secret=SECRET)):
+            cluster = future.result()
+            assert cluster.where() == (0, 0, 0) and cluster.hosts[0].ranks == (0, 1, 2)
+            assert cluster.of(2).address == "127.0.0.1" and cluster.size == 3
+
+    def test_round_robin_over_two_hosts(self, claims):
+        dealt = [replace(place, host_rank=place.rank % 2, hosts=2, one_machine=True) for place in places(4)]
+        for future in self.meet(dealt):
+            assert future.result().where() == (0, 1, 0, 1)
+            assert len(set(future.result().names())) == 2
+
+    def test_different_machines(self, claims, monkeypatch):
+        """Ranks 0 and 1 share a machine, 2 is on another; no launcher says so."""
+        monkeypatch.setattr(stores, "address", lambda place: f"10.0.0.{place.rank // 2}")
+        original = stores.Store.put
+
+        def put(self: stores.Store, key: str, value: Any) -> None:
+            if isinstance(value, dict) and "machine" in value and key == "2":
+                value["machine"] = "elsewhere"
+            original(self, key, value)
+
+        monkeypatch.setattr(stores.Store, "put", put)
+        for future in self.meet([replace(place, host_rank=None) for place in places(3)]):
+            assert future.result().where() == (0, 0, 1)
+
+    def test_a_missing_rank_is_named_on_all(self, claims):
+        zero, one, _, three = places(4)
+        for future in self.meet([zero, one, three], deadline=1.5):
+            error = future.exception()
+            assert isinstance(error, DeadlineExceeded) and "rank 2 of 4 never came" in str(error)
+
+    def test_another_secret_is_named(self, claims):
+        workers = places(3, secret=SECRET)
+        workers[1] = replace(workers[1], secret=b"another secret 16")
+        for future in self.meet(workers):
+            assert isinstance(future.exception(), SecretError)
+
+    def test_different_sizes(self, claims):
+        zero, one = places(2)
+        for future in self.meet([zero, replace(one, size=3)]):
+            assert isinstance(future.exception(), Mismatch) and "disagree on how many" in str(future.exception())
+
+
+class TestAddress:
+    def test_alone_and_one_host(self):
+        assert stores.address(Place()) == "127.0.0.1"
+        assert stores.address(Place(size=2, meeting=("localhost", 1))) == "127.0.0.1"
+
+    def test_loopback_for_several_hosts_says_what_to_set(self):
+        spread = Place(size=2, hosts=2, meeting=("127.0.0.1", 1))
+        with pytest.raises(PlaceError, match="set PACELINE_INTERFACE"):
+            stores.address(spread)
+        assert stores.address(replace(spread, one_machine=True)) == "127.0.0.1"
+        assert stores.address(replace(spread, interface="127.0.0.1")) == "127.0.0.1"
+        if network.interfaces():
+            assert stores.address(replace(spread, interface="lo")) == "127.0.0.1"
+
+    def test_unknown_interface(self):
+        for name in ("nosuch0", "198.51.100.7"):
+            with pytest.raises(PlaceError, match=f"PACELINE_INTERFACE={name}"):
+                stores.address(Place(interface=name))
+
+    def test_the_route_decides(self):
+        outer = [known for known in network.interfaces().values() if not network.loopback(known)]
+        if not outer:
+            pytest.skip("this machine has loopback only")
+        assert stores.address(Place(size=2, hosts=2, meeting=(outer[0], 1))) == outer[0]
+        assert network.carrier(outer[0]) in network.interfaces()
+
+    def test_store_listens_on_the_chosen_address_only(self, claims):
+        outer = [known for known in network.interfaces().values() if not network.loopback(known)]
+        if not outer:
+            pytest.skip("this machine has loopback only")
+        place = places(2)[0]
+        store = stores.connect(place, deadline=5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((outer[0], place.meeting[1]), timeout=2)
+        store.close()
+
+
+def test_fingerprint_is_the_same_twice_and_says_nothing():
+    assert stores.fingerprint() == stores.fingerprint()
+    assert socket.gethostname() not in stores.fingerprint() and str(os.getpid()) not in stores.fingerprint()

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.comm import schedule as s
+from paceline.comm.schedule import Move, Network, Schedule, Speed
+from paceline.errors import UsageError
+
+UNEVEN = [[0], [0, 0, 1], [0, 1, 2], [1, 0, 1, 0], [0, 1, 1, 1, 1, 2], [2, 2, 0, 1, 0, 2, 2], [0] * 5 + [1] * 3]
+
+
+
+def broken(size: int, chunks: tuple[float, ...], rounds: list[list[Move]]) -> Schedule:
+    return Schedule("x", size, chunks, tuple(tuple(moves) for moves in rounds))
+
+
+@pytest.mark.parametrize("name", s.SCHEDULES)
+@pytest.mark.parametrize("size", range(1, 18))
+def test_every_schedule_is_proved(name: str, size: int) -> None:
+    s.check(s.build(name, [0] * size))
+    s.check(s.build(name, [rank % 3 for rank in range(size)]))
+
+
+@pytest.mark.parametrize("hosts", UNEVEN)
+@pytest.mark.parametrize("between", [s.direct, s.ring, s.tree, s.halving_doubling])
+def test_hierarchies_over_uneven_hosts(hosts: list[int], between: object) -> None:
+    s.check(s.hierarchical(hosts, between))  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=17), st.randoms())
+def test_placement_does_not_matter_between_hosts(hosts: list[int], dice: object) -> None:
+    dealt = list(hosts)
+    dice.shuffle(dealt)  # type: ignore[attr-defined]
+    blocks = s.hierarchical(sorted(hosts))
+    round_robin = s.hierarchical(dealt)
+    s.check(round_robin)
+    assert math.isclose(s.traffic(blocks, 1000, sorted(hosts))[1], s.traffic(round_robin, 1000, dealt)[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (broken(2, (1.0,), []), "ends with"),
+        (broken(2, (1.0,), [[Move(0, 1, 0, True)]]), "ends with"),
+        (broken(2, (1.0,), [[Move(0, 1, 0, False)]]), "before it is complete"),
+        (broken(2, (1.0,), [[Move(0, 1, 0, True)], [Move(0, 1, 0, True)]]), "counts"),
+        (broken(2, (0.5,), [[Move(0, 1, 0, True), Move(1, 0, 0, True)]]), "add up"),
+    ],
+)
+def test_the_proof_finds_what_is_wrong(wrong: Schedule, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        s.check(wrong)
+
+
+def test_another_order_of_sums_is_found() -> None:
+    # (0+1)+(2+3) on both sides of the swap: the same bits everywhere
+    swap = [[Move(1, 0, 0, True), Move(2, 3, 0, True)], [Move(0, 3, 0, True), Move(3, 0, 0, True)]]
+    s.check(broken(4, (1.0,), [*swap, [Move(0, 1, 0, False), Move(3, 2, 0, False)]]))
+    # 0+1+2 on rank 0, but (0+1)+2 on rank 2
+    apart = [[Move(1, 0, 0, True), Move(2, 0, 0, True), Move(0, 1, 0, True)], [Move(1, 2, 0, True), Move(2, 1, 0, True)]]
+    with pytest.raises(AssertionError, match="rank 1 adds chunk 0 up in another order than rank 0"):
+        s.check(broken(3, (1.0,), apart))
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("direct", 1), ("ring", 14), ("tree", 6), ("halving-doubling", 6)])
+def test_rounds_and_traffic_are_those_of_the_papers(name: str, rounds: int) -> None:
+    schedule = s.build(name, [0] * 8)
+    assert len(schedule.rounds) == rounds
+    sent = s.traffic(schedule, 800, [0] * 8)[0]
+    assert math.isclose(sent, {"direct": 56, "ring": 14, "tree": 14, "halving-doubling": 14}[name] * 800)
+
+
+def test_prices() -> None:
+    network = Network([0, 0, 1, 1], Speed(0.0, 1e9), Speed(1e-3, 1e8))
+    ring, tall = s.ring(4), s.hierarchical([0, 0, 1, 1])
+    # each of 6 rounds: 25 MB over the slow link
+    assert math.isclose(s.seconds(ring, 10**8, network), 6 * (1e-3 + 0.25))
+    # 100 MB inside, 50 MB twice over the slow link, 100 MB inside
+    assert math.isclose(s.seconds(tall, 10**8, network), 0.1 + 2 * (1e-3 + 0.5) + 0.1)
+    assert s.seconds(s.tree(8), 4, Network([0] * 8, Speed(1e-3, 1e9), Speed(1, 1))) < s.seconds(
+        s.ring(8), 4, Network([0] * 8, Speed(1e-3, 1e9), Speed(1, 1))
+    )
+    assert s.seconds(s.ring(1), 100, network) == 0
+
+
+def test_the_picture() -> None:
+    assert s.draw(s.ring(3)).splitlines()[3:] == [
+        "       | round 0 | round 1 | round 2 | round 3",
+        "rank 0 | 0 +> 1  | 2 +> 1  | 1 -> 1  | 0 -> 1",
+        "rank 1 | 1 +> 2  | 0 +> 2  | 2 -> 2  | 1 -> 2",
+        "rank 2 | 2 +> 0  | 1 +> 0  | 0 -> 0  | 2 -> 0",
+    ]
+    assert "0-1 +> 2" in s.draw(s.hierarchical([0, 0, 1, 0])) or "0-1 +> 0" in s.draw(s.hierarchical([0, 0, 1, 0]))
+    assert s.draw(s.ring(1)).startswith("ring: 1 rank, 1 chunk, 0 rounds") and s.draw(s.direct(2)).count("+>") == 3
+
+
+def test_unknown_names_raise() -> None:
+    with pytest.raises(UsageError, match=r"'star'.*ring"):
+        s.build("star", [0, 0])
+    with pytest.raises(UsageError, match="at least one"):
+        s.build("ring", [])

@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.comm.ordered import Agreement
+from paceline.comm.threads import spawn
+from paceline.data.loader import deal
+from paceline.errors import DataError
+from tests.data.dealing import Numbers, plain, run, steps, walk
+
+
+def seeded(count=1003, batch=64, **options):
+    return lambda: DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(1, None), (2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])])
+def test_every_sample_of_an_epoch_once_in_the_order_of_one_process(size, shares):
+    wanted = plain(seeded()(), 2)
+    seen = run(size, seeded(), epochs=2, shares=shares)
+    for epoch in range(2):
+        assert steps(seen, epoch) == wanted[epoch]
+        assert sorted(one for batch in steps(seen, epoch) for one in batch) == list(range(1003))
+
+
+def test_weights_of_a_partial_batch_sum_to_one():
+    seen = run(3, seeded(), shares=[3, 3, 2])
+    for turn in range(16):
+        assert sum(rank[0][turn][0].scale for rank in seen) == pytest.approx(1)
+    last = [rank[0][-1][0] for rank in seen]
+    assert [(at.global_batch, at.share, at.weight, at.total) for at in last] == [(43, 16, 16, 43), (43, 16, 16, 43), (43, 11, 11, 43)]
+
+
+def test_an_empty_share_is_a_ghost_of_the_first_sample():
+    seen = run(2, seeded(), shares=[0, 8])
+    wanted = plain(seeded()())[0]
+    for (turn, ids), batch in zip(seen[0][0], wanted, strict=True):
+        assert turn.ghost and turn.weight == 0 and turn.scale == 0 and ids == batch[:1]
+
+
+def test_evaluation_has_no_ghosts_and_no_padding():
+    def body(group):
+        loader = deal(DataLoader(Numbers(10), 4), Agreement(group))
+        with torch.no_grad():
+            dark = [(loader.turn.train, batch.shape, batch.tolist()) for batch in loader]
+        light = [loader.turn.train for _ in loader]
+        told = deal(DataLoader(Numbers(10), 4), Agreement(group), train=False)
+        return dark, light, [loader.turn for loader.turn in [told.turn for _ in told]]
+
+    dark = [result[0] for result in spawn(3, body)]
+    assert [batch[2] for batch in dark[2]] == [[3], [7], []]
+    assert dark[2][2][1] == (0,)
+    assert [one for step in range(3) for rank in dark for one in rank[step][2]] == list(range(10))
+    for _, light, told in spawn(3, body):
+        assert light == [True] * 3
+        assert [turn.train for turn in told] == [False] * 3
+
+
+def test_one_worker_yields_what_a_plain_loader_yields_from_the_global_generator():
+    def make():
+        return DataLoader(Numbers(50), 8, shuffle=True)
+
+    torch.manual_seed(3)
+    wanted, after = plain(make(), 2), torch.rand(1)
+    torch.manual_seed(3)
+    seen = run(1, make, epochs=2)
+    assert [steps(seen, 0), steps(seen, 1)] == wanted
+    assert torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_dataloader_workers_change_nothing(size, persistent):
+    wanted = plain(seeded()(), 1)[0]
+    make = seeded(num_workers=2, persistent_workers=persistent, prefetch_factor=3)
+    seen = run(size, make, epochs=2)
+    assert steps(seen, 0) == wanted
+    assert sorted(sum(steps(seen, 1), [])) == list(range(1003))
+    if persistent:
+        assert steps(seen, 1) == plain(make(), 2)[1]
+
+
+def test_dataloader_workers_have_the_seeds_of_a_plain_loader():
+    class Rolls(Numbers):
+        def __getitem__(self, index):
+            return torch.randint(1 << 30, ())
+
+    def make():
+        return DataLoader(Rolls(24), 4, num_workers=2, generator=torch.Generator().manual_seed(1))
+
+    assert steps(run(1, make)) == plain(make())[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_accumulation_cuts_each_global_batch_in_the_same_micro_batches(size, workers):
+    seen = run(size, seeded(100, 16, num_workers=workers), accumulate=3)
+    assert steps(seen) == plain(seeded(100, 16)())[0]
+    micros = [sum(rank[0][turn][0].share for rank in seen) for turn in range(3)]
+    assert micros == [6, 5, 5]
+    assert [seen[0][0][turn][0].last_micro for turn in range(4)] == [False, False, True, False]
+    for step in range(7):
+        scales = [at.scale for rank in seen for at, _ in rank[0] if at.index == step]
+        assert sum(scales) == pytest.approx(1)
+
+
+def test_a_batch_smaller_than_the_number_of_micro_batches_has_fewer():
+    seen = run(2, lambda: DataLoader(Numbers(10), 8), accumulate=4)
+    assert [(at.index, at.micro, at.last_micro) for at, _ in seen[0][0]][4:] == [(1, 0, False), (1, 1, True)]
+    assert steps(seen) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
+
+
+def test_accumulation_is_for_training_only():
+    def body(group):
+        loader = deal(DataLoader(Numbers(10), 8), Agreement(group), accumulate=4)
+        with torch.inference_mode():
+            return [len(batch) for batch in loader]
+
+    assert spawn(2, body) == [[4, 1], [4, 1]]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_are_what_weigh_says(accumulate):
+    seen = run(3, lambda: DataLoader(Numbers(10), 6), weigh=lambda batch: float(batch.sum()), accumulate=accumulate)
+    first = [at for rank in seen for at, _ in rank[0] if at.index == 0]
+    assert {at.total for at in first} == {15.0}
+    assert sum(at.weight for at in first) == 15
+    last = [at for rank in seen for at, _ in rank[0] if at.index == 1]
+    assert sum(at.scale for at in last) == pytest.approx(1)
+
+
+def test_a_sum_is_not_scaled_but_for_ghosts():
+    seen = run(2, seeded(), loss="sum", shares=[0, 1])
+    assert {at.scale for at, _ in seen[0][0]} == {0.0}
+    assert {at.scale for at, _ in seen[1][0]} == {1.0}
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_are_no_weights_raise(weight):
+    with pytest.raises(DataError, match="zero or more"):
+        run(1, seeded(), weigh=lambda batch: weight)
+
+
+def test_all_weights_zero_scale_nothing():
+    (seen,) = run(1, lambda: DataLoader(Numbers(4), 2), weigh=lambda batch: 0.0)
+    assert [(at.total, at.scale, at.ghost) for at, _ in seen[0]] == [(0, 0, False)] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_reshare_deals_again_what_was_prefetched(workers, accumulate):
+    def body(group):
+        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group), accumulate=accumulate)
+        seen = []
+        for batch in loader:
+            seen.append((loader.turn, batch.tolist()))
+            if loader.turn.index == 3 and loader.turn.micro == 0:
+                loader.reshare([1, 3])
+            if loader.turn.index == 6:
+                loader.reshare([0, 8])
+        return [seen]
+
+    seen = spawn(2, body)
+    assert steps(seen) == plain(seeded(100, 8)())[0]
+    shares = [[sum(at.share for at, _ in rank[0] if at.index == step) for rank in seen] for step in range(13)]
+    assert shares[:4] == [[4, 4]] * 4 and shares[4:7] == [[2, 6]] * 3 and shares[7:] == [[0, 8]] * 5 + [[0, 4]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("step", [0, 3, 12])
+def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, step):
+    if persistent and not workers:
+        pytest.skip("persistent workers need workers")
+
+    def body(group):
+        loader = deal(seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group))
+        seen, repeated = [], 0
+        for batch in loader:
+            if loader.turn.index == step and repeated < 2:
+                repeated += 1
+                loader.again([1, 7] if repeated == 1 else None)
+                assert loader.state_dict()["step"] == step
+                continue
+            seen.append((loader.turn, batch.tolist()))
+        assert repeated == 2
+        return [seen, [(loader.turn, batch.tolist()) for batch in loader]]
+
+    seen = spawn(2, body)
+    wanted = plain(seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), 2)
+    assert [steps(seen), steps(seen, 1)] == wanted
+    assert [at.share for at, _ in seen[0][0][step:]] == [1] * (13 - step)
+
+
+def test_again_from_the_watcher_and_in_the_middle_of_micro_batches():
+    class Once:
+        def __init__(self):
+            self.calls = []
+
+        def epoch_begins(self, loader):
+            self.calls.append("epoch")
+
+        def turn_begins(self, loader, turn):
+            self.calls.append((turn.index, turn.micro))
+
+        def turn_ends(self, loader):
+            if loader.turn.index == 1 and loader.turn.micro == 1 and self.calls.count((1, 0)) == 1:
+                loader.again()
+
+        def epoch_ends(self, loader):
+            self.calls.append("end")
+
+    hooks = Once()
+    loader = deal(DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), accumulate=3, hooks=hooks)
+    seen = [batch.tolist() for batch in loader]
+    assert hooks.calls == ["epoch", (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 0), (1, 1), (1, 2), (2, 0), "end"]
+    assert seen == [[0, 1], [2], [3], [4, 5], [6], [4, 5], [6], [7], [8]]
+
+
+def test_break_ends_the_epoch_for_all():
+    def body(group):
+        loader = deal(seeded()(), Agreement(group))
+        for _ in loader:
+            if loader.turn.index == 2:
+                break
+        assert loader.epoch == 1
+        return walk(loader)
+
+    seen = spawn(2, body)
+    assert {at.epoch for at, _ in seen[0][0]} == {1}
+    assert steps(seen) == plain(seeded()(), 2)[1]
+
+
+def test_an_older_iterator_has_ended():
+    (loader,) = spawn(1, lambda group: deal(seeded()(), Agreement(group)))
+    old = iter(loader)
+    next(old)
+    new = iter(loader)
+    next(new)
+    with pytest.raises(DataError, match="newer iter"):
+        next(old)
+    assert len(next(new)) == 64
+
+
+@pytest.mark.parametrize("stop", [1, 5, 12, 13])
+@pytest.mark.parametrize(("before", "after"), [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))])
+def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
+    size, workers = before
+
+    def first(group):
+        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group))
+        walk(loader)
+        for _ in loader:
+            if loader.turn.index == stop - 1:
+                return loader.state_dict(), loader.state_dict(redo=True)
+
+    def second(group, state):
+        loader = deal(seeded(100, 8, num_workers=after[1])(), Agreement(group))
+        loader.load_state_dict(state)
+        assert loader.state_dict() is not None
+        return walk(loader, 2)
+
+    states = spawn(size, first)
+    wanted = plain(seeded(100, 8, num_workers=0)(), 3)
+    for redo in (0, 1):
+        seen = spawn(after[0], lambda group, redo=redo: second(group, states[-1][redo]))
+        assert steps(seen) == wanted[1][stop - redo :]
+        assert steps(seen, 1) == wanted[2]
+
+
+def test_the_position_between_epochs_is_exact():
+    def first(group):
+        loader = deal(seeded(20, 8)(), Agreement(group))
+        walk(loader, 2)
+        return loader.state_dict()
+
+    states = spawn(2, first)
+
+    def second(group):
+        loader = deal(seeded(20, 8)(), Agreement(group))
+        loader.load_state_dict(states[1])
+        return walk(loader)
+
+    assert steps(spawn(3, second)) == plain(seeded(20, 8)(), 3)[2]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_position_with_the_global_generator(persistent):
+    def make(workers=2):
+        return DataLoader(Numbers(40), 8, shuffle=True, num_workers=workers, persistent_workers=persistent and workers > 0)
+
+    torch.manual_seed(11)
+    wanted = plain(make(), 3)
+    torch.manual_seed(11)
+    (group,) = spawn(1, lambda group: group)
+    loader = deal(make(), Agreement(group))
+    walk(loader)
+    for _ in loader:
+        if loader.turn.index == 1:
+            break_state, generator = loader.state_dict(), torch.get_rng_state()
+            break
+    torch.manual_seed(99)
+    other = deal(make(0), Agreement(group))
+    other.load_state_dict(break_state)
+    torch.set_rng_state(generator)
+    assert steps([walk(other)]) == wanted[1][2:]
+    if not persistent:
+        assert steps([walk(other)]) == wanted[2]
+
+
+def test_a_state_of_another_order_is_refused():
+    (group,) = spawn(1, lambda group: group)
+    loader = deal(seeded(100, 8)(), Agreement(group))
+    for _ in loader:
+        if loader.turn.index == 3:
+            state = loader.state_dict()
+    for other in (seeded(99, 8), seeded(100, 4)):
+        changed = deal(other(), Agreement(group))
+        changed.load_state_dict(state)
+        with pytest.raises(DataError, match="does not draw again"):
+            iter(changed)
+    with pytest.raises(DataError, match="same sampler"):
+        plainly = deal(DataLoader(Numbers(100), 8), Agreement(group))
+        plainly.load_state_dict(state)
+        iter(plainly)
+
+
+def test_the_loader_goes_on_in_another_group():
+    def body(group):
+        smaller = group.sub([1, 2])
+        loader = deal(seeded(100, 8)(), Agreement(group))
+        seen, changed = [], False
+        for batch in loader:
+            if loader.turn.index == 4 and not changed:
+                changed = True
+                if group.rank == 0:  # the first worker is lost
+                    return seen, None, None
+                loader.regroup(Agreement(smaller))
+                continue
+            seen.append((loader.turn, batch.tolist()))
+        return seen[:4], seen[4:], *walk(loader)
+
+    seen = spawn(3, body)
+    wanted = plain(seeded(100, 8)(), 2)
+    assert steps(seen) == wanted[0][:4]
+    assert [steps(seen[1:], 1), steps(seen[1:], 2)] == [wanted[0][4:], wanted[1]]
+
+
+def test_attributes_and_length_are_those_of_the_users_loader():
+    (loader,) = spawn(1, lambda group: deal(seeded(drop_last=True)(), Agreement(group)))
+    assert loader.batch_size == 64 and len(loader.dataset) == 1003 and len(loader) == 15
+    assert len(list(loader)) == 15
+    with pytest.raises(AttributeError):
+        _ = loader.nothing
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (lambda: DataLoader(Numbers(3), 4, drop_last=True), {}, "no batch: 3 samples, batch size 4"),
+        (lambda: DataLoader(Numbers(0), 4), {}, "no batch"),
+        (lambda: DataLoader(Numbers(9), 4, in_order=False), {}, "in_order"),
+        (lambda: Own(Numbers(9)), {}, "plain torch.utils.data.DataLoader"),
+        (seeded(), {"accumulate": 0}, "accumulate is 0"),
+        (seeded(), {"accumulate": 2, "train": False}, "isn't trained on"),
+        (seeded(), {"loss": "max"}, "'mean' or 'sum'"),
+        (seeded(), {"loss": "sum", "weigh": len}, "leave one of them out"),
+        (seeded(), {"readers": "host"}, "for streams"),
+        (seeded(), {"shard": "mine"}, "for streams"),
+        (seeded(), {"shares": [1, 2, 3, 4, 5]}, "5 numbers for"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_cannot_be_dealt_raises(make, options, said, size):
+    with pytest.raises(DataError, match=said):
+        run(size, make, **options)
+
+
+@pytest.mark.parametrize(("name", "values"), [("shares", ([1, 1], [1, 3])), ("accumulate", (1, 2)), ("loss", ("mean", "sum")), ("train", (True, False))])
+def test_different_terms_are_found(name, values):
+    def body(group):
+        return walk(deal(seeded()(), Agreement(group), **{name: values[group.rank]}))
+
+    with pytest.raises(DataError, match=f"{name} is .* on rank 1"):
+        spawn(2, body)
+
+
+def test_a_mutant_that_gives_all_to_all_would_fail():
+    seen = run(2, seeded())
+    counts = Counter(one for rank in seen for _, ids in rank[0] for one in ids)
+    assert set(counts.values()) == {1}

@@ -1,0 +1,147 @@
+"""The command line: what reaches the launcher, what is refused, and with which exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli
+from paceline.cluster import launch
+from paceline.errors import CheckpointError
+
+
+class Launcher:
+    """Stands for cluster/launch.py: keeps what it was asked to run."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.jobs: list[launch.Job] = []
+        self.environs: list[dict[str, str]] = []
+
+    def run(self, job: launch.Job, environ: dict[str, str]) -> int:
+        self.jobs.append(job)
+        self.environs.append(environ)
+        return self.code
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    stand_in = Launcher()
+    monkeypatch.setattr(launch, "run", stand_in.run)
+    monkeypatch.delenv("PACELINE_INTERFACE", raising=False)
+    return stand_in
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of `paceline WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["paceline", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_what_stands_after_the_script_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    assert call(monkeypatch, "run", "-n", "3", "train.py", "--workers", "9", "-x", "--", "y") == 0
+    job = launcher.jobs[0]
+    assert (job.script, job.workers) == ("train.py", 3)
+    assert list(job.args) == ["--workers", "9", "-x", "--", "y"]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--workers", "5"], "workers", 5),
+        (["--hosts", "2"], "hosts", 2),
+        (["--join", "a:29400"], "join", "a:29400"),
+        (["--host-rank", "1"], "host_rank", 1),
+        (["--secret-file", "s"], "secret_file", Path("s")),
+        (["--threads", "7"], "threads", 7),
+        (["--sync", "AllReduce(via='ring')"], "sync", "AllReduce(via='ring')"),
+        (["--name", "x"], "name", "x"),
+    ],
+)
+def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str], field: str, value: Any) -> None:
+    assert call(monkeypatch, "run", *words, "train.py") == 0
+    assert getattr(launcher.jobs[0], field) == value
+
+
+def test_the_interface_reaches_all_of_it(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    monkeypatch.setenv("KEPT", "yes")
+    assert call(monkeypatch, "run", "--interface", "eth1", "train.py") == 0
+    assert call(monkeypatch, "run", "train.py") == 0
+    with_it, without = launcher.environs
+    assert with_it["PACELINE_INTERFACE"] == "eth1" and with_it["KEPT"] == "yes"
+    assert "PACELINE_INTERFACE" not in without
+
+
+def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    launcher.code = 7
+    assert call(monkeypatch, "run", "train.py") == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--sync", "AllRedcue()", "train.py"], "did you mean AllReduce?"),
+        (["run", "--sync", "AllReduce(", "train.py"], "can't be read"),
+        (["demo", "--workers", "1"], "give 2 or more"),
+        (["demo", "--alone", "1"], "give 2 <= alone <= steps"),
+        (["bench", "collectives", "--draw", "rnig:5"], "did you mean ring?"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launcher: Launcher, words: list[str], said: str
+) -> None:
+    assert call(monkeypatch, *words) == 2
+    written = capsys.readouterr().err
+    assert written.startswith("paceline: ") and said in written
+    assert "Traceback" not in written and launcher.jobs == []
+
+
+@pytest.mark.parametrize(
+    "words", [["run"], ["run", "--workers", "two", "train.py"], ["run", "--wrong", "train.py"], ["nonsense"], ["report"]]
+)
+def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str]) -> None:
+    assert call(monkeypatch, *words) == 2
+    assert launcher.jobs == []
+
+
+def test_other_errors_of_ours_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(job: launch.Job, environ: dict[str, str]) -> int:
+        raise CheckpointError("no checkpoint")
+
+    monkeypatch.setattr(launch, "run", fails)
+    assert call(monkeypatch, "run", "train.py") == 1
+    assert capsys.readouterr().err == "paceline: no checkpoint\n"
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("paceline 0.")
+
+
+def test_bench_runs_its_scripts(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    assert call(monkeypatch, "bench", "collectives", "--workers", "3", "--sizes", "4KB", "--via", "ring", "--seconds", "0.1") == 0
+    assert (
+        call(
+            monkeypatch, "bench", "training", "--threads", "1", "--model", "medium", "--batch", "2", "--steps", "5", "--sync", "AllReduce()"
+        )
+        == 0
+    )
+    one, other = launcher.jobs
+    assert one.script.endswith("collectives.py") and other.script.endswith("training.py")
+    assert all(Path(job.script).is_file() and not Path(job.args[-1]).exists() for job in launcher.jobs)  # the run folder is gone
+    assert list(one.args[:-1]) == ["--sizes", "4KB", "--via", "ring", "--seconds", "0.1", "--folder"]
+    assert list(other.args[:-1]) == ["--model", "medium", "--batch", "2", "--steps", "5", "--folder"]
+    assert (one.workers, other.workers, other.threads) == (3, 2, 1)
+    assert other.sync == "AllReduce()"
+
+
+def test_a_real_command() -> None:
+    answer = subprocess.run([sys.executable, "-m", "paceline.cli", "run", "nowhere.py"], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2 and "nowhere.py" in answer.stderr and "Traceback" not in answer.stderr

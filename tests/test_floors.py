@@ -1,0 +1,65 @@
+"""A module imports from floors below its own and from its own folder only, inside functions too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "paceline"
+FLOORS = [
+    {"errors", "trace", "wording"},
+    {"cluster"},
+    {"comm"},
+    {"codec"},
+    {"sync", "parallel", "data", "fault"},
+    {"plan"},
+    {"session", "notation"},
+    {"lab", "observe", "compat"},
+    {"apps", "bench"},
+    {"cli"},
+]
+FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
+PROGRAMS = {"apps", "bench", "cli"}  # written as a user would: they may `import paceline` itself
+
+
+def imports(tree: ast.AST) -> list[str]:
+    named = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    assert not relative, "relative imports hide the floor they go to"
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return named + [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
+
+
+def faults(path: Path, source: str) -> list[str]:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts == ("__init__",):  # the roof: its names are lazy
+        return []
+    here, found = parts[0], []
+    for name in imports(ast.parse(source)):
+        if name.split(".")[0] != "paceline":
+            continue
+        there = [*name.split("."), "paceline"][1]
+        if there not in FLOOR:
+            if here not in PROGRAMS:
+                found.append(f"{path.name} imports {name}, which is on no floor")
+        elif there != here and FLOOR[there] >= FLOOR[here]:
+            found.append(f"{path.name} (floor {FLOOR[here]}) imports {name} (floor {FLOOR[there]})")
+    return found
+
+
+def test_every_import_goes_down() -> None:
+    assert [fault for path in sorted(PACKAGE.rglob("*.py")) for fault in faults(path, path.read_text())] == []
+
+
+def test_every_module_has_a_floor() -> None:
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert parts - {"__init__"} <= set(FLOOR)
+    assert not {"utils", "common", "core", "misc"} & {path.name for path in PACKAGE.rglob("*")}
+
+
+def test_the_test_sees_wrong_imports() -> None:
+    inside = "def f():\n    from paceline.session.start import start\n"
+    assert faults(PACKAGE / "comm" / "x.py", inside)
+    assert faults(PACKAGE / "data" / "x.py", "import paceline.sync.base")  # neighbours are strangers
+    assert faults(PACKAGE / "comm" / "x.py", "from paceline import start")
+    assert not faults(PACKAGE / "comm" / "x.py", "from paceline import errors\nfrom paceline.comm.group import Group")

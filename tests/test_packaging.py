@@ -1,0 +1,47 @@
+"""What is installed and how: every dependency is pinned for the tests, and none is left out or unused."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import paceline
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAMES = {"pyzmq": "zmq"}  # where the module is called otherwise
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements}
+
+
+def test_what_is_tested_is_pinned() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9_-]+==[0-9.]+", line) for line in lines)
+    assert names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["test"]) == names(lines)
+    assert "torch==2.13.0" in lines
+
+
+def test_the_plain_install_has_what_the_package_imports() -> None:
+    found = set()
+    for path in (ROOT / "paceline").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    foreign = found - set(sys.stdlib_module_names) - {"paceline"}
+    assert foreign <= {NAMES.get(name, name) for name in names(PROJECT["dependencies"])}
+
+
+def test_the_version_is_said_once() -> None:
+    assert "version" not in PROJECT and re.fullmatch(r"\d+\.\d+\.\d+", paceline.__version__)
+    assert f"## {paceline.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_licence_is_there() -> None:
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]

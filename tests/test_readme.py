@@ -1,0 +1,119 @@
+"""What README, docs and examples say is true: scripts run, commands parse, names and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import paceline
+from paceline.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text() for page in PAGES}
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def command_lines() -> list[str]:
+    """Lines of consoles, and commands between backticks, that begin with `paceline `; comments off, names in capitals left out."""
+    consoles = [
+        line[2:].split("  #")[0].strip() for text in TEXTS.values() for block in blocks(text, "console") for line in block.splitlines()
+    ]
+    quoted = [code for text in TEXTS.values() for code in re.findall(r"`(paceline [^`]+)`", text)]
+    return sorted({line for line in consoles + quoted if line.startswith("paceline ") and line not in ("paceline run",)})
+
+
+def parse(words: list[str]) -> None:
+    """Let typer parse a command line to its end, without doing what it says."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("paceline", words)
+    while hasattr(command, "commands"):
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, words, parent=context)
+
+
+def run_script(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+
+
+def test_the_script_of_the_readme_is_the_example() -> None:
+    _, _, script = (ROOT / "examples" / "train.py").read_text().partition('"""\n\n')
+    assert blocks(TEXTS["README.md"], "python") == [script]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
+    answer = run_script(path, tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(TEXTS[page.name], "python")):
+        (tmp_path / f"block{number}.py").write_text(block)
+        answer = run_script(tmp_path / f"block{number}.py", tmp_path)
+        assert answer.returncode == 0, f"{block}\n{answer.stderr}"
+
+
+def test_the_readme_s_command_runs(tmp_path: Path) -> None:
+    """`paceline run --workers 2 examples/train.py`, as the README has it."""
+    words = [sys.executable, "-m", "paceline.cli", "run", "--workers", "2", str(ROOT / "examples" / "train.py")]
+    answer = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert answer.returncode == 0, answer.stderr
+    assert "2 workers" in answer.stdout + answer.stderr
+
+
+def test_there_are_commands() -> None:
+    assert len(command_lines()) >= 6
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_parse(line: str) -> None:
+    parse(shlex.split(line)[1:])
+
+
+def test_the_picture_of_the_readme() -> None:
+    line = next(line for line in command_lines() if "--draw" in line)
+    answer = subprocess.run([sys.executable, "-m", "paceline.cli", *shlex.split(line)[1:]], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0 and len(answer.stdout.splitlines()) > 4
+
+
+def test_names_of_run_exist(tmp_path: Path) -> None:
+    said = {name for text in TEXTS.values() for name in re.findall(r"\brun\.([a-z_]+)", text)}
+    with paceline.start(folder=str(tmp_path)) as run:
+        assert [name for name in sorted(said) if not hasattr(run, name)] == []
+
+
+def test_public_names_exist() -> None:
+    said = {name for text in TEXTS.values() for name in re.findall(r"\bpl\.(\w+)", text)}
+    assert said <= set(paceline.__all__)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} leads to {target}"
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    said = {name for text in TEXTS.values() for name in re.findall(r"(?:`|^    )make ([a-z]+)", text, re.MULTILINE)}
+    assert {"demo", "test"} <= said <= targets
+
+
+def test_variables_are_read() -> None:
+    source = (ROOT / "paceline" / "cluster" / "discover.py").read_text()
+    said = {name for text in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", text)}
+    assert said and [name for name in said if f'"{name}"' not in source] == []

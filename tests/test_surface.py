@@ -1,0 +1,82 @@
+"""The public names, the commands and their options: a change here is a change for users, and goes to the CHANGELOG."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer.main
+
+import paceline
+from paceline.cli import app
+
+NAMES = [
+    "AllReduce",
+    "CheckpointError",
+    "DeadlineExceeded",
+    "Mismatch",
+    "PacelineError",
+    "ResourceError",
+    "Run",
+    "UsageError",
+    "WorkerLost",
+    "__version__",
+    "start",
+]
+COMMANDS = {
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name",
+    "demo": "--workers --steps --alone --folder --text",
+    "bench collectives": "--workers --threads --sizes --via --seconds --draw",
+    "bench training": "--workers --threads --model --batch --steps --sync",
+    "report": "folder",
+}
+
+
+def test_public_names() -> None:
+    assert paceline.__all__ == NAMES
+    assert all(getattr(paceline, name) is not None for name in NAMES)
+    assert set(NAMES) <= set(dir(paceline))
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'begin'; it has AllReduce"):
+        paceline.begin  # noqa: B018
+    with pytest.raises(ImportError):
+        exec("from paceline import begin")
+
+
+def commands(group: object, prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        if hasattr(command, "commands"):
+            found |= commands(command, f"{prefix}{name} ")
+        else:
+            written = (parameter.opts[0] for parameter in command.params)
+            found[f"{prefix}{name}"] = " ".join(written)
+    return found
+
+
+def test_commands_and_options() -> None:
+    assert commands(typer.main.get_command(app)) == COMMANDS
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_paceline_imports_no_torch() -> None:
+    assert python("import sys, paceline; sys.exit('torch' in sys.modules or 'rich' in sys.modules)").returncode == 0
+
+
+def test_help_is_quick_and_needs_no_torch() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']; from paceline.cli import app; app(standalone_mode=False);"
+    answer = python(code + "sys.exit('torch' in sys.modules or 'rich.console' in sys.modules)")
+    assert answer.returncode == 0, answer.stderr
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        python("import sys; sys.argv[1:] = ['--help']; from paceline.cli import main; main()")
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.4
