@@ -26,12 +26,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def command_lines() -> list[str]:
-    """Lines of consoles, and commands between backticks, that begin with `paceline `; comments off, names in capitals left out."""
+    """Lines of consoles, and commands between backticks, that begin with `paceline `; mentions without a script left out."""
     consoles = [
         line[2:].split("  #")[0].strip() for text in TEXTS.values() for block in blocks(text, "console") for line in block.splitlines()
     ]
     quoted = [code for text in TEXTS.values() for code in re.findall(r"`(paceline [^`]+)`", text)]
-    return sorted({line for line in consoles + quoted if line.startswith("paceline ") and line not in ("paceline run",)})
+    mentions = {line for line in quoted if line.startswith("paceline run") and ".py" not in line}
+    return sorted({line for line in consoles + quoted if line.startswith("paceline ")} - mentions)
 
 
 def parse(words: list[str]) -> None:

@@ -91,7 +91,7 @@ def main() -> None:
         after = evaluate(run, model, held_out)
         if run.is_first:
             outcome = {"validation": [before, after], "sample": sample(model)}
-            (Path(options.folder) / options.name / "demo.json").write_text(json.dumps(outcome))
+            (run.folder.path / "demo.json").write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

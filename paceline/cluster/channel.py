@@ -9,6 +9,7 @@ from then on: MAC(session; side, number of the line, line), line; session = MAC(
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets as random
 import select
@@ -27,6 +28,10 @@ _HELLO_SECONDS = 4.0
 
 class Gone(PacelineError):
     """The other side has hung up, or says what it can't say."""
+
+
+class HungUp(Gone):
+    """The other side has hung up."""
 
 
 class Channel:
@@ -122,9 +127,9 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise Gone(f"the connection broke ({error.strerror})") from error
+            raise HungUp(f"the connection broke ({error.strerror})") from error
         if not data:
-            raise Gone("it hung up")
+            raise HungUp("it hung up")
         *lines, self._in = (self._in + data).split(b"\n")
         self._lines += lines
         longest = _LONGEST_HELLO if self._session is None else _LONGEST
@@ -140,9 +145,14 @@ class Channel:
 
 
 def call(connection: socket.socket, secret: bytes, point: str) -> Channel:
-    """The client's side of the introduction. `PlaceError` if no launcher answers there, `SecretError` if it has another secret."""
+    """The client's side of the introduction.
+
+    `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
+    hangs up without a word, as forwarders of ports do before there is somebody behind them.
+    """
     channel = Channel(connection, "client")
     end = time.monotonic() + _HELLO_SECONDS
+    greeting: dict[str, Any] = {}
     try:
         greeting = channel.wait(end)
         if greeting.get("paceline") != PROTOCOL:
@@ -152,6 +162,8 @@ def call(connection: socket.socket, secret: bytes, point: str) -> Channel:
         answer = channel.wait(end)
     except Gone as error:
         channel.close()
+        if isinstance(error, HungUp) and not greeting:
+            raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
         raise PlaceError(
             f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): is the port in use?"
         ) from error

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -71,7 +70,6 @@ def marked(mark: str) -> list[int]:
 def litter(suspects: list[int]) -> list[Path]:
     """The temporary folders where these processes listen for multiprocessing; who is killed can't remove its own."""
     folders = []
-    prefix = os.path.join(tempfile.gettempdir(), "pymp-")
     for process in suspects:
         try:
             held = {os.readlink(link) for link in (_PROC / str(process) / "fd").iterdir()}
@@ -80,7 +78,7 @@ def litter(suspects: list[int]) -> list[Path]:
             continue
         for line in table.splitlines()[1:]:
             match = re.fullmatch(r"(?:\S+\s+){6}(\d+)\s+(\S+)", line.strip())
-            if match and f"socket:[{match[1]}]" in held and match[2].startswith(prefix):
+            if match and f"socket:[{match[1]}]" in held and os.path.basename(os.path.dirname(match[2])).startswith("pymp-"):
                 folders.append(Path(match[2]).parent)
     return folders
 

@@ -224,9 +224,9 @@ def _call(meeting: Meeting, own: str | None, end: float) -> Channel | OSError:
     target = own or network.resolve(meeting.point[0])[0]
     try:
         connection = socket.create_connection((target, meeting.point[1]), timeout=max(0.1, min(3.0, end - time.monotonic())))
+        return call(connection, meeting.secret, meeting.where)
     except OSError as error:
         return error
-    return call(connection, meeting.secret, meeting.where)
 
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> Council:

@@ -169,13 +169,10 @@ class ThreadGroup:
         self.size = board.size
         self.waited = 0.0
         self._meter = Meter(rank, board.size, hosts)
+        self.traffic: Traffic = self._meter.traffic
         self._delay = delay
         self._globals: tuple[int, ...] = tuple(range(board.size))
         self._children: list[ThreadGroup] = []
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._meter.traffic
 
     def pause(self) -> None:
         """Sleep as the test wants this rank to."""

@@ -243,7 +243,8 @@ class Mine:
         if dealt is None:
             return []
         parts = dealt.parts[0] if self.terms.loader.batch_size is not None else self._rows(dealt.whole)
-        self._last = parts[0].batch
+        count = rows(parts[0].batch, missing=0)
+        self._last = cut(parts[0].batch, 0, 1, count) if count else parts[0].batch
         return parts
 
     def _rows(self, item: Any) -> list[Part]:

@@ -57,9 +57,13 @@ class Feed:
         if terms.loader.batch_sampler is None and not is_list(batch):
             yield batch, Part(0, 0, None)  # one item, cut when it has been read
             return
-        for first, shares in terms.micros(len(batch)):
+        count = len(batch)
+        if terms.alone and terms.turns(count) == 1:
+            yield batch, Part(count, count, None)
+            return
+        for first, shares in terms.micros(count):
             start, stop = spans(shares)[terms.rank]
-            mine = batch if stop - start == len(batch) else batch[first + start : first + stop] if stop > start else batch[:1]
+            mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
             yield mine, Part(sum(shares), stop - start, None)
 
 
@@ -72,6 +76,7 @@ class Indexed:
         self._indices: Indices | None = None
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._asked = -1  # the step asked for last
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
@@ -100,12 +105,14 @@ class Indexed:
                 f"the loader has no batch: {_length(loader)} samples, batch size {loader.batch_size}, drop_last={loader.drop_last}. "
                 "Give more samples, a smaller batch size, or drop_last=False"
             )
+        self._asked = start - 1
         self._feed.go(indices, start)
         self._open(seeds)
         return start
 
     def step(self, index: int) -> Step | None:
         indices = self._found
+        self._asked = index
         indices.refill(index)
         batch = indices.batch(index)
         if batch is None:
@@ -114,7 +121,8 @@ class Indexed:
             if not self.terms.alone:
                 self.terms.announce(READ_WHOLE)
             return whole_rows(self.terms, self._read()[1])
-        return Step(len(batch), len(self.terms.micros(len(batch))), self._parts(len(batch)))
+        turns = self.terms.turns(len(batch))
+        return Step(len(batch), turns, self._parts(turns))
 
     def redeal(self, index: int) -> None:
         self._feed.go(self._found, index)
@@ -141,6 +149,8 @@ class Indexed:
 
     def end(self) -> None:
         self._batches = None
+        if self._indices is not None and self._feed.indices is not None:
+            self._indices.settle(self._asked + 1)
         self._feed.indices = None
         self._feed.dealt.clear()
 
@@ -162,8 +172,8 @@ class Indexed:
             self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
         self._batches = iter(self._loader)
 
-    def _parts(self, count: int) -> Iterator[Part]:
-        for _ in self.terms.micros(count):
+    def _parts(self, turns: int) -> Iterator[Part]:
+        for _ in range(turns):
             part, data = self._read()
             yield part._replace(batch=data if part.share or self.terms.training else emptied(data))
 

@@ -133,6 +133,7 @@ class ShareLoader:
         self._open = False  # between the first batch of an epoch and its end
         self._again = False  # the present step is to be dealt again
         self._stale = False  # what was read ahead is dealt by shares that are no more
+        self._ending = False  # no further step of this epoch is wanted
         self._resumed: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -185,6 +186,10 @@ class ShareLoader:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
 
+    def finish(self) -> None:
+        """End the epoch after the present turn; all workers call it in the same turn."""
+        self._ending = self._open
+
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
         """Where this loader stands, the same on every worker: numbers, text and tensors.
 
@@ -213,7 +218,7 @@ class ShareLoader:
     def _turns(self, mine: int) -> Iterator[Any]:
         try:
             while True:
-                step = self._pipeline.step(self._index)
+                step = None if self._ending else self._pipeline.step(self._index)
                 if step is None:
                     break
                 for turn, batch in self._parts(step):
@@ -256,7 +261,7 @@ class ShareLoader:
             self.hooks.epoch_ends(self)
 
     def _abandon(self) -> None:
-        self._again = self._stale = False
+        self._again = self._stale = self._ending = False
         if self._open:
             self._open = False
             self._pipeline.end()

@@ -58,9 +58,27 @@ NOTHING = Dealt(0, [], None, 0, None, ended=True)
 
 
 class Reader(Dataset[Any]):
-    """A stream as a map from commands to batches. Attributes that it lacks are those of the stream, to read and to set."""
+    """A stream as a map from commands to batches. Attributes are those of the stream, to read and to set."""
 
-    _mine = frozenset({"stream", "collate", "drop_last", "_samples", "_kept", "_read", "_mark"})
+    _reading: Reading
+
+    def __init__(self, reading: Reading) -> None:
+        object.__setattr__(self, "_reading", reading)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_reading":  # not there yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._reading.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._reading.stream, name, value)
+
+    def __getitem__(self, command: Command) -> Dealt:
+        return self._reading.obey(command)
+
+
+class Reading:
+    """How far a stream has been read, and the batches that may be asked for again."""
 
     def __init__(self, stream: Any, collate: Callable[[Any], Any], *, drop_last: bool) -> None:
         self.stream = stream
@@ -71,18 +89,8 @@ class Reader(Dataset[Any]):
         self._read = 0  # batches read so far
         self._mark = 0  # of what was read so far
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._mine:  # not there yet: it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.stream, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._mine:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.stream, name, value)
-
-    def __getitem__(self, command: Command) -> Dealt:
+    def obey(self, command: Command) -> Dealt:
+        """What a command asks for."""
         if command.start is not None:
             self._begin(command.start, command.batch)
         for old in [number for number in self._kept if number < command.oldest]:

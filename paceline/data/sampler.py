@@ -33,8 +33,8 @@ class Indices:
     """The global batches (of indices) of one epoch, by step.
 
     Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in steps. `origin` is what the
-    generators were when this epoch began, and whether a base seed was drawn then; `start` the first step that is wanted, and `check` the mark of the batches before it
-    (None: not compared); the same order is drawn again and skipped up to there.
+    generators were when this epoch began, and whether a base seed was drawn then; `start` is the first step that is wanted: the
+    same order is drawn again and skipped up to there.
     """
 
     def __init__(self, loader: DataLoader[Any], agreement: Agreement, *, ahead: int, origin: draws.State, start: int = 0) -> None:
@@ -53,6 +53,8 @@ class Indices:
         self._end: int | None = None
         self._fresh = True  # the generators stand where they stood when the epoch began
         self._wanted: int | None = None
+        self._states: dict[int, draws.State] = {}  # batches drawn -> the samplers' generators after that
+        self._moved = 0
 
     def prime(self, check: int | None = None) -> None:
         """Draw the first batches, in lockstep. `check`: the mark that the batches before the first one must have."""
@@ -71,6 +73,10 @@ class Indices:
         for old in [known for known in self._batches if known < step]:
             del self._batches[old]
             del self._marks[old]
+        if self._states:
+            keep = max((drawn for drawn in self._states if drawn <= step), default=0)
+            for drawn in [drawn for drawn in self._states if drawn < keep]:
+                del self._states[drawn]
         if self.agreement.group.size == 1 or self._end is not None or step < self._due:
             return
         count = step + 2 * self._chunk - self._high
@@ -100,18 +106,37 @@ class Indices:
         self._end = None
         self._wanted = mark
 
+    def settle(self, step: int) -> None:
+        """The epoch ends before `step`: generators that were drawn from for later batches go back, as if nothing had been drawn ahead."""
+        later = [drawn for drawn in self._states if drawn > step]
+        if later:
+            draws.put_own(self._loader, self._states[max((drawn for drawn in self._states if drawn <= step), default=min(later))])
+
     def _draw(self, count: int) -> list[Any]:
         """The next `count` global batches from the user's samplers, fewer at the end."""
         if self._source is None or self._drawn != self._high:
             self._reopen()
         assert self._source is not None
-        batches = []
-        for batch in self._source:
+        batches: list[Any] = []
+        while len(batches) < count:
+            batch = next(self._source, self)
+            if batch is self:
+                self._remember(self._drawn + 1)
+                break
             batches.append(_sliceable(batch, of_samples=self._loader.batch_sampler is not None))
             self._drawn += 1
-            if len(batches) == count:
-                break
+            self._remember(self._drawn)
         return batches
+
+    def _remember(self, drawn: int) -> None:
+        """Keep what the samplers' generators are after so many batches, where they are drawn ahead and have moved."""
+        if self.agreement.group.size == 1 and not self._ahead:
+            return
+        state = draws.own_state(self._loader)
+        mark = draws.mark(state) if state else 0
+        if state and mark != self._moved:
+            self._moved = mark
+            self._states[drawn] = state
 
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""

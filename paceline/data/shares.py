@@ -44,7 +44,7 @@ def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
     Raises `DataError` where the number of shares is not `size`.
     """
     if shares is None:
-        return partial(equal, size=size)
+        return lru_cache(maxsize=128)(partial(equal, size=size))
     if callable(shares):
         return lru_cache(maxsize=128)(partial(_checked, shares, size))
     ratios = tuple(shares)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 from paceline.data import draws
 from paceline.data.hands import Cursor, Hands, Local, Mine, Own
 from paceline.data.indexed import like
-from paceline.data.reader import Command, Dealt, Reader, Start
+from paceline.data.reader import Command, Dealt, Reader, Reading, Start
 from paceline.data.terms import Step, Terms
 from paceline.errors import DataError
 
@@ -80,7 +80,7 @@ class Stream:
         self._workers = max(1, terms.loader.num_workers)
         self._commands = Commands(self._workers)
         self._hands = _hands(terms)
-        self._reader = Reader(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last)
+        self._reader = Reader(Reading(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last))
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._before = Cursor.at_start(self._workers)  # before the step that was asked for last
@@ -224,7 +224,7 @@ def check_stream(terms: Terms) -> None:
     found = None if terms.shard is not None else _self_sharding(dataset, 3)
     if found is not None:
         raise DataError(
-            f'the stream {name} shards itself by rank ({found}): leave that out, and each worker takes its share of the whole; or pass '
+            f"the stream {name} shards itself by rank ({found}): leave that out, and each worker takes its share of the whole; or pass "
             'shard="mine" to keep it. If it does not shard, pass shard="none"'
         )
 
@@ -237,6 +237,11 @@ def _hands(terms: Terms) -> Hands:
 
 def _self_sharding(value: Any, depth: int) -> str | None:
     """What tells that a stream cuts itself by rank; None where nothing does."""
+    called = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
+    if called in {"split_by_node", "split_dataset_by_node"}:
+        return called
+    if "DistributedSampler" in type(value).__qualname__:
+        return type(value).__qualname__
     fields = getattr(value, "__dict__", None) or {}
     distributed = fields.get("_distributed")
     if getattr(distributed, "world_size", 1) > 1:
@@ -244,12 +249,7 @@ def _self_sharding(value: Any, depth: int) -> str | None:
     sizes = [name for name in ("world_size", "num_replicas") if type(fields.get(name)) is int and fields[name] > 1]
     if sizes and type(fields.get("rank")) is int:
         return f"it holds a rank, and {sizes[0]}={fields[sizes[0]]}"
-    for name, part in fields.items():
-        inner = part.func if isinstance(part, partial) else part
-        if getattr(inner, "__name__", "") in {"split_by_node", "split_dataset_by_node"}:
-            return f"{name} is {inner.__name__}"
-        if "DistributedSampler" in type(part).__qualname__:
-            return f"{name} is a {type(part).__qualname__}"
+    for part in fields.values():
         parts = part if isinstance(part, list | tuple) else [part]
         for piece in parts if depth else []:
             found = None if isinstance(piece, torch.Tensor | torch.nn.Module) else _self_sharding(piece, depth - 1)

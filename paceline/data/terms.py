@@ -49,9 +49,14 @@ class Terms:
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
-        if self.accumulate == 1 or not self.training:
+        count = self.turns(batch)
+        if count == 1:
             return [(0, self.shares(batch))]
-        return [(start, self.shares(stop - start)) for start, stop in pieces(batch, min(self.accumulate, batch))]
+        return [(start, self.shares(stop - start)) for start, stop in pieces(batch, count)]
+
+    def turns(self, batch: int) -> int:
+        """How many micro-batches a global batch is cut into: none of them is empty."""
+        return max(1, min(self.accumulate, batch)) if self.training else 1
 
     def announce(self, text: str) -> None:
         """Say it, once."""

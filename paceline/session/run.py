@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +24,18 @@ from paceline.comm.group import Group
 from paceline.data.loader import ShareLoader, Turn, deal
 from paceline.data.shares import Shares
 from paceline.data.terms import Loss, Readers, Sharding, Weigh
-from paceline.errors import CheckpointError, UsageError
-from paceline.fault import checkpoint
+from paceline.errors import UsageError
 from paceline.parallel.batchnorm import synchronise
 from paceline.session import prepare as preparing
+from paceline.session import state
+from paceline.session.ending import Outcome, conclude
+from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings
-from paceline.session.log import Folder, Log
+from paceline.session.log import Log
+from paceline.session.state import Progress
 from paceline.session.step import Turns
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Slot, Strategy
+from paceline.sync.base import Scene, Strategy
 from paceline.wording import spell
 
 
@@ -58,13 +62,15 @@ class Run:
         self._loaders: list[ShareLoader] = []
         self._local: Group | None = None
         self._norms: Group | None = None
-        self._progress = _Progress(self._turns)
+        self._progress = Progress(self._turns, self._loaders)
+        self._randomness = Randomness(self.device)
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
         self._closed = False
         self.seed = self._shared_seed(seed)
         self.state.add("progress", self._progress)
+        self.state.add("sync", self._backward.sync)
 
     def _shared_seed(self, seed: int | None) -> int:
         drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
@@ -74,9 +80,10 @@ class Run:
             raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
         return int(seeds[0][0])
 
-    def open(self, folder: Folder, log: Log) -> None:
-        """Take up the run's folder and log, and say in one line what was joined."""
-        self.folder, self._log = folder, log
+    def open(self, folder: Folder, log: Log, total_steps: int | None = None) -> None:
+        """Take up the run's folder and log."""
+        self.folder, self._log, self._total_steps = folder, log, total_steps
+        log.total_steps = total_steps
 
     # ---- who and where
 
@@ -207,12 +214,23 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
-        self._log.epochs(count, self._loaders)
+        self._plan(count)
         while self._progress.epoch < count:
             if self._stop_agreed():
                 return
+            self._progress.begin()
             yield self._progress.epoch
             self._progress.epoch += 1
+
+    def _plan(self, epochs: int) -> None:
+        """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
+        if self._total_steps is None:
+            lengths = [len(loader) for loader in self._loaders if loader.terms.train is not False and hasattr(loader.terms.loader.dataset, "__len__")]
+            self._log.total_steps = lengths[0] * epochs if len(lengths) == 1 else None
+
+    def event(self, what: str) -> None:
+        """Note that something happened, for the summary."""
+        self.events.append({"time": time.time() - self.began, "what": what})
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside add up on their own worker; the first one outside exchanges the whole sum."""
@@ -301,7 +319,7 @@ class Run:
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
         """See `Beat`."""
-        self._log.step(self.steps, turn, seconds)
+        self._log.step(self.steps, turn.global_batch, seconds)
         if self.steps >= self._next_flush:
             self._flush()
 
@@ -310,8 +328,11 @@ class Run:
         me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead()])
         answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
         self._next_flush = self.steps + answers[0][2]
-        self._log.absorb([a[0] for a in answers])
-        if any(a[1] for a in answers):
+        reason = self._log.absorb([a[0] for a in answers])
+        if reason is not None and not self._stopping:
+            self.event(f"stopped: {reason}")
+            self._scene.say(f"stopping: {reason}")
+        if reason is not None or any(a[1] for a in answers):
             self._stopping = True
             for loader in self._loaders:
                 loader.finish()
@@ -320,11 +341,24 @@ class Run:
 
     def save(self, *, keep: int = 3) -> Path:
         """Write a checkpoint of everything prepared and kept, at the present step; the newest `keep` stay. Gives its folder. Collective."""
-        return checkpoints_save(self, keep)
+        turn = self.turn
+        step = self.steps + (turn is not None and turn.train and turn.last_micro)
+        return state.save(self.state, self._randomness, self._agreement, self.folder.checkpoints, step=step, keep=keep)
 
     def resume(self, folder: str | Path | None = None) -> bool:
-        """Go on from the newest whole checkpoint (of this run's folder, or of `folder`); False if there is none. Collective."""
-        return checkpoints_resume(self, folder)
+        """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
+
+        False if there is none at all. Everything prepared and kept stands then where it was saved, for any number of workers. Collective.
+        Raises `CheckpointError` if there are some and none can be used.
+        """
+        asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
+        places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
+        found = state.resume(self.state, self._randomness, self._agreement, self.group, places, say=self._scene.say)
+        if found is None:
+            return False
+        self._next_flush = self.steps + 1
+        self._scene.say(f"resumed from {found} at step {self.steps}")
+        return True
 
     # ---- the end
 
@@ -349,12 +383,17 @@ class Run:
         try:
             self._turns.finish()
             self._log.finish(self._agreement)
+            self._conclude()
             self._agreement.meet("the end of the run")
         except BaseException as error:
             self._leave(type(error), error)
             raise
         report.closed(self._around.place)
         self._end(failed=False)
+
+    def _conclude(self) -> None:
+        outcome = Outcome(self.strategy, self.cluster, [model for _, model in self._models], self.events)
+        conclude(outcome, self._scene, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""
@@ -364,7 +403,7 @@ class Run:
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
         report.report_failure(self._around.place, kind, error)
-        self._log.fail(kind, error)
+        self._log.close()
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
@@ -377,18 +416,3 @@ class Run:
         self._around.store.close()
         for ending in self._endings:
             ending()
-
-
-class _Progress:
-    """Where the run is, as state."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self.epoch = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "steps": self._turns.steps, "samples": self._turns.samples}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self._turns.samples = state["epoch"], state["samples"]
-        self._turns.steps = self._turns.scene.moment.step = state["steps"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +16,11 @@ from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
 from paceline.notation import parse
+from paceline.session.book import Book
+from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings, choose_device, everyone
-from paceline.session.log import Folder, Log
+from paceline.session.line import Line
+from paceline.session.log import Log
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -73,8 +77,9 @@ def start(
         agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
         scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
         run = Run(around, scene, strategy, seed=seed, began=began)
-        where = Folder.agree(agreement, folder, name if name is not None else place.run_name)
-        run.open(where, Log(run, where, on_nan=on_nan, total_steps=total_steps))
+        where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
+        book = Book(where, Line()) if place.rank == 0 else None
+        run.open(where, Log(book, on_nan=on_nan, say=announcer.say), total_steps)
     except BaseException as error:
         report.report_failure(place, type(error), error)
         raise

@@ -134,6 +134,10 @@ class Turns:
             self.backward.watch([slot for slot in self.frozen if slot.parameter.requires_grad])
             self.frozen = [slot for slot in self.frozen if not slot.parameter.requires_grad]
 
+    def place(self, steps: int) -> None:
+        """Stand at this step (after a resume)."""
+        self.steps = self.scene.moment.step = self.scene.trace.step = steps
+
     def finish(self) -> None:
         """The run ends: close the turn that a `break` left open."""
         if self.turn is not None and self.loader is not None:
@@ -168,7 +172,7 @@ class Turns:
         for model in self.models:
             for module in model.modules():
                 if not is_synchronous(module):
-                    found += [b for b in module.buffers(recurse=False) if b is not None and (b.is_floating_point() or b.dtype == torch.int64)]
+                    found += [b for b in module.buffers(recurse=False) if b.is_floating_point() or b.dtype == torch.int64]
         return found
 
 

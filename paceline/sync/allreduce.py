@@ -88,7 +88,7 @@ class Exchange:
         self._order.clear()
 
     def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
-        """Make the buckets in the order in which the first worker's first backward made the gradients; what is sparse has no place there."""
+        """Make the buckets, in the order of the first worker's first backward; what is sparse has no place in them."""
         seen = {*order, *sparse}
         whole = [*(n for n in order if n not in sparse), *(n for n in reversed(range(len(self._slots))) if n not in seen)]
         runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
@@ -186,9 +186,7 @@ class Exchange:
             self._late[number] = self._late[number].add_(value) if number in self._late else value
 
     def _take_sparse(self, number: int, grad: Tensor, scale: float) -> None:
-        value = grad * scale if scale else grad * 0.0
-        if not scale:
-            value = torch.sparse_coo_tensor(grad.indices()[:, :0] if grad.is_coalesced() else grad._indices()[:, :0], grad._values()[:0], grad.shape)
+        value = grad * scale if scale else torch.sparse_coo_tensor(grad._indices()[:, :0], grad._values()[:0], grad.shape, check_invariants=False)
         self._flags[number] |= SPARSE
         self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
 
@@ -263,12 +261,12 @@ class Exchange:
         if mine is None:
             dims = parameter.shape[1:]
             mine = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=parameter.device), parameter.new_empty((0, *dims)), parameter.shape
+                torch.empty((1, 0), dtype=torch.int64, device=parameter.device), parameter.new_empty((0, *dims)), parameter.shape, check_invariants=False
             )
         mine = mine.coalesce()
         indices = self._scene.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
         values = self._scene.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
-        return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
+        return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), parameter.shape, check_invariants=False).coalesce()
 
     # ---- the rest of the life of a strategy
 

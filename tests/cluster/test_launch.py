@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,20 +17,7 @@ import pytest
 from paceline.cluster.launch import Job, check, meeting_point
 from paceline.cluster.output import Screen, Stream, last_words
 from paceline.errors import UsageError
-
-# What pl.start() does, as far as the launcher sees it.
-JOINED = """
-import sys
-from paceline.cluster import report
-from paceline.cluster.discover import discover
-from paceline.errors import *
-place = discover()
-report.joined(place)
-def hook(kind, error, trace):
-    report.report_failure(place, kind, error)
-    sys.__excepthook__(kind, error, trace)
-sys.excepthook = hook
-"""
+from tests.cluster.launched import JOINED, ROOT, alive_in, wait_for, wait_gone
 
 
 class TestOutput:
@@ -52,9 +40,8 @@ class TestOutput:
 
     def test_bytes_that_are_no_text(self, script, tmp_path):
         path = script("os.write(1, b'\\xff\\xfe\\n')")
-        done = subprocess.run(
-            [sys.executable, "-c", f"from paceline.cluster.launch import *; run(Job({path!r}))"], capture_output=True, cwd=Path(__file__).parents[2], check=True
-        )
+        command = f"from paceline.cluster.launch import *; run(Job({path!r}))"
+        done = subprocess.run([sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True)
         assert done.stdout == b"[0] \xff\xfe\n"
 
     def test_a_reader_that_goes_away_ends_the_job(self, script, launch):
@@ -286,13 +273,16 @@ if __name__ == "__main__":
 """
 
 
-def temporary() -> set[str]:
-    return {
-        name
-        for folder in ("/tmp", "/dev/shm")
-        for name in os.listdir(folder)
-        if name.startswith(("pymp-", "torch_", "sem.", "psm_", "paceline"))
-    }
+def shared() -> set[str]:
+    """Shared memory as torch and multiprocessing name it; other programs of this machine may come and go with theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.", "psm_", "paceline"))}
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="pl-") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("body", [CHILDREN, pytest.param(LOADER, marks=pytest.mark.slow)])
@@ -300,19 +290,21 @@ class TestNothingIsLeft:
     def ready(self, tmp_path: Path, workers: int = 2) -> None:
         wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(workers)), 40)
 
-    def test_launcher_killed(self, body, script, launch, tmp_path):
-        before = temporary()
-        launched = launch(script(body), 2)
+    def test_launcher_killed(self, body, script, launch, tmp_path, temporary):
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
+        assert list(temporary.iterdir()) or body is CHILDREN
         assert len(alive_in(tmp_path)) >= 7
         launched.process.kill()
         launched.process.wait()
         assert not wait_gone(tmp_path, 2.0)
-        wait_for(lambda: not temporary() - before, 2)
+        wait_for(lambda: not list(temporary.iterdir()), 1)
+        wait_for(lambda: not shared() - before, 3)
 
-    def test_worker_killed(self, body, script, launch, tmp_path):
-        before = temporary()
-        launched = launch(script(body), 2)
+    def test_worker_killed(self, body, script, launch, tmp_path, temporary):
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
         worker = next(child for child in psutil.Process(launched.process.pid).children() if "script.py" in " ".join(child.cmdline()))
         worker.kill()
@@ -320,19 +312,21 @@ class TestNothingIsLeft:
         assert launched.end()[0] == 137
         assert time.monotonic() - start < 5
         assert not wait_gone(tmp_path, 0.2)
-        assert not temporary() - before
+        assert not list(temporary.iterdir())
+        wait_for(lambda: not shared() - before, 3)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    def test_launcher_asked(self, body, number, script, launch, tmp_path):
-        before = temporary()
-        launched = launch(script(body), 2)
+    def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
         launched.process.send_signal(number)
         start = time.monotonic()
         assert launched.end()[0] == 128 + number
         assert time.monotonic() - start < 8
         assert not wait_gone(tmp_path, 0.2)
-        assert not temporary() - before
+        assert not list(temporary.iterdir())
+        wait_for(lambda: not shared() - before, 3)
 
 
 class TestAsked:

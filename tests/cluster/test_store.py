@@ -16,7 +16,7 @@ import pytest
 from paceline.cluster import network
 from paceline.cluster import store as stores
 from paceline.cluster.discover import Place
-from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
+from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 
 SECRET = b"0123456789abcdef"
 
@@ -47,13 +47,31 @@ def together(body: Callable[[Place], Any], workers: list[Place]) -> list[Future[
 
 
 def test_values_pass_and_keys_have_prefixes(claims):
+    done = threading.Barrier(3)
+
     def body(place: Place) -> Any:
         store = stores.connect(place, deadline=10)
         store.sub("a").put(str(place.rank), {"rank": place.rank, "x": [1.5, None, "é"]})
-        return [store.sub("a").take(str(rank)) for rank in range(place.size)]
+        values = [store.sub("a").take(str(rank)) for rank in range(place.size)]
+        done.wait(10)  # rank 0 serves the store: it leaves with the last
+        return values
 
     for future in together(body, places(3, secret=SECRET)):
         assert future.result() == [{"rank": rank, "x": [1.5, None, "é"]} for rank in range(3)]
+
+
+def test_a_store_that_is_gone_is_named(claims):
+    def body(place: Place) -> Any:
+        store = stores.connect(place, deadline=10)
+        if place.rank == 0:
+            store.take("there")
+            return store.close()
+        store.put("there", 1)
+        return store.take("never")
+
+    zero, one = together(body, places(2))
+    assert zero.exception() is None
+    assert isinstance(one.exception(), WorkerLost) and one.exception().ranks == (0,)
 
 
 def test_torch_store_is_usable_beneath():

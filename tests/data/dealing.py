@@ -22,7 +22,7 @@ class Numbers(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
+        return torch.tensor(int(index))
 
 
 Seen = list[tuple[Turn, list[int]]]

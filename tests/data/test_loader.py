@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.comm.ordered import Agreement
 from paceline.comm.threads import spawn
@@ -12,12 +15,16 @@ from paceline.data.loader import deal
 from paceline.errors import DataError
 from tests.data.dealing import Numbers, plain, run, steps, walk
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 
 def seeded(count=1003, batch=64, **options):
     return lambda: DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(7), **options)
 
 
-@pytest.mark.parametrize(("size", "shares"), [(1, None), (2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])])
+@pytest.mark.parametrize(
+    ("size", "shares"), [(1, None), (2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
+)
 def test_every_sample_of_an_epoch_once_in_the_order_of_one_process(size, shares):
     wanted = plain(seeded()(), 2)
     seen = run(size, seeded(), epochs=2, shares=shares)
@@ -78,7 +85,7 @@ def test_dataloader_workers_change_nothing(size, persistent):
     make = seeded(num_workers=2, persistent_workers=persistent, prefetch_factor=3)
     seen = run(size, make, epochs=2)
     assert steps(seen, 0) == wanted
-    assert sorted(sum(steps(seen, 1), [])) == list(range(1003))
+    assert sorted(one for batch in steps(seen, 1) for one in batch) == list(range(1003))
     if persistent:
         assert steps(seen, 1) == plain(make(), 2)[1]
 
@@ -229,9 +236,13 @@ def test_break_ends_the_epoch_for_all():
         assert loader.epoch == 1
         return walk(loader)
 
+    alone = seeded()()
+    for step, _ in enumerate(alone):
+        if step == 2:
+            break
     seen = spawn(2, body)
     assert {at.epoch for at, _ in seen[0][0]} == {1}
-    assert steps(seen) == plain(seeded()(), 2)[1]
+    assert steps(seen) == plain(alone)[0]
 
 
 def test_an_older_iterator_has_ended():
@@ -384,7 +395,9 @@ def test_what_cannot_be_dealt_raises(make, options, said, size):
         run(size, make, **options)
 
 
-@pytest.mark.parametrize(("name", "values"), [("shares", ([1, 1], [1, 3])), ("accumulate", (1, 2)), ("loss", ("mean", "sum")), ("train", (True, False))])
+@pytest.mark.parametrize(
+    ("name", "values"), [("shares", ([1, 1], [1, 3])), ("accumulate", (1, 2)), ("loss", ("mean", "sum")), ("train", (True, False))]
+)
 def test_different_terms_are_found(name, values):
     def body(group):
         return walk(deal(seeded()(), Agreement(group), **{name: values[group.rank]}))
@@ -397,3 +410,120 @@ def test_a_mutant_that_gives_all_to_all_would_fail():
     seen = run(2, seeded())
     counts = Counter(one for rank in seen for _, ids in rank[0] for one in ids)
     assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0), (1, 3)])
+def test_workers_may_read_ahead_to_different_depths(workers, monkeypatch):
+    monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
+
+    def body(group):
+        make = seeded(100, 4, num_workers=workers[group.rank], prefetch_factor=3 if workers[group.rank] else None)
+        return walk(deal(make(), Agreement(group)))
+
+    assert steps(spawn(2, body)) == plain(seeded(100, 4)())[0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_epoch_leaves_generators_as_if_nothing_was_drawn_ahead(size, workers):
+    def make():
+        sampler = RandomSampler(range(1000), replacement=True, generator=torch.Generator().manual_seed(2))
+        return DataLoader(Numbers(1000), 16, sampler=sampler, num_workers=workers)
+
+    def twice(loader):
+        for step, _ in enumerate(loader):
+            if step == 3:
+                break
+        return [batch.tolist() for batch in loader]
+
+    def body(group):
+        loader = deal(make(), Agreement(group))
+        for _ in loader:
+            if loader.turn.index == 3:
+                break
+        return walk(loader)
+
+    wanted = make()
+    wanted.num_workers, wanted.prefetch_factor = 0, None
+    assert steps(spawn(size, body)) == twice(wanted)
+
+
+def test_options_of_the_dataloader_reach_it(capfd):
+    def begin(worker):
+        print(f"worker {worker} begins")
+
+    (group,) = spawn(1, lambda group: group)
+    loader = deal(
+        DataLoader(Slow(6), 2, num_workers=1, worker_init_fn=begin, timeout=0.2, multiprocessing_context="fork"), Agreement(group)
+    )
+    with pytest.raises(RuntimeError, match="timed out after"):
+        list(loader)
+    assert "worker 0 begins" in capfd.readouterr().out
+
+
+class Slow(Numbers):
+    def __getitem__(self, index):
+        time.sleep(2)
+
+
+def test_workers_that_are_spawned():
+    seen = run(1, lambda: DataLoader(Numbers(12), 4, num_workers=1, multiprocessing_context="spawn"))
+    assert steps(seen) == plain(DataLoader(Numbers(12), 4))[0]
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor
+    words: list[str]
+
+
+def as_object(samples):
+    return Batch(torch.stack(samples), [str(int(sample)) for sample in samples])
+
+
+def as_dict(samples):
+    return {"ids": torch.stack(samples), "words": [str(int(sample)) for sample in samples]}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("collate", [as_object, as_dict])
+def test_what_collate_fn_gives_is_what_comes(collate, train):
+    def ids(batch):
+        fields = batch if isinstance(batch, dict) else vars(batch)
+        assert fields["words"] == [str(number) for number in fields["ids"].tolist()]
+        return fields["ids"].tolist()
+
+    seen = run(3, lambda: DataLoader(Numbers(10), 4, collate_fn=collate), ids=ids, train=train)
+    assert steps(seen) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_an_empty_evaluation_batch_of_what_cannot_be_cut_raises():
+    with pytest.raises(DataError, match="empty share of an evaluation batch"):
+        run(2, lambda: DataLoader(Numbers(3), 2, collate_fn=len), ids=lambda batch: [0] * batch, train=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_workers_change_nothing(seed, monkeypatch):
+    monkeypatch.setattr("paceline.data.sampler.CHUNK", 2)
+    dice = random.Random(seed)
+
+    def body(group):
+        return walk(
+            deal(seeded(100, 8, num_workers=group.rank % 2)(), Agreement(group), shares=[3, 0, 1], weigh=lambda batch: 2.0 * len(batch)), 2
+        )
+
+    seen = spawn(3, body, delay=lambda rank: time.sleep(dice.random() * 0.004))
+    assert [steps(seen), steps(seen, 1)] == plain(seeded(100, 8)(), 2)
+
+
+def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
+    def body(group):
+        loader = deal(DataLoader(Numbers(40), batch_size=4), Agreement(group))
+        seen = []
+        for batch in loader:
+            seen.append(len(batch))
+            if len(seen) == 3:
+                loader.finish()
+        return len(seen), sum(len(batch) for batch in loader), loader.epoch
+
+    assert spawn(2, body) == [(3, 20, 2)] * 2

@@ -47,7 +47,9 @@ def test_a_policy_is_checked_at_every_batch():
             policy(bad, 2)(4)
 
 
-@pytest.mark.parametrize(("ratios", "said"), [([1, 2, 3], "3 numbers for 2 workers"), ([0, 0], "at least one above zero"), ([-1, 2], "zero or more")])
+@pytest.mark.parametrize(
+    ("ratios", "said"), [([1, 2, 3], "3 numbers for 2 workers"), ([0, 0], "at least one above zero"), ([-1, 2], "zero or more")]
+)
 def test_ratios_that_make_no_sense_raise(ratios, said):
     with pytest.raises(DataError, match=said):
         policy(ratios, 2)

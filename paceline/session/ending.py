@@ -1,0 +1,61 @@
+"""What is left of a run when it ends well: summary.json and trace.json, written by the first worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+from torch import nn
+
+from paceline.cluster.snapshot import raw
+from paceline.cluster.topology import Cluster
+from paceline.session import timeline
+from paceline.session.folder import Folder, Summary
+from paceline.session.log import Log
+from paceline.sync.base import Scene, Strategy
+from paceline.wording import spell
+
+
+class Outcome(NamedTuple):
+    """What a run was and has come to."""
+
+    strategy: Strategy
+    cluster: Cluster
+    models: Sequence[nn.Module]
+    events: list[dict[str, Any]]
+
+
+def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
+    """Write the summary and the trace. Collective."""
+    agreement, cluster = scene.agreement, outcome.cluster
+    traffic = scene.group.traffic
+    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([traffic.within, traffic.between]))]
+    ahead = timeline.compare(agreement, cluster.where())
+    spans = timeline.gather(agreement, scene.trace.spans())
+    totals = log.totals()
+    if totals is None:
+        return
+    steps = max(scene.moment.step, 1)
+    Summary(
+        sync=spell(outcome.strategy),
+        workers=scene.group.size,
+        hosts=len(cluster.hosts),
+        totals=totals,
+        bytes_sent={"within": sum(s[0] for s in sent) / steps, "between": sum(s[1] for s in sent) / steps},
+        parameters_sha256=fingerprint(outcome.models),
+        events=outcome.events,
+    ).write(folder)
+    if any(spans.values()):
+        timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead))
+
+
+def fingerprint(models: Iterable[nn.Module]) -> str:
+    """SHA-256 of all parameters, names and bits."""
+    digest = hashlib.sha256()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            digest.update(raw(parameter.detach()).numpy().data)
+    return digest.hexdigest()

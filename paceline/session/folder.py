@@ -1,0 +1,175 @@
+"""The folder of a run: where it is, and the summary that ends it.
+
+runs/NAME/
+  metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
+  summary.json    written when the run ends   checkpoints/  what it can go on from
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from paceline.comm.ordered import Agreement
+from paceline.errors import ResourceError, UsageError
+
+PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
+_NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first."""
+
+    path: Path
+    earlier: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.path.name
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one for each step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """All ranks on one clock, in Chrome's trace format."""
+        return self.path / "trace.json"
+
+    @property
+    def summary(self) -> Path:
+        """What came out of the run; there once it has ended."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are saved."""
+        return self.path / "checkpoints"
+
+    @staticmethod
+    def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+        """Make the folder of a new run in `root`. A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
+
+        Without a name it is the date and time. A name that is none, and a place that can't be written, raise UsageError.
+        """
+        wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
+        if not wanted or wanted.startswith(".") or any(sign in wanted for sign in "/\\\0"):
+            raise UsageError(f"a run can't be called {wanted!r}: give a name without slashes that doesn't start with a dot, or none")
+        earlier = _earlier(root, wanted) if name is not None else ()
+        number = 1
+        while True:
+            path = root / (wanted if number == 1 else f"{wanted}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+                continue
+            except OSError as error:
+                raise UsageError(
+                    f"the run's folder {path} can't be made ({error.strerror}); give start(folder=...) a place for it"
+                ) from error
+            if name is not None and number > 1:
+                say(f"there is a run {wanted} already: this one is {path.name}")
+            return Folder(path, earlier)
+
+    @staticmethod
+    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+        """`create` by the first worker, told to all: the path is the same everywhere, and a failure is raised everywhere. Collective."""
+        found: Folder | None = None
+        error: UsageError | None = None
+        if agreement.group.rank == 0:
+            try:
+                found = Folder.create(root, name, say=say)
+            except UsageError as caught:
+                error = caught
+        body = msgpack.packb([str(found.path) if found else "", [str(path) for path in found.earlier] if found else [], str(error or "")])
+        path, earlier, failure = msgpack.unpackb(agreement.meet("the run's folder", body)[0])
+        if failure:
+            raise error if error is not None else UsageError(failure)
+        return Folder(Path(path), tuple(map(Path, earlier)))
+
+
+def _earlier(root: Path, name: str) -> tuple[Path, ...]:
+    numbers = {1: root / name} if (root / name).is_dir() else {}
+    for path in root.glob(f"{glob.escape(name)}-*"):
+        match = _NUMBERED.fullmatch(path.name)
+        if match and match[1] == name and path.is_dir():
+            numbers[int(match[2])] = path
+    return tuple(numbers[number] for number in sorted(numbers, reverse=True))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all steps of a run come to. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
+
+    steps: int  # taken in this run, those before a resume not counted
+    samples: int
+    seconds: float  # of the whole run, with what lay between steps
+    samples_per_second: float | None  # inside steps; None without a step
+    final_loss: float | None
+    step_seconds: dict[str, float]
+    rank_seconds: list[dict[str, float]]  # step_seconds of each rank
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`summary.json`."""
+
+    sync: str  # in the notation
+    workers: int
+    hosts: int
+    totals: Totals
+    bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
+    parameters_sha256: str
+    events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the file, those of `totals` among them."""
+        fields = asdict(self)
+        totals = fields.pop("totals")
+        return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
+
+    def write(self, folder: Folder) -> None:
+        """Write it in full or not at all."""
+        write_whole(folder.summary, json.dumps(tame(self.fields()), indent=2) + "\n")
+
+
+def tame(value: Any) -> Any:
+    """`value` as strict JSON allows it: numbers that are none (nan, inf) become their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: tame(item) for key, item in value.items()}
+    return [tame(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader finds the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise unwritten(path, error) from error
+
+
+def unwritten(path: Path, error: OSError) -> ResourceError:
+    """What to say when a file of a run can't be written."""
+    return ResourceError(f"{path} could not be written ({error.strerror}); free some space, or give start(folder=...) another place")

@@ -1,0 +1,95 @@
+"""Checkpoints of a run: all that is state, written by the first worker, read by the first and handed to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from paceline.cluster.snapshot import Snapshot, loads
+from paceline.cluster.versioned import Randomness, Versioned
+from paceline.comm.group import Group
+from paceline.comm.ordered import Agreement
+from paceline.data.loader import ShareLoader
+from paceline.fault import checkpoint
+from paceline.session.step import Turns
+
+
+class Progress:
+    """Where a run is, as state: the epoch of `Run.epochs`, the steps taken and the samples seen."""
+
+    def __init__(self, turns: Turns, loaders: list[ShareLoader]) -> None:
+        self._turns, self._loaders = turns, loaders
+        self.epoch = 0
+        self._began_at: list[int] = []
+
+    def begin(self) -> None:
+        """An epoch of `Run.epochs` begins."""
+        self._began_at = [loader.epoch for loader in self._loaders]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
+        turn = self._turns.turn
+        inside = turn is not None and turn.train and turn.last_micro
+        whole = turn.global_batch if turn is not None and inside else 0
+        passed = [loader for loader, epoch in zip(self._loaders, self._began_at, strict=False) if loader.epoch > epoch and loader.terms.training]
+        over = bool(passed) and turn is None
+        return {"epoch": self.epoch + over, "steps": self._turns.steps + inside, "samples": self._turns.samples + whole}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where `state_dict` was called."""
+        self.epoch, self._turns.samples = state["epoch"], state["samples"]
+        self._turns.place(state["steps"])
+
+
+def save(state: Versioned, own: Randomness, agreement: Agreement, folder: Path, *, step: int, keep: int) -> Path:
+    """Write a checkpoint of `state`, and of `own` for each worker, into `folder`; gives its path, on all workers."""
+    mine = Versioned(randomness=own).snapshot().dumps()
+    theirs = agreement.meet("run.save", mine)
+
+    def write() -> bytes:
+        owns = {rank: loads(body) for rank, body in enumerate(theirs)}
+        return str(checkpoint.save(folder, state.snapshot(copy=False), step, own=owns, keep=keep)).encode()
+
+    return Path(agreement.tell("run.save, written", write).decode())
+
+
+def resume(
+    state: Versioned, own: Randomness, agreement: Agreement, group: Group, folders: Sequence[Path], *, say: Callable[[str], None]
+) -> Path | None:
+    """Become the newest whole checkpoint of the first folder that has any, which the first worker reads; its path, or None."""
+    found: list[checkpoint.Checkpoint] = []
+
+    def read() -> bytes:
+        folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
+        if folder is None:
+            return bytes(msgpack.packb(None))
+        found.append(checkpoint.load(folder, say=say))
+        return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
+
+    head = msgpack.unpackb(agreement.tell("run.resume", read))
+    if head is None:
+        return None
+    bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
+    snapshots = [_hand_out(body, agreement, group) for body in bodies]
+    state.restore(snapshots[0])
+    if group.rank in head[1]:
+        Versioned(randomness=own).restore(snapshots[1 + head[1].index(group.rank)])
+    else:
+        say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+    return Path(head[0])
+
+
+def _hand_out(body: Snapshot | None, agreement: Agreement, group: Group) -> Snapshot:
+    """The first worker's snapshot on all workers."""
+    data = body.dumps() if body is not None else b""
+    nbytes = int.from_bytes(agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little")
+    if group.size == 1:
+        assert body is not None
+        return body
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8)
+    group.broadcast(buffer, name="run.resume").wait()
+    return body if body is not None else loads(buffer.numpy().tobytes())

@@ -1,0 +1,126 @@
+"""What happened on all ranks, on one clock: Chrome's trace format, which opens in Perfetto (ui.perfetto.dev).
+
+A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap:
+
+    rank 0 on A   step      [ turn          ][ turn         ]
+                  exchange      [ bucket 0 ]
+                  exchange 2        [ bucket 1 ]
+                  data     [ ]              [ ]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from paceline.comm.ordered import Agreement
+from paceline.session.folder import write_whole
+from paceline.trace import Span
+
+KINDS: Final = ("step", "compute", "exchange", "wait", "data")  # the order of the rows; others come after
+_MEETINGS = 16  # that clocks are compared at
+
+Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
+
+
+def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[int]:
+    """How far the clock of each rank is ahead of rank 0's, in nanoseconds, judged by meetings that all ranks took part in.
+
+    `meetings[rank][k]` is that rank's clock just before and just after meeting k, `hosts` the host of each rank. Nobody leaves a meeting
+    before everybody has come, so for ranks r and s: before_s <= after_r - offset_r + offset_s. Each meeting bounds the offset from both
+    sides; the middle of the narrowest bounds is taken, which is off by at most half the fastest meeting. Ranks of one host share its
+    clock. A ping-pong is a meeting too: (sent, received) on one side, (answered, answered) on the other.
+    """
+    bounds: dict[int, tuple[int, int]] = {}
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    for rank, host in enumerate(hosts):
+        pairs = [(mine, theirs) for base in here for mine, theirs in zip(meetings[rank], meetings[base], strict=True)]
+        low = [mine[0] - theirs[1] for mine, theirs in pairs]
+        high = [mine[1] - theirs[0] for mine, theirs in pairs]
+        known = bounds.get(host)
+        bounds[host] = (max(low if known is None else [*low, known[0]]), min(high if known is None else [*high, known[1]]))
+    return [0 if host == hosts[0] else sum(bounds[host]) // 2 for host in hosts]
+
+
+def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns) -> list[int]:
+    """`offsets` of this job's ranks; takes no time where there is one host. Collective."""
+    if len(set(hosts)) == 1:
+        return [0] * len(hosts)
+    mine = []
+    for _ in range(_MEETINGS):
+        before = clock()
+        agreement.meet("comparing clocks")
+        mine.append((before, clock()))
+    return offsets([msgpack.unpackb(body) for body in agreement.meet("compared clocks", msgpack.packb(mine))], hosts)
+
+
+def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]:
+    """The spans of every rank. Collective."""
+    bodies = agreement.meet("the timeline", msgpack.packb([list(span) for span in spans]))
+    return {rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)}
+
+
+def merge(spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[int] = ()) -> Iterator[dict[str, Any]]:
+    """The events of all ranks; `names` are their hosts, `offsets` how far their clocks are ahead (default: not at all).
+
+    Times are microseconds since the first span.
+    """
+    shift = {rank: offsets[rank] if rank < len(offsets) else 0 for rank in spans}
+    origin = min((span.start - shift[rank] for rank, each in spans.items() for span in each), default=0)
+    for rank, each in sorted(spans.items()):
+        name = f"rank {rank} on {names[rank]}" if rank < len(names) else f"rank {rank}"
+        yield _named("process", rank, 0, name)
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        for row, (title, lane) in enumerate(_rows(each)):
+            yield _named("thread", rank, row, title)
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": row, "args": {"sort_index": row}}
+            for span in lane:
+                yield {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.kind,
+                    "pid": rank,
+                    "tid": row,
+                    "ts": (span.start - shift[rank] - origin) / 1000,
+                    "dur": max(span.end - span.start, 0) / 1000,
+                    "args": {"step": span.step},
+                }
+
+
+def write(path: Path, events: Iterator[dict[str, Any]]) -> None:
+    """Write the events as a trace that Perfetto and chrome://tracing read."""
+    lines = ",\n".join(json.dumps(event) for event in events)
+    write_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
+    kinds = sorted({span.kind for span in spans}, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    for kind in kinds:
+        for number, lane in enumerate(_lanes([span for span in spans if span.kind == kind]), 1):
+            yield kind if number == 1 else f"{kind} {number}", lane
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Rows in which two spans are apart or one inside the other: anything else can't be drawn in one row."""
+    lanes: list[tuple[list[Span], list[int]]] = []  # the spans of a row, and the ends of those that are open
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        for lane, ends in lanes:
+            while ends and ends[-1] <= span.start:
+                ends.pop()
+            if not ends or span.end <= ends[-1]:
+                break
+        else:
+            lane, ends = [], []
+            lanes.append((lane, ends))
+        lane.append(span)
+        ends.append(span.end)
+    return [lane for lane, _ in lanes]

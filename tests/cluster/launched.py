@@ -1,0 +1,81 @@
+"""Launchers as processes of their own, and the check that nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = """
+import json, sys
+from paceline.cluster.launch import Job, run
+job = json.loads(sys.argv[1])
+code = run(Job(**{**job, "args": tuple(job.get("args", ()))}))
+assert "torch" not in sys.modules, "the launcher has imported torch"
+sys.exit(code)
+"""
+
+
+class Launched:
+    """One launcher under test, and how to look at what it started."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], **environ: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PACELINE_"))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, json.dumps(job)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(ROOT), **environ},
+        )
+
+    def end(self, timeout: float = 20) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out, err
+
+
+def alive_in(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["pid", "cwd", "cmdline", "status"]):
+        info = process.info
+        if info["status"] != psutil.STATUS_ZOMBIE and (info["cwd"] == str(folder) or str(folder) in " ".join(info["cmdline"] or ())):
+            found.append(process)
+    return found
+
+
+def wait_gone(folder: Path, seconds: float = 2.0) -> list[psutil.Process]:
+    end = time.monotonic() + seconds
+    while (left := alive_in(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.02)
+
+
+# What pl.start() does, as far as the launcher sees it.
+JOINED = """
+import sys
+from paceline.cluster import report
+from paceline.cluster.discover import discover
+from paceline.errors import *
+place = discover()
+report.joined(place)
+def hook(kind, error, trace):
+    report.report_failure(place, kind, error)
+    sys.__excepthook__(kind, error, trace)
+sys.excepthook = hook
+"""

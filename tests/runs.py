@@ -1,0 +1,103 @@
+"""Runs on threads: the whole session with a ThreadGroup beneath, in milliseconds; and the same on one worker, to compare with."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.cluster import store
+from paceline.cluster.discover import Place
+from paceline.cluster.topology import Cluster, Host
+from paceline.comm.group import Group
+from paceline.comm.ordered import Agreement
+from paceline.comm.solo import SoloGroup
+from paceline.comm.threads import spawn
+from paceline.session.groups import Surroundings
+from paceline.session.book import Book
+from paceline.session.folder import Folder
+from paceline.session.log import Log
+from paceline.session.run import Run
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.base import Moment, Scene, Strategy
+from paceline.trace import Trace
+
+T = TypeVar("T")
+
+
+def make(group: Group, strategy: Strategy, folder: str, say: Callable[[str], None]) -> Run:
+    """A run over `group`, as `start` would make it."""
+    ranks = tuple(range(group.size))
+    place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here")
+    cluster = Cluster((Host("here", ranks, "127.0.0.1"),))
+    around = Surroundings(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
+    moment = Moment(scale=1.0 / group.size)
+    agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
+    scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
+    run = Run(around, scene, strategy, seed=1, began=0.0)
+    where = Folder.agree(agreement, Path(folder), "test", say=say)
+    run.open(where, Log(Book(where) if group.rank == 0 else None, say=say))
+    return run
+
+
+def workers(size: int, body: Callable[[Run], T], *, strategy: Strategy | None = None, said: list[str] | None = None) -> list[T]:
+    """What `body(run)` gives on each of `size` workers."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def work(group: Group) -> T:
+            say = (lambda text: said.append(text)) if said is not None and group.rank == 0 else (lambda text: None)
+            with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), folder, say) as run:
+                return body(run)
+
+        return spawn(size, work)
+
+
+def alone(body: Callable[[Run], T]) -> T:
+    """What `body(run)` gives on one worker."""
+    return workers(1, body)[0]
+
+
+class Numbered(Dataset[Any]):
+    """`count` samples (features, class or target) that depend on their number alone."""
+
+    def __init__(self, count: int = 40, width: int = 6, *, dtype: torch.dtype = torch.float64, classes: int = 0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, width, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(0, classes, (count,), generator=generator) if classes else torch.randn(count, 2, generator=generator, dtype=torch.float64).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+def batches(count: int = 40, batch: int = 8, **options: Any) -> DataLoader[Any]:
+    """A shuffled loader over numbered samples; every call draws the same order."""
+    return DataLoader(Numbered(count, **options), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def parameters(*models: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1).to(torch.float64) for model in models for p in model.parameters()])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """How invariant 1 measures two sets of weights: |a - b| / |b|."""
+    return float((a - b).norm() / b.norm())
+
+
+def cut(*ratios: int) -> Callable[[int], tuple[int, ...]]:
+    """Shares that are these numbers of a batch of their sum, and in proportion for others (the last takes the rest)."""
+    whole = sum(ratios)
+
+    def shares(batch: int) -> tuple[int, ...]:
+        edges = [batch * sum(ratios[:i]) // whole for i in range(len(ratios) + 1)]
+        return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+
+    return shares
