@@ -217,9 +217,10 @@ def _serve(place: Place, deadline: float) -> TorchStore:
     host, port = place.meeting
     timeout = timedelta(seconds=deadline)
     if place.store_fd is not None:
-        # A copy: the descriptor stays open, so that a later start in this process can serve again.
+        # A copy: the descriptor stays open, so that a later start in this process can serve again. While an earlier one
+        # still serves, it is joined (multi_tenant): two servers on one socket would divide the workers between them.
         descriptor = os.dup(place.store_fd)
-        return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+        return TCPStore(host, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
     chosen = _bindable(place)
     try:
         descriptor = network.listen(chosen, port).detach()

@@ -67,7 +67,7 @@ class Run:
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
-        self._closed = False
+        self._closed = self._introduced = False
         self.seed = self._shared_seed(seed)
         self.state.add("progress", self._progress)
         self.state.add("sync", self._backward.sync)
@@ -146,6 +146,7 @@ class Run:
             preparing.bind_acting(scaler, ("step", "unscale_", "update"), self._turns)
             self._add("scaler", scaler)
         ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
+        self._introduce()
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str, accumulate: int) -> None:
@@ -191,6 +192,23 @@ class Run:
         self._loaders.append(dealt)
         self._add("loader", dealt)
         return dealt
+
+    def _introduce(self) -> None:
+        """Say in one line what was joined, once there is a loader to tell the global batch."""
+        loader = next((loader for loader in self._loaders if loader.terms.train is not False), None)
+        if self._introduced or loader is None:
+            return
+        self._introduced = True
+        batch = loader.terms.loader.batch_size
+        text = ""
+        if batch is not None:
+            shares = loader.terms.shares(batch)
+            text = f", global batch {batch}" + ("" if self.size == 1 else f" = {self.size} x {shares[0]}")
+            if len(set(shares)) > 1:
+                text = f", global batch {batch} = {' + '.join(map(str, shares))}"
+        hosts = len(self.cluster.hosts)
+        workers = f"{self.size} worker{'s' if self.size > 1 else ''}"
+        self._scene.say(f"{workers} on {hosts} host{'s' if hosts > 1 else ''}, {spell(self.strategy)}{text}")
 
     def _host_group(self) -> Group:
         if self._local is None:
@@ -258,8 +276,9 @@ class Run:
     def log(self, **values: Any) -> None:
         """Record numbers of this step (tensors of one element, or floats). Never waits; the mean over workers, weighted by samples, is shown and written."""
         turn = self.turn
-        if turn is None or turn.share or not turn.train:
-            self._log.log(self.steps, values, self.weight)
+        training = turn is not None and turn.train
+        if turn is None or not turn.ghost:
+            self._log.log(self.steps + training, values, self.weight)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the first worker alone."""

@@ -113,14 +113,13 @@ def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """Rows in which two spans are apart or one inside the other: anything else can't be drawn in one row."""
     lanes: list[tuple[list[Span], list[int]]] = []  # the spans of a row, and the ends of those that are open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        for lane, ends in lanes:
+        for _, ends in lanes:
             while ends and ends[-1] <= span.start:
                 ends.pop()
-            if not ends or span.end <= ends[-1]:
-                break
-        else:
-            lane, ends = [], []
-            lanes.append((lane, ends))
-        lane.append(span)
-        ends.append(span.end)
+        lane = next((lane for lane in lanes if not lane[1] or span.end <= lane[1][-1]), None)
+        if lane is None:
+            lane = ([], [])
+            lanes.append(lane)
+        lane[0].append(span)
+        lane[1].append(span.end)
     return [lane for lane, _ in lanes]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -316,7 +317,7 @@ class TestNothingIsLeft:
         wait_for(lambda: not shared() - before, 3)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):
+    def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):  # noqa: PLR0917
         before = shared()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
