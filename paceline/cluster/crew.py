@@ -146,7 +146,9 @@ class Crew:
 
     def _collect(self, now: float) -> None:
         """Remember where the workers' children listen: a worker that ends in haste kills them before they can clean up."""
-        if now - self._littered_at < _LITTER_SECONDS and not (self._signals and self._asked is None):
+        asked = self._asked is None and bool(self._signals)
+        failed = self._signed_at is None and any(worker.said("failed") for worker in self._workers)
+        if now - self._littered_at < _LITTER_SECONDS and not asked and not failed:
             return
         self._littered_at = now
         for worker in self._workers:

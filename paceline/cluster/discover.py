@@ -191,7 +191,8 @@ def _mpi(environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs
             lacking = " and ".join(name for name in names[2:] if name not in environ)
             raise PlaceError(f"{names[0]} is set, but {lacking} isn't: set it to the rank on this host, or start the workers with torchrun")
         local_rank, local_size = 0, 1
-    hosts = math.ceil(size / max(1, local_size))
+    hosts = _integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(size / max(1, local_size))
+    hosts = 1 if local_size == size else max(2, hosts)  # Open MPI counts the nodes of the allocation
     place = Place(rank, size, local_rank, local_size, 0 if hosts == 1 else None, hosts, launcher)
     job = next((environ[name] for name in jobs if name in environ), None)
     # All ranks of one host have the same parent: mpirun, or its deputy.

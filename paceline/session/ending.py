@@ -37,7 +37,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     totals = log.totals()
     if totals is None:
         return
-    steps = max(scene.moment.step, 1)
+    steps = max(totals.steps, 1)
     Summary(
         sync=spell(outcome.strategy),
         workers=scene.group.size,

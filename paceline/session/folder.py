@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from paceline.comm.ordered import Agreement
 from paceline.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
+    from paceline.comm.ordered import Agreement
 
 PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
@@ -87,18 +89,13 @@ class Folder:
 
     @staticmethod
     def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
-        """`create` by the first worker, told to all: the path is the same everywhere, and a failure is raised everywhere. Collective."""
-        found: Folder | None = None
-        error: UsageError | None = None
-        if agreement.group.rank == 0:
-            try:
-                found = Folder.create(root, name, say=say)
-            except UsageError as caught:
-                error = caught
-        body = msgpack.packb([str(found.path) if found else "", [str(path) for path in found.earlier] if found else [], str(error or "")])
-        path, earlier, failure = msgpack.unpackb(agreement.meet("the run's folder", body)[0])
-        if failure:
-            raise error if error is not None else UsageError(failure)
+        """`create` by the first worker, told to all: the path is the same everywhere, a failure ends all. Collective."""
+
+        def make() -> bytes:
+            folder = Folder.create(root, name, say=say)
+            return bytes(msgpack.packb([str(folder.path), [str(path) for path in folder.earlier]]))
+
+        path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
         return Folder(Path(path), tuple(map(Path, earlier)))
 
 

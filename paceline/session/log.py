@@ -30,7 +30,7 @@ from paceline.session.folder import PARTS, Totals
 
 OnNan = Literal["warn", "stop"]
 RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
-_AHEAD = 1.0  # seconds between two drains, about
+_APART = 1.0  # seconds between two drains, about
 _MOST = 1000  # steps between two drains
 
 
@@ -79,6 +79,7 @@ class Log:
         self._queue: deque[_Entry] = deque()
         self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
         self._drained = (0, clock())
+        self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
         self.total_steps: int | None = None
@@ -126,12 +127,6 @@ class Log:
 
     # ---- at a meeting
 
-    def steps_ahead(self) -> int:
-        """In how many steps a second will have passed, judged by the time since the last `drain`; at most doubles each time."""
-        number, began = self._drained
-        steps, seconds = max(self._number - number, 1), max(self._clock() - began, 1e-9)
-        return max(1, min(int(steps * _AHEAD / seconds), 2 * steps, _MOST))
-
     def drain(self, *, last: bool = False) -> bytes:
         """What was finished since the last drain, for `absorb`. Numbers still on their way from a device stay for the next, unless `last`.
 
@@ -145,8 +140,19 @@ class Log:
         while self._queue and (last or all(copy.done() for copy in self._queue[0].copies)):
             records.append(self._record(self._queue.popleft()))
         upto = self._queue[0].number - 1 if self._queue else self._number
-        self._drained = (self._number, self._clock())
+        self._pace()
         return bytes(msgpack.packb([upto, self._bad, records]))
+
+    def steps_ahead(self) -> int:
+        """In how many steps to drain again, so that drains are about a second apart: judged at the last one, at most doubled each time."""
+        return self._ahead
+
+    def _pace(self) -> None:
+        now = self._clock()
+        number, before = self._drained
+        steps, seconds = max(self._number - number, 1), max(now - before, 1e-9)
+        self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
+        self._drained = (self._number, now)
 
     def _record(self, entry: _Entry) -> list[Any]:
         for copy in entry.copies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,6 @@ from typing import Any
 import msgpack
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import LBFGS, Optimizer
@@ -26,14 +25,14 @@ from paceline.errors import UsageError
 from paceline.session.step import Turns
 from paceline.sync.base import Slot
 
-WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+WRAPPERS = (DistributedDataParallel, DataParallel)
 MARK = "_paceline_bound"
 Scaler = torch.amp.GradScaler
 
 
 def kind(value: Any) -> str:
     """"model", "optimizer", "loader", "scheduler" or "scaler"; `UsageError` for anything else."""
-    if isinstance(value, WRAPPERS):
+    if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         name = type(value).__name__
         raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")
     if isinstance(value, nn.Module):
@@ -54,6 +53,12 @@ def kind(value: Any) -> str:
         f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; it takes models (nn.Module), optimizers, DataLoaders, "
         "schedulers and GradScalers. Keep other state with run.keep(name, object)"
     )
+
+
+def _made_by(value: Any, module: str, name: str) -> bool:
+    """Whether `value` is an instance of `module.name`, without importing the module: it takes a second, and who has one has imported it."""
+    home = sys.modules.get(module)
+    return home is not None and isinstance(value, getattr(home, name))
 
 
 def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
@@ -78,7 +83,7 @@ def check_parameters(found: list[Slot]) -> None:
     for slot in found:
         if isinstance(slot.parameter, UninitializedTensorMixin):
             raise UsageError(f"{slot.name} is not initialised yet (a lazy module): run one batch through the model before run.prepare")
-        if isinstance(slot.parameter, DTensor):
+        if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
             raise UsageError(f"{slot.name} is a DTensor (fully_shard or tensor parallel); sharded parameters are not supported yet: give the plain model")
 
 

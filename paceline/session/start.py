@@ -20,7 +20,7 @@ from paceline.session.book import Book
 from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings, choose_device, everyone
 from paceline.session.line import Line
-from paceline.session.log import Log
+from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -40,7 +40,7 @@ def start(
     device: str | None = None,
     deadline: float = 120.0,
     trace: str = "last",
-    on_nan: str = "warn",
+    on_nan: OnNan = "warn",
     total_steps: int | None = None,
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.

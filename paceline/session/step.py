@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.data.loader import ShareLoader, Turn
 from paceline.parallel.batchnorm import is_synchronous
+from paceline.session.folder import PARTS
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot
 
@@ -40,11 +40,11 @@ class Turns:
         self.steps = 0
         self.samples = 0
         self.quiet = 0  # depth of no_sync
-        self.seconds: Counter[str] = Counter()  # of the whole run: data, exchange, wait, compute
+        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of the whole run: data, exchange, wait, compute
         self.models: list[nn.Module] = []
         self.frozen: list[Slot] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._step: Counter[str] = Counter()
+        self._step: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._asked = self._began = time.perf_counter()
         self._exposed = self._waited = 0.0
         self._announced = False
@@ -90,7 +90,7 @@ class Turns:
             self.samples += turn.global_batch
             self.scene.moment.step = self.scene.trace.step = self.steps
             self.backward.sync.commit()
-            seconds, self._step = dict(self._step), Counter()
+            seconds, self._step = self._step, dict.fromkeys(PARTS, 0.0)
             self.beat.step_ended(turn, seconds)
         self._asked = time.perf_counter()
 
@@ -163,8 +163,8 @@ class Turns:
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
 
     def _add(self, kind: str, seconds: float) -> None:
-        self._step[kind] += seconds  # type: ignore[assignment]
-        self.seconds[kind] += seconds  # type: ignore[assignment]
+        self._step[kind] += seconds
+        self.seconds[kind] += seconds
 
     def _touchable(self) -> Sequence[Tensor]:
         """Float buffers that a ghost's forward may change; those of synchronous BatchNorm are right on a ghost too."""

@@ -14,13 +14,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from paceline.comm.ordered import Agreement
 from paceline.session.folder import write_whole
 from paceline.trace import Span
+
+if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
+    from paceline.comm.ordered import Agreement
 
 KINDS: Final = ("step", "compute", "exchange", "wait", "data")  # the order of the rows; others come after
 _MEETINGS = 16  # that clocks are compared at

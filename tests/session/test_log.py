@@ -314,6 +314,7 @@ def test_drains_are_a_second_apart(seconds: float, ahead: int) -> None:
     for step in range(10):
         log.step(step, 1, SECONDS)
     clock.now += seconds
+    log.drain()
     assert log.steps_ahead() == ahead
 
 

@@ -1,0 +1,183 @@
+"""Whole jobs as a user types them: `python -m paceline run ...` on a script, and the check that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+SHARED = Path("/dev/shm")
+MARK = "PACELINE_TEST_MARK"
+OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
+FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
+
+# What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
+PRELUDE = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import paceline as pl
+
+rank = int(os.environ.get("RANK", 0))
+
+def parts(run, model=None, samples=64, batch=8, **options):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+    model = model or nn.Linear(4, 1)
+    return run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, batch_size=batch, **options))
+
+def step(run, model, optimizer, x, y):
+    loss = ((model(x) - y) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.log(loss=loss)
+"""
+
+
+class Ended(NamedTuple):
+    """How a job ended: exit code, what it wrote, and how long it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def last(self) -> str:
+        """The last line of the errors."""
+        return self.err.splitlines()[-1]
+
+    @property
+    def said(self) -> str:
+        """The line before it, without its rank: what the worker that is to blame said last."""
+        return self.err.splitlines()[-2].partition("] ")[2]
+
+
+class Job:
+    """A command under test, whose processes carry a mark that tells them from all others."""
+
+    def __init__(self, command: list[str], folder: Path, temporary: Path, **environ: str) -> None:
+        self.mark = uuid.uuid4().hex
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
+        own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark}
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=kept | own | environ
+        )
+
+    def end(self, seconds: float = 60) -> Ended:
+        """Wait for its end."""
+        out, err = self.process.communicate(timeout=seconds)
+        return Ended(self.process.returncode, out, err, time.monotonic() - self.began)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of its processes that live."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+        return found
+
+    def worker(self, rank: int) -> psutil.Process:
+        """The process of this rank (a child of the launcher)."""
+        return next(p for p in psutil.Process(self.process.pid).children() if p.environ().get("RANK") == str(rank))
+
+    def ports(self) -> set[int]:
+        """The ports on which its processes listen."""
+        pids = {process.pid for process in self.processes()}
+        found = psutil.net_connections("tcp")
+        return {entry.laddr.port for entry in found if entry.pid in pids and entry.status == psutil.CONN_LISTEN}
+
+
+class Jobs:
+    """Starts jobs in a folder of their own, and looks at what they leave."""
+
+    def __init__(self, folder: Path, temporary: Path) -> None:
+        self.folder, self.temporary = folder, temporary
+        self._before = shared_memory()
+        self._started: list[Job] = []
+
+    def write(self, body: str, name: str = "script.py") -> str:
+        """A script of these lines after the prelude."""
+        (self.folder / name).write_text(PRELUDE + body)
+        return name
+
+    def start(self, command: list[str], **environ: str) -> Job:
+        """Start any command."""
+        self._started.append(Job(command, self.folder, self.temporary, **environ))
+        return self._started[-1]
+
+    def run(self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
+        """`paceline run --workers N OPTIONS script.py ARGS`."""
+        script = self.write(body)
+        return self.start([sys.executable, "-m", "paceline", "run", "--workers", str(workers), *options, script, *args], **environ)
+
+    def left(self, seconds: float = 2.0) -> list[str]:
+        """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
+        end = time.monotonic() + seconds
+        while (found := self._left()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found
+
+    def _left(self) -> list[str]:
+        processes = [str(process) for job in self._started for process in job.processes()]
+        return [*processes, *sorted(shared_memory() - self._before), *map(str, self.temporary.iterdir())]
+
+    def kill(self) -> None:
+        """End what a failing test has left."""
+        for job in self._started:
+            if job.process.poll() is None:
+                job.process.kill()
+                job.process.communicate()
+            for process in job.processes():
+                process.kill()
+
+
+@contextmanager
+def jobs(folder: Path) -> Iterator[Jobs]:
+    """Jobs in `folder`, of which nothing may be left in the end."""
+    with tempfile.TemporaryDirectory(prefix="pl-") as temporary:  # a short name: sockets are made in it
+        found = Jobs(folder, Path(temporary))
+        try:
+            yield found
+            left = found.left()
+        finally:
+            found.kill()
+        assert not left, f"left behind: {left}"
+
+
+def shared_memory() -> set[str]:
+    """The files of shared memory that may be ours."""
+    return {name for name in os.listdir(SHARED) if name.startswith(OWN)} if SHARED.is_dir() else set()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Return once `condition()` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
