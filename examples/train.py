@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 with pl.start() as run:  # joins whatever started this process; started alone, it is one worker
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    for epoch in run.epochs(3):
+    for _ in run.epochs(3):
         for x, y in loader:  # my share of each global batch
             loss = F.cross_entropy(model(x), y)
             loss.backward()  # gradients leave while backward runs, and are final when it returns

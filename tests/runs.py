@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,9 @@ from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
-from paceline.session.groups import Surroundings
 from paceline.session.book import Book
 from paceline.session.folder import Folder
+from paceline.session.groups import Surroundings
 from paceline.session.log import Log
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
@@ -50,7 +51,7 @@ def workers(size: int, body: Callable[[Run], T], *, strategy: Strategy | None = 
     with tempfile.TemporaryDirectory() as folder:
 
         def work(group: Group) -> T:
-            say = (lambda text: said.append(text)) if said is not None and group.rank == 0 else (lambda text: None)
+            say: Callable[[str], None] = said.append if said is not None and group.rank == 0 else lambda text: None
             with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), folder, say) as run:
                 return body(run)
 
@@ -68,7 +69,8 @@ class Numbered(Dataset[Any]):
     def __init__(self, count: int = 40, width: int = 6, *, dtype: torch.dtype = torch.float64, classes: int = 0) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(count, width, generator=generator, dtype=torch.float64).to(dtype)
-        self.y = torch.randint(0, classes, (count,), generator=generator) if classes else torch.randn(count, 2, generator=generator, dtype=torch.float64).to(dtype)
+        targets = torch.randn(count, 2, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(0, classes, (count,), generator=generator) if classes else targets
 
     def __len__(self) -> int:
         return len(self.x)
@@ -98,6 +100,6 @@ def cut(*ratios: int) -> Callable[[int], tuple[int, ...]]:
 
     def shares(batch: int) -> tuple[int, ...]:
         edges = [batch * sum(ratios[:i]) // whole for i in range(len(ratios) + 1)]
-        return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(edges))
 
     return shares

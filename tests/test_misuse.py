@@ -62,11 +62,12 @@ class TestCommand:
             (["--sync", "AllReduce(", "script.py"], "AllReduce("),
         ],
     )
-    def test_is_one_line_and_2(self, job, options, words):
+    def test_is_one_message_and_2(self, job, options, words):
         job.write("raise SystemExit('a worker was started')")
         ended = job.start([sys.executable, "-m", "paceline", "run", *options]).end(10)
         assert ended.code == 2 and ended.out == ""
-        assert len(ended.err.splitlines()) == 1 and ended.err.startswith("paceline: ") and words in ended.err, ended.err
+        assert ended.err.startswith("paceline: ") and ended.err.count("paceline: ") == 1 and words in ended.err, ended.err
+        assert "Traceback" not in ended.err
         assert ended.seconds < 5
 
     def test_a_secret_that_others_can_read(self, job, tmp_path):

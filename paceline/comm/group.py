@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
 Op = Literal["sum", "mean", "min", "max", "product"]
 OPS: tuple[Op, ...] = ("sum", "mean", "min", "max", "product")
-T = TypeVar("T", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass
@@ -21,10 +22,10 @@ class Traffic:
     between: int = 0
 
 
-class Work(Protocol[T]):
+class Work(Protocol[T_co]):
     """An operation under way. Errors are ours and are raised once per waiter; dropping an unwaited Work keeps its buffers alive."""
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, timeout: float | None = None) -> T_co:
         """The result, when it is there; at most `timeout` seconds (None: the group's deadline)."""
         ...
 
@@ -137,5 +138,5 @@ def pieces(numel: int, size: int) -> list[tuple[int, int]]:
     """(start, stop) of each rank's piece of `numel` elements: contiguous, sizes differ by at most one, the first ones are larger."""
     base, extra = divmod(numel, size)
     starts = [r * base + min(r, extra) for r in range(size + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 

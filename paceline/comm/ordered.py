@@ -25,7 +25,7 @@ class Agreement:
         self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
-        """Every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came to something else.
+        """Every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
 
         `where` is not compared; it says in messages how this rank got here.
         """

@@ -72,7 +72,7 @@ def everyone(around: Surroundings) -> Group:
         return network(around, "flat", backend="nccl" if _own_devices(around) else "gloo")
     hosts = around.cluster.hosts
     if platform.machine() not in ORDERED_STORES:
-        around.say(f"on {platform.machine()} workers of one host exchange through the network stack, several times slower than shared memory")
+        around.say(f"on {platform.machine()} workers of one host exchange through the network stack, slower than shared memory by far")
         return network(around, "flat")
     if len(hosts) == 1:
         try:

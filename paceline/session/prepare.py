@@ -13,7 +13,7 @@ import msgpack
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -38,7 +38,7 @@ def kind(value: Any) -> str:
     if isinstance(value, nn.Module):
         return "model"
     if isinstance(value, LBFGS):
-        raise UsageError("LBFGS calls its closure with the loss of one worker's share and would step differently on each; use another optimizer")
+        raise UsageError("LBFGS judges its steps by the loss of one worker's share, which differs on each; use another optimizer")
     if isinstance(value, Optimizer):
         return "optimizer"
     if isinstance(value, ShareLoader):
@@ -81,10 +81,12 @@ def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> I
 def check_parameters(found: list[Slot]) -> None:
     """Raise `UsageError` for parameters that can't be replicated yet."""
     for slot in found:
-        if isinstance(slot.parameter, UninitializedTensorMixin):
+        if isinstance(slot.parameter, UninitializedParameter | UninitializedBuffer):
             raise UsageError(f"{slot.name} is not initialised yet (a lazy module): run one batch through the model before run.prepare")
         if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
-            raise UsageError(f"{slot.name} is a DTensor (fully_shard or tensor parallel); sharded parameters are not supported yet: give the plain model")
+            raise UsageError(
+                f"{slot.name} is a DTensor (fully_shard or tensor parallel): sharded parameters are not supported yet, give the plain model"
+            )
 
 
 def same_everywhere(agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], say: Callable[[str], None]) -> None:
@@ -108,8 +110,8 @@ def same_everywhere(agreement: Agreement, group: Group, tensors: list[tuple[str,
 
 
 def _same_layout(agreement: Agreement, layout: list[list[Any]]) -> None:
-    answers = [msgpack.unpackb(a) for a in agreement.meet("prepare", msgpack.packb([len(layout), hashlib.sha256(repr(layout).encode()).digest()]))]
-    if all(answer == answers[0] for answer in answers):
+    answers = agreement.meet("prepare", hashlib.sha256(repr(layout).encode()).digest())
+    if len(set(answers)) == 1:
         return
     layouts = [msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))]
     for rank, other in enumerate(layouts):
@@ -122,9 +124,8 @@ def _same_layout(agreement: Agreement, layout: list[list[Any]]) -> None:
         if len(other) != len(layouts[0]):
             longer = max(layouts[0], other, key=len)
             extra = longer[min(len(other), len(layouts[0]))][0]
-            raise UsageError(
-                f"workers prepare different models: rank 0 has {len(layouts[0])} tensors and rank {rank} {len(other)}, the first extra is {extra}"
-            )
+            counts = f"rank 0 has {len(layouts[0])} tensors and rank {rank} has {len(other)}"
+            raise UsageError(f"workers prepare different models: {counts}, the first extra one is {extra}")
 
 
 # ---- rebinding a user's own objects
@@ -135,7 +136,7 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
     current = thing.__dict__.get(name)
     if getattr(getattr(current, "__func__", current), MARK, False):
         return
-    scheduled = getattr(current, "_wrapped_by_lr_sched", False) or getattr(getattr(current, "__func__", None), "_wrapped_by_lr_sched", False)
+    scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in (current, getattr(current, "__func__", None)))
     method = wrap(_own(thing, name, current if not scheduled else None))
     setattr(method, MARK, True)
     method.__name__ = name

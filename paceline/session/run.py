@@ -243,7 +243,8 @@ class Run:
     def _plan(self, epochs: int) -> None:
         """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
         if self._total_steps is None:
-            lengths = [len(loader) for loader in self._loaders if loader.terms.train is not False and hasattr(loader.terms.loader.dataset, "__len__")]
+            training = [loader for loader in self._loaders if loader.terms.train is not False]
+            lengths = [len(loader) for loader in training if hasattr(loader.terms.loader.dataset, "__len__")]
             self._log.total_steps = lengths[0] * epochs if len(lengths) == 1 else None
 
     def event(self, what: str) -> None:
@@ -267,14 +268,14 @@ class Run:
             moment.silent = turns.quiet > 0 or (turn is not None and turn.train and not turn.last_micro)
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None where micro-batches are under way)."""
+        """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None before the last micro-batch)."""
         self._turns.ready("run.clip")
         if not self._turns.acting:
             return None
         return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
-        """Record numbers of this step (tensors of one element, or floats). Never waits; the mean over workers, weighted by samples, is shown and written."""
+        """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
         turn = self.turn
         training = turn is not None and turn.train
         if turn is None or not turn.ghost:
@@ -286,7 +287,7 @@ class Run:
             builtins.print(*values, **options)
 
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
-        """The mean of `x` over all workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
+        """The mean of `x` over workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
         weighs = float(self.weight if weight is None else weight)
         tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
         if not tensor.is_floating_point():

@@ -35,8 +35,8 @@ class Progress:
         turn = self._turns.turn
         inside = turn is not None and turn.train and turn.last_micro
         whole = turn.global_batch if turn is not None and inside else 0
-        passed = [loader for loader, epoch in zip(self._loaders, self._began_at, strict=False) if loader.epoch > epoch and loader.terms.training]
-        over = bool(passed) and turn is None
+        since = zip(self._loaders, self._began_at, strict=False)
+        over = turn is None and any(loader.epoch > epoch and loader.terms.training for loader, epoch in since)
         return {"epoch": self.epoch + over, "steps": self._turns.steps + inside, "samples": self._turns.samples + whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ class Exchange:
             self._late[number] = self._late[number].add_(value) if number in self._late else value
 
     def _take_sparse(self, number: int, grad: Tensor, scale: float) -> None:
-        value = grad * scale if scale else torch.sparse_coo_tensor(grad._indices()[:, :0], grad._values()[:0], grad.shape, check_invariants=False)
+        value = grad * scale if scale else _sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
         self._flags[number] |= SPARSE
         self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
 
@@ -259,14 +259,12 @@ class Exchange:
         parameter = self._slots[number].parameter
         mine = self._sparse.pop(number, None)
         if mine is None:
-            dims = parameter.shape[1:]
-            mine = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64, device=parameter.device), parameter.new_empty((0, *dims)), parameter.shape, check_invariants=False
-            )
+            nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            mine = _sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
         mine = mine.coalesce()
         indices = self._scene.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
         values = self._scene.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
-        return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), parameter.shape, check_invariants=False).coalesce()
+        return _sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
 
     # ---- the rest of the life of a strategy
 
@@ -304,6 +302,10 @@ class Exchange:
         """See `Sync.load_state_dict`."""
         if state:
             raise UsageError(f"this state belongs to another strategy than AllReduce: it has {', '.join(sorted(state))}")
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:

@@ -87,7 +87,7 @@ class Backward:
                 self._begin()
             self._arrived(tap, grad)
 
-        tap.handles = [tap.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+        tap.handles = [tap.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]
 
     def unwatch(self) -> None:
         """Take all hooks out."""

@@ -203,19 +203,29 @@ raise ValueError("boom")
         code, _, err = launch(script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(60)"), 2).end()
         assert code == 137 and "rank 0" in err.splitlines()[-1] and "was killed by SIGKILL" in err.splitlines()[-1]
 
-    def test_a_killed_worker_and_the_echo_of_another(self, script, launch):
+    def test_a_killed_worker_and_the_echo_of_another(self, script, launch, tmp_path):
+        """Rank 0 notices the death as fast as a broken connection would tell it, maybe before the launcher does."""
         body = (
             JOINED
             + """
+import pathlib, select
 if rank == 1:
+    pathlib.Path("new").write_text(str(os.getpid()))
+    os.rename("new", "pid")
+    time.sleep(0.2)
     os.kill(os.getpid(), 9)
-time.sleep(0.01)
+while not os.path.exists("pid"):
+    time.sleep(0.01)
+poll = select.poll()
+poll.register(os.pidfd_open(int(pathlib.Path("pid").read_text())), select.POLLIN)
+poll.poll(10000)
 raise RuntimeError("connection reset by peer")
 """
         )
         for _ in range(5):
             code, _, err = launch(script(body), 2).end()
             assert code == 137 and err.splitlines()[-1].startswith("paceline: rank 1 on"), err
+            (tmp_path / "pid").unlink()
 
     def test_workers_that_do_not_listen_are_killed(self, script, launch):
         body = """

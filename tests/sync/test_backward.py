@@ -42,7 +42,7 @@ def same(body: Body, *, size: int = 2, cuts: list[Any] = CUTS, bound: float = 1e
     wanted = alone(lambda run: body(run, None))
     assert torch.isfinite(wanted).all()
     for shares in cuts:
-        for found in workers(size, lambda run: body(run, shares), strategy=AllReduce(bucket_mb=bucket_mb)):
+        for found in workers(size, lambda run, shares=shares: body(run, shares), strategy=AllReduce(bucket_mb=bucket_mb)):
             assert distance(found, wanted) < bound
 
 
@@ -143,7 +143,7 @@ def test_accumulation_by_option(first: bool) -> None:
 
     wanted = alone(lambda run: loop(step)(run, None))
     for size, shares in [(1, None), (2, None), (2, cut(1, 7)), (3, None)]:
-        for found in workers(size, lambda run: loop(step, accumulate=4)(run, shares)):
+        for found in workers(size, lambda run, shares=shares: loop(step, accumulate=4)(run, shares)):
             assert distance(found, wanted) < 1e-12
 
 
@@ -284,7 +284,7 @@ def test_unused_everywhere_keeps_p_grad() -> None:
 def test_a_worker_without_any_gradient_joins_at_step() -> None:
     def body(run: Run) -> Tensor:
         model = seeded(net)
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(), shares=cut(4, 4) if run.size > 1 else None)
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
         for number, (x, y) in enumerate(loader):
             opt.zero_grad()
             out = model(x)
