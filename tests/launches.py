@@ -138,7 +138,8 @@ class Jobs:
 
     def _left(self) -> list[str]:
         processes = [str(process) for job in self._started for process in job.processes()]
-        return [*processes, *sorted(shared_memory() - self._before), *map(str, self.temporary.iterdir())]
+        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own cache
+        return [*processes, *sorted(shared_memory() - self._before), *files]
 
     def kill(self) -> None:
         """End what a failing test has left."""

@@ -18,6 +18,7 @@ FLOORS = [
     {"lab", "observe", "compat"},
     {"apps", "bench"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PROGRAMS = {"apps", "bench", "cli"}  # written as a user would: they may `import paceline` itself

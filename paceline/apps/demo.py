@@ -70,8 +70,8 @@ def demo(plan: Plan, launch: Launch, console: Console) -> int:
         outcomes.append(collect(Path(plan.folder) / name, title))
     console.print(table(outcomes))
     console.print("A sample of what it has learned to write:\n", style="bold")
-    console.print(Text(outcomes[-1].sample))
-    console.print(f"\nEverything about the run is in {plan.folder}/{runs[-1][1]}: paceline report {plan.folder}/{runs[-1][1]}")
+    console.print(Text(outcomes[-1].sample), soft_wrap=True)
+    console.print(f"\nWhere the time went: paceline report {plan.folder}/{runs[-1][1]}", soft_wrap=True)
     return 0
 
 
@@ -88,20 +88,21 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     """The outcomes side by side; speed-up and losses are compared with the first."""
     base = outcomes[0]
     whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
-    whole.add_column("")
+    whole.add_column("", no_wrap=True)
     for outcome in outcomes:
-        whole.add_column(outcome.title, justify="right")
+        whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
     rows: list[tuple[str, Callable[[Outcome], str]]] = [
         ("steps", lambda o: f"{len(o.losses)}"),
-        ("loss, train: first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
-        ("loss, train: last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
-        ("loss, validation: start", lambda o: f"{o.validation[0]:.3f}"),
-        ("loss, validation: end", lambda o: f"{o.validation[1]:.3f}"),
-        ("largest difference of a loss", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
+        ("train loss, first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
+        ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
+        ("validation loss, start", lambda o: f"{o.validation[0]:.3f}"),
+        ("validation loss, end", lambda o: f"{o.validation[1]:.3f}"),
+        ("largest difference, 20 steps", lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}"),
+        (f"largest difference, {len(base.losses)} steps", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
         ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"),
         *((f"step, {part}", lambda o, part=part: milliseconds(o, part)) for part in ("compute", "exchange", "wait", "data")),
-        ("sent in a step, within the host", lambda o: megabytes(o, "within")),
+        ("sent in a step, within hosts", lambda o: megabytes(o, "within")),
         ("sent in a step, between hosts", lambda o: megabytes(o, "between")),
     ]
     for label, cell in rows:

@@ -69,6 +69,7 @@ def main() -> None:
     if options.batch < 1 or options.steps < 2:
         raise UsageError(f"--batch {options.batch}, --steps {options.steps}: give a batch of 1 or more, and 2 steps or more")
 
+    torch.manual_seed(0)  # the same model on every worker
     with pl.start(folder=options.folder, trace="off") as run:
         batch = options.batch * run.size
         tokens = torch.randint(0, VOCAB, ((options.steps + WARM) * batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0))

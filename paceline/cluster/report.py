@@ -26,9 +26,14 @@ def closed(place: Place) -> None:
 
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
     """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
-    if issubclass(kind, (SystemExit, KeyboardInterrupt)):
+    if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
     _tell(place, {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST], "is_echo": issubclass(kind, ECHOES)})
+
+
+def leaves_well(error: BaseException | None) -> bool:
+    """Whether this is how a script ends early without a failure: `sys.exit()`, `sys.exit(0)`."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _tell(place: Place, record: dict[str, object]) -> None:

@@ -58,6 +58,11 @@ class Versioned:
         """The names of the parts, in the order they were added."""
         return tuple(self._parts)
 
+    @property
+    def parts(self) -> tuple[Stateful, ...]:
+        """The parts themselves, in the order they were added."""
+        return tuple(self._parts.values())
+
     def advance(self) -> int:
         """The state has changed as a whole; gives the new version."""
         self.version += 1

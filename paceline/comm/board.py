@@ -54,7 +54,7 @@ class Board:
         self._pidfds: dict[int, int] = {}
         self._views: dict[tuple[Any, ...], Tensor] = {}
         self._cells[self._mine + PID] = os.getpid()
-        _fine_timer()
+        fine_timer()
 
     @classmethod
     def from_store(cls, store: Any, rank: int, size: int, *, deadline: float, folder: str | None = None) -> Board:
@@ -292,7 +292,7 @@ class Board:
         return bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])
 
 
-def _fine_timer() -> None:
+def fine_timer() -> None:
     """Naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK; without it naps are longer, nothing else)."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from paceline.comm import lookout, wires
+from paceline.comm.lookout import Verdict
 from paceline.comm.waits import GRACE, Wait, describe, missing
-from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
     from torch._C._distributed_c10d import PrefixStore
@@ -267,16 +268,19 @@ class Fabric:
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
         """An operation has failed: find out who is gone, tell the others, and end everything. Gives the error to raise."""
         if self.broken is None:
-            ranks = self._lookout.blame(self._wires.severed())
+            ranks = self._wires.severed()
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
-            why = f" ({str(cause).splitlines()[0]})" if cause is not None else ""
-            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'} while rank {self.rank} is in {text}{why}", ranks))
+            why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
+            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.rank} in {text}", ranks))
         assert self.broken is not None
         return copy.copy(self.broken)
 
-    def end(self, error: PacelineError) -> PacelineError:
-        """End every operation under way, here and at the others, with `error`; the first one counts."""
+    def end(self, error: PacelineError, seconds: float = 1.0) -> PacelineError:
+        """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
         if self.broken is None:
+            if self.size > 1:
+                verdict = Verdict(type(error).__name__, str(error), getattr(error, "ranks", ()))
+                error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
             if self.size > 1:
                 self._wires.cut()
@@ -288,7 +292,7 @@ class Fabric:
             return
         self._closed = True
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
-            self.end(ViewChanged("this group has been closed"))
+            self._wires.cut()
             end = time.monotonic() + FAREWELL
             while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
                 time.sleep(0.001)
@@ -304,6 +308,12 @@ class Fabric:
         self._pending.clear()
         self.data = self.control = None
         self._wires.devices.clear()
+
+
+def _judged(verdict: Verdict) -> PacelineError:
+    if verdict.kind == "WorkerLost":
+        return WorkerLost(verdict.text, verdict.ranks)
+    return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
 
 
 def _park(parked: tuple[list[Awaited], Any, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, dtype
 
@@ -67,7 +67,11 @@ class Group(Protocol):
     rank: int  # mine, 0 <= rank < size
     size: int
     view: int  # number of the membership this group was made for
-    traffic: Traffic
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has sent."""
+        ...
 
     @property
     def waited(self) -> float:
@@ -131,6 +135,15 @@ class Group(Protocol):
 
     def abort(self) -> None:
         """End every pending Work with an error, at once and without the others."""
+        ...
+
+
+@runtime_checkable
+class Unchecked(Protocol):
+    """A group that can all-reduce what all ranks are known to agree on, without comparing it first: buckets, whose layout was agreed."""
+
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+        """As `Group.all_reduce`; a difference between ranks is not found."""
         ...
 
 

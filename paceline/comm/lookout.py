@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed import DistError
 
@@ -16,6 +16,14 @@ else:
     from torch.distributed import Store as TorchStore
 
 PERIOD = 0.3  # seconds between two looks at the others
+
+
+class Verdict(NamedTuple):
+    """Why a group has ended: the name of an error, its message, and the ranks that are gone."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
 
 
 class Lookout:
@@ -52,21 +60,21 @@ class Lookout:
             self.others = {}
             self._changed.notify_all()
 
-    def blame(self, ranks: tuple[int, ...], seconds: float = 1.0) -> tuple[int, ...]:
-        """The ranks that were the first to be found gone: by another, if one was faster, else `ranks`."""
-        answers: list[tuple[int, ...]] = []
+    def verdict(self, mine: Verdict, seconds: float = 1.0) -> Verdict:
+        """Why this group has ended: what the first rank said that found out, if `seconds` are enough to learn it; else `mine`."""
+        answers: list[Verdict] = []
 
         def ask() -> None:
             try:
-                found = json.loads(self._store.compare_set("gone", "", json.dumps(ranks)))
-                answers.append(tuple(found))
+                kind, text, ranks = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
             except DistError:
                 return  # the store is gone, too
+            answers.append(Verdict(kind, text, tuple(ranks)))
 
-        thread = threading.Thread(target=ask, name="paceline blame", daemon=True)
+        thread = threading.Thread(target=ask, name="paceline verdict", daemon=True)
         thread.start()
         thread.join(seconds)
-        return answers[0] if answers else ranks
+        return answers[0] if answers else mine
 
     def close(self) -> None:
         """End the thread, soon."""

@@ -295,7 +295,7 @@ class TorchGroup:
 
     def abort(self) -> None:
         """See `Group.abort`. The others' pending operations end, too."""
-        self._fabric.end(ViewChanged(f"this group has been aborted by rank {self.rank}"))
+        self._fabric.end(ViewChanged(f"this group has been aborted by rank {self.rank}"), seconds=0.2)
         if self._nccl is not None:
             self._nccl.abort()
 

@@ -80,6 +80,7 @@ def deal(
     local: Group | None = None,
     hooks: Watcher | None = None,
     say: Callable[[str], None] = lambda text: None,
+    move: Callable[[Any], Any] | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -87,7 +88,7 @@ def deal(
     weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each global batch, in training,
     into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
-    gives each rank its own samples). `say` is told, once each, what costs more than one would think.
+    gives each rank its own samples). `say` is told, once each, what costs more than one would think. `move` brings each batch to a device.
 
     Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
@@ -104,6 +105,7 @@ def deal(
         shard=shard,
         local=local,
         say=say,
+        move=move,
     )
     if isinstance(loader.dataset, IterableDataset):
         check_stream(terms)
@@ -157,6 +159,19 @@ class ShareLoader:
         self._open = True
         self.hooks.epoch_begins(self)
         return self._turns(self._round)
+
+    @property
+    def length(self) -> int | None:
+        """`len()`, None where it isn't known."""
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):  # what a sampler or a stream without a length raises
+            return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an epoch has begun that has not ended, nor been left by `break`."""
+        return self._open
 
     def reshare(self, shares: Shares | Sequence[float] | None) -> None:
         """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
@@ -224,7 +239,7 @@ class ShareLoader:
                 for turn, batch in self._parts(step):
                     self.turn = turn
                     self.hooks.turn_begins(self, turn)
-                    yield batch
+                    yield batch if self.terms.move is None else self.terms.move(batch)
                     if mine != self._round:
                         raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
                     self.hooks.turn_ends(self)

@@ -34,6 +34,7 @@ class Terms:
     shard: Sharding | None = None
     local: Group | None = None  # the workers of this host
     say: Callable[[str], None] = lambda text: None
+    move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
     training: bool = True  # as it is in the present epoch
     _said: set[str] = field(default_factory=set)
 

@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     """Write the summary and the trace. Collective."""
     agreement, cluster = scene.agreement, outcome.cluster
-    traffic = scene.group.traffic
+    traffic = scene.traffic
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([traffic.within, traffic.between]))]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, scene.trace.spans())

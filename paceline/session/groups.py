@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,13 +49,16 @@ class Surroundings:
 def choose_device(asked: str | None, local: int) -> torch.device:
     """The device of a worker: the one asked for, else a GPU of its own (or shared, when there are fewer), else the processor."""
     if asked is not None:
-        device = torch.device(asked)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError(f"device={asked!r} was asked for, but this machine has no CUDA device; leave device out, or say device='cpu'")
-        if device.type not in ("cpu", "cuda"):
+        if re.fullmatch(r"cpu|cuda(:\d+)?", str(asked)) is None:
             raise UsageError(f"device={asked!r} is not supported; possible are 'cpu' and 'cuda', 'cuda:0', ...")
+        device = torch.device(asked)
+        count = torch.cuda.device_count()
+        if device.type == "cuda" and not count:
+            raise UsageError(f"device={asked!r} was asked for, but this machine has no CUDA device; leave device out, or say device='cpu'")
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", local % torch.cuda.device_count())
+            device = torch.device("cuda", local % count)
+        if device.type == "cuda" and device.index >= count:
+            raise UsageError(f"device={asked!r} was asked for, but this machine has cuda:0 to cuda:{count - 1}; leave device out to share them")
     elif torch.cuda.is_available():
         device = torch.device("cuda", local % torch.cuda.device_count())
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -89,10 +88,13 @@ def check_parameters(found: list[Slot]) -> None:
             )
 
 
-def same_everywhere(agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], say: Callable[[str], None]) -> None:
-    """Compare names, shapes and dtypes with all workers, and give everybody the first worker's values, said if they differed."""
-    layout = [[name, list(x.shape), str(x.dtype)] for name, x in tensors]
-    _same_layout(agreement, layout)
+def same_everywhere(
+    agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], optimizers: list[Optimizer], say: Callable[[str], None]
+) -> None:
+    """Compare what is prepared with all workers, and give everybody the first worker's values, said if they differed."""
+    names = {id(x): name for name, x in tensors}
+    layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}" for name, x in tensors]
+    _same_layout(agreement, [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))])
     digest = hashlib.sha256()
     for _, x in tensors:
         digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data if x.numel() else b"")
@@ -109,30 +111,77 @@ def same_everywhere(agreement: Agreement, group: Group, tensors: list[tuple[str,
             group.broadcast(x.detach(), name=name).wait()
 
 
-def _same_layout(agreement: Agreement, layout: list[list[Any]]) -> None:
-    answers = agreement.meet("prepare", hashlib.sha256(repr(layout).encode()).digest())
-    if len(set(answers)) == 1:
+def _frozen(x: Tensor) -> str:
+    return ", frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
+
+
+def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+    """A line for each parameter group, which tells settings that would let replicas part."""
+    for number, group in enumerate(optimizer.param_groups):
+        plain = {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
+        settings = ", ".join(f"{key}={value!r}" for key, value in plain.items() if isinstance(value, int | float | str | bool | tuple))
+        members = hashlib.sha256("".join(names.get(id(p), "?") for p in group["params"]).encode()).hexdigest()[:8]
+        yield f"group {number} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} parameters {members})"
+
+
+def _same_layout(agreement: Agreement, layout: list[str]) -> None:
+    digests = agreement.meet("prepare", hashlib.sha256("\n".join(layout).encode()).digest())
+    if all(digest == digests[0] for digest in digests):
         return
     layouts = [msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))]
+    first = layouts[0]
     for rank, other in enumerate(layouts):
-        for mine, theirs in zip(layouts[0], other, strict=False):
+        for mine, theirs in zip(first, other, strict=False):
             if mine != theirs:
                 raise UsageError(
-                    f"workers prepare different models: rank 0 has {mine[0]} {mine[1]} {mine[2]} where rank {rank} has "
-                    f"{theirs[0]} {theirs[1]} {theirs[2]}; build the same model on every worker"
+                    f"workers prepare different things: rank 0 has {mine} where rank {rank} has {theirs}; "
+                    "build the same model and optimizer on every worker"
                 )
-        if len(other) != len(layouts[0]):
-            longer = max(layouts[0], other, key=len)
-            extra = longer[min(len(other), len(layouts[0]))][0]
-            counts = f"rank 0 has {len(layouts[0])} tensors and rank {rank} has {len(other)}"
-            raise UsageError(f"workers prepare different models: {counts}, the first extra one is {extra}")
+        if len(other) != len(first):
+            longer = max(first, other, key=len)
+            counts = f"rank 0 has {len(first)} tensors and parameter groups and rank {rank} has {len(other)}"
+            raise UsageError(f"workers prepare different things: {counts}, the first extra one is {longer[min(len(other), len(first))]}")
+
+
+def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:
+    """What was joined, in one line; `shares` are those of a usual batch."""
+    batch = ""
+    if shares is not None:
+        cut = f"{workers} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+        batch = f", global batch {sum(shares)}" + (f" = {cut}" if workers > 1 else "")
+    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, {strategy}{batch}"
 
 
 # ---- rebinding a user's own objects
 
 
-def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method `name` of one object by a bound method; a second time is harmless, and a deepcopy is bound to the copy."""
+class Follower:
+    """A forward hook that tells `turns`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self._turns = turns
+
+    def __call__(self, *_: Any) -> None:
+        if self._turns is not None:
+            self._turns.forward()
+
+    def follows(self, turns: Turns) -> bool:
+        """Whether it is `turns` that is told."""
+        return self._turns is turns
+
+    def __reduce__(self) -> tuple[type[Follower], tuple[()]]:
+        return Follower, ()
+
+
+def follow(model: nn.Module, turns: Turns) -> None:
+    """Tell `turns` before each forward, until the run ends; a second time is harmless."""
+    if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
+        turns.bound.append(model.register_forward_pre_hook(Follower(turns)).remove)
+
+
+def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], turns: Turns) -> None:
+    """Replace the method `name` of one object by a bound method until the run ends; a second time is harmless, and a deepcopy is bound
+    to the copy."""
     current = thing.__dict__.get(name)
     if getattr(getattr(current, "__func__", current), MARK, False):
         return
@@ -143,6 +192,15 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
     if isinstance(thing, Optimizer) and name == "step":
         method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers ask; we count for them
     setattr(thing, name, types.MethodType(method, thing))
+
+    def undo() -> None:
+        if getattr(thing.__dict__.get(name), "__func__", None) is method:
+            if current is None:
+                delattr(thing, name)
+            else:
+                setattr(thing, name, current)
+
+    turns.bound.append(undo)
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
@@ -161,47 +219,77 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
             closure = kwargs.get("closure", args[0] if args else None)
             if closure is None:
                 turns.ready("optimizer.step")
-                if not turns.acting:
-                    return None
+            if not turns.acting:
+                return None if closure is None else _called(closure)
             result = own(self, *args, **kwargs)
-            turns.backward.sync.stepped(self)
+            turns.stepped(self)
             return result
 
         return step
 
-    def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return own(self, *args, **kwargs) if turns.clearing else None
-
-        return zero_grad
-
-    rebind(optimizer, "step", stepping)
+    rebind(optimizer, "step", stepping, turns)
     if accumulate:
-        rebind(optimizer, "zero_grad", clearing)
+        bind_zero_grad(optimizer, turns)
 
 
-def bind_zero_grad(model: nn.Module, turns: Turns) -> None:
-    """With micro-batches, `model.zero_grad` acts as the optimizer's."""
+def _called(closure: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+def bind_zero_grad(thing: nn.Module | Optimizer, turns: Turns) -> None:
+    """With micro-batches, `zero_grad` of a model or an optimizer acts on the first, or after the last."""
 
     def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
             return own(self, *args, **kwargs) if turns.clearing else None
 
         return zero_grad
 
-    rebind(model, "zero_grad", clearing)
+    rebind(thing, "zero_grad", clearing, turns)
 
 
-def bind_acting(thing: Any, names: tuple[str, ...], turns: Turns) -> None:
-    """Let methods of a scheduler or scaler act only when the optimizer's step does."""
-    for name in names:
-        if not inspect.ismethod(getattr(thing, name, None)):
-            continue
+def bind_scheduler(scheduler: Any, turns: Turns) -> None:
+    """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers."""
 
-        def acting(own: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not turns.acting:
+                return None
+            if isinstance(self, ReduceLROnPlateau):
+                _same_metric(turns.scene.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
+            return own(self, *args, **kwargs)
+
+        return step
+
+    def stating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = own(self, *args, **kwargs)  # all that the object has, the methods set here included
+            return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
+
+        return state_dict
+
+    rebind(scheduler, "step", stepping, turns)
+    rebind(scheduler, "state_dict", stating, turns)
+
+
+def _same_metric(agreement: Agreement, metric: float) -> None:
+    found = [msgpack.unpackb(answer) for answer in agreement.meet("scheduler.step", msgpack.packb(metric))]
+    if len(set(map(repr, found))) > 1:
+        sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(found))
+        raise UsageError(f"scheduler.step got different metrics ({sides}), and learning rates would part; give it run.mean(metric)")
+
+
+def bind_scaler(scaler: Any, turns: Turns) -> None:
+    """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
+    for name in ("unscale_", "step", "update"):
+
+        def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if name != "update":
+                    turns.ready(f"scaler.{name}")
                 return own(self, *args, **kwargs) if turns.acting else None
 
             return act
 
-        rebind(thing, name, acting)
+        rebind(scaler, name, acting, turns)

@@ -6,13 +6,13 @@ import builtins
 import contextlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import msgpack
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -25,17 +25,18 @@ from paceline.data.loader import ShareLoader, Turn, deal
 from paceline.data.shares import Shares
 from paceline.data.terms import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.session import joint, state
 from paceline.session import prepare as preparing
-from paceline.session import state
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings
 from paceline.session.log import Log
+from paceline.session.moving import mover
 from paceline.session.state import Progress
 from paceline.session.step import Turns
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Strategy
+from paceline.sync.base import Scene, Slot, Strategy
 from paceline.wording import spell
 
 
@@ -60,6 +61,7 @@ class Run:
         self._models: list[tuple[str, nn.Module]] = []
         self._optimizers: list[Optimizer] = []
         self._loaders: list[ShareLoader] = []
+        self._slots: list[Slot] = []
         self._local: Group | None = None
         self._norms: Group | None = None
         self._progress = Progress(self._turns, self._loaders)
@@ -135,60 +137,72 @@ class Run:
         if batchnorm not in ("sync", "local"):
             raise UsageError(f"batchnorm={batchnorm!r} is unknown; possible are 'sync' and 'local'")
         kinds = [preparing.kind(value) for value in objects]
-        by_kind = {kind: [value for value, k in zip(objects, kinds, strict=True) if k == kind] for kind in kinds}
+        by_kind: dict[str, list[Any]] = defaultdict(list)
+        taken = {id(thing) for thing in self.state.parts}
+        for value, kind in zip(objects, kinds, strict=True):
+            if id(value) not in taken:  # prepared before: it is ready
+                taken.add(id(value))
+                by_kind[kind].append(value)
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        if by_kind.get("model") or by_kind.get("optimizer"):
-            self._replicate(by_kind.get("model", []), by_kind.get("optimizer", []), batchnorm, accumulate)
-        for scheduler in by_kind.get("scheduler", []):
-            preparing.bind_acting(scheduler, ("step",), self._turns)
-            self._add("scheduler", scheduler)
-        for scaler in by_kind.get("scaler", []):
-            preparing.bind_acting(scaler, ("step", "unscale_", "update"), self._turns)
-            self._add("scaler", scaler)
+        if by_kind["model"] or by_kind["optimizer"]:
+            self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
+        for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
+            for thing in by_kind[kind]:
+                bind(thing, self._turns)
+                self._add(kind, thing)
         ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
+        self._bind()
         self._introduce()
         return ready[0] if len(ready) == 1 else tuple(ready)
 
-    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str, accumulate: int) -> None:
-        scene, turns = self._scene, self._turns
+    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str) -> None:
+        scene = self._scene
         for model in models:
             if self.device.type == "cuda":
                 model.to(self.device)
             prefix = f"model{len(self._models)}." if self._models or len(models) > 1 else ""
             self._models.append((prefix, model))
             self._add("model", model)
-        found = list(preparing.slots(self._models, optimizers))
+        known = {id(slot.parameter) for slot in self._slots}
+        found = [slot for slot in preparing.slots(self._models, optimizers) if id(slot.parameter) not in known]
         preparing.check_parameters(found)
+        self._slots += found
         if self.size > 1:
             tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
-            tensors += [(name, buffer) for model in models for name, buffer in model.named_buffers()]
-            preparing.same_everywhere(self._agreement, self.group, tensors, scene.say)
+            tensors += [(p + name, buffer) for p, model in self._models if model in models for name, buffer in model.named_buffers()]
+            preparing.same_everywhere(self._agreement, self.group, tensors, optimizers, scene.say)
         if batchnorm == "sync" and self.size > 1 and any(isinstance(m, _BatchNorm) for model in models for m in model.modules()):
-            if self._norms is None:  # a group of its own: layers exchange while buckets are under way
-                self._norms = self.group.sub(range(self.size))
-            assert self._norms is not None
+            norms = self._norms_group()
             for model in models:
-                synchronise(model, self._norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
-        if self.size > 1 or accumulate > 1:
-            self._backward.watch([slot for slot in found if slot.parameter.requires_grad])
-            turns.frozen = [slot for slot in found if not slot.parameter.requires_grad]
-            for model in models:
-                model.register_forward_pre_hook(lambda *_: turns.thaw())
-                if accumulate > 1:
-                    preparing.bind_zero_grad(model, turns)
-            for optimizer in optimizers:
-                preparing.bind_optimizer(optimizer, turns, accumulate=accumulate > 1)
-        turns.models += models
-        self._optimizers += optimizers
+                synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
         for optimizer in optimizers:
+            if self.device.type == "cuda" and optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
             self._add("optimizer", optimizer)
+        self._turns.models += models
+        self._optimizers += optimizers
+
+    def _bind(self) -> None:
+        """Follow all that is prepared; again when there is more."""
+        turns = self._turns
+        accumulate = any(loader.terms.accumulate > 1 for loader in self._loaders)
+        for optimizer in self._optimizers:
+            preparing.bind_optimizer(optimizer, turns, accumulate=accumulate)
+        if self.size == 1 and not accumulate:
+            return
+        self._backward.watch([slot for slot in self._slots if slot.parameter.requires_grad])
+        turns.frozen = [slot for slot in self._slots if not slot.parameter.requires_grad]
+        for _, model in self._models:
+            preparing.follow(model, turns)
+            if accumulate:
+                preparing.bind_zero_grad(model, turns)
 
     def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
-        options = dict(options)
         if train is False:
-            options["accumulate"] = 1
+            options = {**options, "accumulate": 1}
         local = self._host_group() if options["readers"] == "host" else None
-        dealt = deal(loader, self._agreement, train=train, local=local, hooks=self._turns, say=self._scene.say, **options)
+        hooks, say, move = self._turns, self._scene.say, mover(self.device)
+        dealt = deal(loader, self._agreement, train=train, local=local, hooks=hooks, say=say, move=move, **options)
         self._loaders.append(dealt)
         self._add("loader", dealt)
         return dealt
@@ -196,26 +210,27 @@ class Run:
     def _introduce(self) -> None:
         """Say in one line what was joined, once there is a loader to tell the global batch."""
         loader = next((loader for loader in self._loaders if loader.terms.train is not False), None)
-        if self._introduced or loader is None:
-            return
-        self._introduced = True
-        batch = loader.terms.loader.batch_size
-        text = ""
-        if batch is not None:
-            shares = loader.terms.shares(batch)
-            text = f", global batch {batch}" + ("" if self.size == 1 else f" = {self.size} x {shares[0]}")
-            if len(set(shares)) > 1:
-                text = f", global batch {batch} = {' + '.join(map(str, shares))}"
-        hosts = len(self.cluster.hosts)
-        workers = f"{self.size} worker{'s' if self.size > 1 else ''}"
-        self._scene.say(f"{workers} on {hosts} host{'s' if hosts > 1 else ''}, {spell(self.strategy)}{text}")
+        if not self._introduced and loader is not None:
+            self._introduced = True
+            batch = loader.terms.loader.batch_size
+            shares = None if batch is None else loader.terms.shares(batch)
+            self._scene.say(preparing.introduction(self.size, len(self.cluster.hosts), spell(self.strategy), shares))
+
+    def _norms_group(self) -> Group:
+        """All workers, in a group of its own: layers exchange while buckets are under way."""
+        if self._norms is None:
+            self._norms = self.group.sub(range(self.size))
+            assert self._norms is not None
+            self._scene.sides.append(self._norms)
+        return self._norms
 
     def _host_group(self) -> Group:
         if self._local is None:
             for host in self.cluster.hosts:
                 group = self.group.sub(host.ranks)
                 self._local = group if group is not None else self._local
-        assert self._local is not None
+            assert self._local is not None
+            self._scene.sides.append(self._local)
         return self._local
 
     def _add(self, kind: str, thing: Stateful) -> None:
@@ -233,19 +248,21 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
         self._plan(count)
+        if not self._progress.enter():
+            return
         while self._progress.epoch < count:
             if self._stop_agreed():
                 return
             self._progress.begin()
             yield self._progress.epoch
-            self._progress.epoch += 1
+            self._progress.end()
 
     def _plan(self, epochs: int) -> None:
         """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
         if self._total_steps is None:
             training = [loader for loader in self._loaders if loader.terms.train is not False]
-            lengths = [len(loader) for loader in training if hasattr(loader.terms.loader.dataset, "__len__")]
-            self._log.total_steps = lengths[0] * epochs if len(lengths) == 1 else None
+            length = training[0].length if len(training) == 1 else None
+            self._log.total_steps = None if length is None else length * epochs
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""
@@ -257,15 +274,15 @@ class Run:
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        turns, moment = self._turns, self._scene.moment
+        turns = self._turns
         turns.quiet += 1
-        moment.silent = self._backward.silenced = True
+        self._backward.silenced = self._backward.owing = True
+        turns.settle()
         try:
             yield
         finally:
             turns.quiet -= 1
-            turn = self.turn
-            moment.silent = turns.quiet > 0 or (turn is not None and turn.train and not turn.last_micro)
+            turns.settle()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None before the last micro-batch)."""
@@ -276,10 +293,8 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
-        turn = self.turn
-        training = turn is not None and turn.train
-        if turn is None or not turn.ghost:
-            self._log.log(self.steps + training, values, self.weight)
+        if self.turn is None or not self.turn.ghost:
+            self._log.log(self.steps + (self._turns.led is not None), values, self.weight)
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the first worker alone."""
@@ -288,29 +303,11 @@ class Run:
 
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
         """The mean of `x` over workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
-        weighs = float(self.weight if weight is None else weight)
-        tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
-        if not tensor.is_floating_point():
-            tensor = tensor.to(torch.float64)
-        form = f"{tuple(tensor.shape)} {tensor.dtype}"
-        answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.mean", msgpack.packb([form, weighs]))]
-        if any(a[0] != answers[0][0] for a in answers):
-            raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {a[0]}" for rank, a in enumerate(answers)))
-        total = sum(a[1] for a in answers)
-        if total == 0:
-            raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
-        mine = tensor * (weighs / total) if weighs else torch.zeros_like(tensor)
-        mean = self.group.all_reduce(mine.contiguous(), name="run.mean").wait()
-        return mean if isinstance(x, Tensor) else float(mean)
+        return joint.mean(self._agreement, self.group, x, float(self.weight if weight is None else weight))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
-        turn = self.turn
-        rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
-        if turn is not None and turn.ghost:
-            rows = rows[:0]
-        self._agreement.meet("run.gather", where=f"step {self.steps}")
-        return torch.cat(self.group.all_gather(rows.contiguous(), name="run.gather").wait())
+        return joint.gather(self._agreement, self.group, x, ghost=self.turn is not None and self.turn.ghost)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""
@@ -332,7 +329,7 @@ class Run:
 
     def _stop_agreed(self) -> bool:
         if not self._stopping:
-            self._stopping = any(self._agreement.meet("run.epochs", b"s" if self._asked_to_stop else b""))
+            self._stopping = self._turns.over = any(self._agreement.meet("run.epochs", b"s" if self._asked_to_stop else b""))
         return self._stopping
 
     # ---- after each step
@@ -353,16 +350,17 @@ class Run:
             self.event(f"stopped: {reason}")
             self._scene.say(f"stopping: {reason}")
         if reason is not None or any(a[1] for a in answers):
-            self._stopping = True
+            self._stopping = self._turns.over = True
             for loader in self._loaders:
-                loader.finish()
+                if loader.terms.training:
+                    loader.finish()
 
     # ---- state
 
     def save(self, *, keep: int = 3) -> Path:
         """Write a checkpoint of everything prepared and kept, at the present step; the newest `keep` stay. Gives its folder. Collective."""
-        turn = self.turn
-        step = self.steps + (turn is not None and turn.train and turn.last_micro)
+        turn = self._turns.led
+        step = self.steps + (turn is not None and turn.last_micro)
         return state.save(self.state, self._randomness, self._agreement, self.folder.checkpoints, step=step, keep=keep)
 
     def resume(self, folder: str | Path | None = None) -> bool:
@@ -390,7 +388,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        if kind is None or report.leaves_well(error):
             self.close()
         else:
             self.fail(kind, error)
@@ -428,11 +426,15 @@ class Run:
 
     def _end(self, *, failed: bool) -> None:
         self._backward.unwatch()
-        if failed:
-            self.group.abort()
-        for group in (self._norms, self._local, self.group):
-            if group is not None:
-                group.close()
+        self._turns.release()
+        for _, model in self._models:
+            desynchronise(model)
+        groups = [*self._scene.sides, self.group]
+        for group in groups if failed else ():
+            group.abort()
+        self._backward.sync.detach()
+        for group in groups:
+            group.close()
         self._around.store.close()
         for ending in self._endings:
             ending()

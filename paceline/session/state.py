@@ -23,25 +23,41 @@ class Progress:
 
     def __init__(self, turns: Turns, loaders: list[ShareLoader]) -> None:
         self._turns, self._loaders = turns, loaders
-        self.epoch = 0
+        self.epoch = 0  # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
+        self.loop = 0
+        self._loops = 0  # begun in this process
         self._began_at: list[int] = []
 
+    def enter(self) -> bool:
+        """A loop over `Run.epochs` begins; False for one that was over at the checkpoint."""
+        self._loops += 1
+        if self._loops > self.loop:
+            self.loop, self.epoch = self._loops, 0
+        return self._loops == self.loop
+
     def begin(self) -> None:
-        """An epoch of `Run.epochs` begins."""
+        """An epoch begins."""
         self._began_at = [loader.epoch for loader in self._loaders]
+
+    def end(self) -> None:
+        """It is over."""
+        self.epoch += 1
+        self._began_at = []
 
     def state_dict(self) -> dict[str, Any]:
         """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
-        turn = self._turns.turn
-        inside = turn is not None and turn.train and turn.last_micro
+        turn = self._turns.led
+        inside = turn is not None and turn.last_micro
         whole = turn.global_batch if turn is not None and inside else 0
-        since = zip(self._loaders, self._began_at, strict=False)
-        over = turn is None and any(loader.epoch > epoch and loader.terms.training for loader, epoch in since)
-        return {"epoch": self.epoch + over, "steps": self._turns.steps + inside, "samples": self._turns.samples + whole}
+        training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
+        over = any(loader.epoch > began for loader, began in training) and not any(loader.under_way for loader, _ in training)
+        counts = {"steps": self._turns.steps + inside, "samples": self._turns.samples + whole}
+        return {"loop": self.loop, "epoch": self.epoch + over, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where `state_dict` was called."""
-        self.epoch, self._turns.samples = state["epoch"], state["samples"]
+        self.loop, self.epoch, self._turns.samples = state["loop"], state["epoch"], state["samples"]
+        self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
         self._turns.place(state["steps"])
 
 
@@ -78,7 +94,7 @@ def resume(
     state.restore(snapshots[0])
     if group.rank in head[1]:
         Versioned(randomness=own).restore(snapshots[1 + head[1].index(group.rank)])
-    else:
+    if group.size > len(head[1]):
         say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
     return Path(head[0])
 

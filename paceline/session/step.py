@@ -4,20 +4,29 @@
       backward      (sync/backward.py) exchanges; p.grad is final when it returns
       step          joins the exchange if backward touched nothing here, then the user's own step
     turn ends       joins, restores what a ghost has touched, counts the step, hands the records over about once a second
+
+Several loaders may be under way at once. The training loader whose turn began while no other trained leads: its turns are the steps.
+
+    train  |--- turn 0 ----------------|--- turn 1 ---      for x in train:
+    test         |--|--|--|                                     for v in test: ...        evaluation inside a turn
+    other      |-----------------------|--------------          u = next(others)          a second training loader
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import ShareLoader, Turn
+from paceline.errors import UsageError
 from paceline.parallel.batchnorm import is_synchronous
-from paceline.session.folder import PARTS
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot
 
@@ -30,85 +39,165 @@ class Beat(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Course:
+    """One loader on its way: its open turn, and when that and the epoch began (counted in calls)."""
+
+    loader: ShareLoader
+    epoch_at: int = 0
+    turn_at: int = 0
+    turn: Turn | None = None
+    kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = field(default_factory=list)  # buffers before a ghost's turn
+    outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
+
+
 class Turns:
     """Follows the loaders of a run (their `Watcher`) and keeps the `Moment` of the scene."""
 
     def __init__(self, scene: Scene, backward: Backward, beat: Beat) -> None:
         self.scene, self.backward, self.beat = scene, backward, beat
-        self.turn: Turn | None = None
-        self.loader: ShareLoader | None = None
         self.steps = 0
         self.samples = 0
         self.quiet = 0  # depth of no_sync
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of the whole run: data, exchange, wait, compute
+        self.over = False  # all have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
         self.frozen: list[Slot] = []
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._step: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
+        self._courses: dict[int, Course] = {}  # by id of the loader
+        self._open: list[Course] = []  # those with a turn, in the order in which the turns began
+        self._leader: Course | None = None
+        self._calls = 0
+        self._step: defaultdict[str, float] = defaultdict(float)
         self._asked = self._began = time.perf_counter()
         self._exposed = self._waited = 0.0
         self._announced = False
+        backward.begins = self._weigh
+
+    # ---- where we are
+
+    @property
+    def turn(self) -> Turn | None:
+        """The innermost turn under way. One that was left by `break` counts only where no other is."""
+        return _inner(self._open)
+
+    @property
+    def training(self) -> Turn | None:
+        """The turn that backward passes and optimizers belong to: the innermost training one, else the innermost."""
+        if len(self._open) < 2:
+            return _inner(self._open)
+        return _inner([course for course in self._open if course.turn is not None and course.turn.train]) or _inner(self._open)
+
+    @property
+    def led(self) -> Turn | None:
+        """The turn of the leading training loader: the step under way."""
+        return None if self._leader is None else self._leader.turn
+
+    def settle(self) -> None:
+        """Set the moment by the turn that trains."""
+        turn, moment = self.training, self.scene.moment
+        if turn is None:
+            moment.scale, moment.ghost, moment.silent = 1.0 / self.scene.group.size, False, self.quiet > 0
+        else:
+            moment.scale, moment.ghost, moment.silent = turn.scale, turn.ghost, self.quiet > 0 or (turn.train and not turn.last_micro)
 
     # ---- the loader's calls
 
     def epoch_begins(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
+        self._calls += 1
+        course = self._courses.setdefault(id(loader), Course(loader))
+        course.epoch_at = self._calls
+        if loader.terms.training:
+            for other in [o for o in self._open if o.loader.terms.training and not o.loader.under_way]:
+                self.turn_ends(other.loader)  # it was left by `break`
+            if self._leader is not None and not self._leader.loader.under_way:
+                self._leader = None
+            if self.over:
+                loader.finish()
         self._asked = time.perf_counter()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
         """See `Watcher`."""
         now = time.perf_counter()
-        self.turn, self.loader = turn, loader
-        self._begin_clock(now)
-        if not turn.train:
-            return
-        moment = self.scene.moment
-        moment.scale, moment.ghost = turn.scale, turn.ghost
-        moment.silent = not turn.last_micro or self.quiet > 0
-        self.backward.ran = False
-        if turn.micro == 0:
-            self.backward.turn()
-            self.thaw()
-        if turn.ghost:
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._touchable()]
+        self._calls += 1
+        course = self._courses[id(loader)]
+        course.turn, course.turn_at = turn, self._calls
+        if turn.train:
+            if self._leader is None:
+                self._leader = course
+            if turn.micro == 0:
+                course.outer = self.backward.passes, self.backward.silenced
+                self.backward.turn()
+                self.thaw()
+            elif turn.last_micro and not self.quiet:
+                self.backward.silenced = False  # this one is exchanged by all
+            self.backward.ran = False
+            if turn.ghost:
+                course.kept = self._buffers()
+        self._open.append(course)
+        self.settle()
+        if course is self._leader:
+            self._begin_clock(now)
 
     def turn_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
-        turn = self.turn
+        course = self._courses[id(loader)]
+        turn, course.turn = course.turn, None
         if turn is None:
             return
+        inner, leads = self._open[-1] is course, course is self._leader
         if turn.train:
-            for buffer, kept in self._buffers:
-                buffer.detach().copy_(kept)
-            self._buffers = []
-            if turn.last_micro:
+            _put_back(course.kept)
+            course.kept = []
+            if turn.last_micro and (inner or leads):
                 self.backward.join("the next batch")
-        self._stop_clock()
-        self.turn = None
-        if turn.train and turn.last_micro:
-            self.steps += 1
-            self.samples += turn.global_batch
-            self.scene.moment.step = self.scene.trace.step = self.steps
-            self.backward.sync.commit()
-            seconds, self._step = self._step, dict.fromkeys(PARTS, 0.0)
-            self.beat.step_ended(turn, seconds)
-        self._asked = time.perf_counter()
+                if inner and len(self._open) > 1:
+                    self.backward.passes, self.backward.silenced = course.outer
+        self._open.remove(course)
+        self.settle()
+        if leads:
+            self._stop_clock()
+            if turn.last_micro:
+                self._count(turn)
+            self._asked = time.perf_counter()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
-        self.scene.moment.silent = self.quiet > 0
-        self.scene.moment.ghost = False
-        self.scene.moment.scale = 1.0 / self.scene.group.size
+        if self._leader is self._courses[id(loader)]:
+            self._leader = None
 
-    # ---- an optimizer's calls
+    def _count(self, turn: Turn) -> None:
+        self.steps += 1
+        self.samples += turn.global_batch
+        self.scene.moment.step = self.scene.trace.step = self.steps
+        self.backward.sync.commit()
+        seconds, self._step = dict(self._step), defaultdict(float)
+        self.beat.step_ended(turn, seconds)
+
+    # ---- a backward, and an optimizer's calls
+
+    def _weigh(self) -> None:
+        """A backward begins: it has one weight, so where training loaders are under way side by side, both must give the same."""
+        self.settle()
+        if len(self._open) < 2:
+            return
+        side = [course for course in self._open if course.loader.terms.training and course.loader.under_way]
+        for one, other in itertools.combinations(side, 2):
+            beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
+            if beside and _parts(one) != _parts(other):
+                raise UsageError(
+                    f"two training loaders are under way at once, and deal their batches differently: {_parts(one)} and {_parts(other)} "
+                    "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
+                    "of workers, with drop_last=True, or finish one loop before the other"
+                )
 
     @property
     def acting(self) -> bool:
         """Whether step, scheduler.step and the like act: not within the micro-batches before the last, nor for a batch without weight."""
-        turn = self.turn
+        turn = self.training
         if turn is None or not turn.train:
             return True
-        if turn.total == 0 and self.backward.scene.group.size >= 1:
+        if turn.total == 0:
             if not self._announced:
                 self._announced = True
                 self.scene.say(f"all weights of step {self.steps} are zero: no update is made for such a batch")
@@ -118,15 +207,32 @@ class Turns:
     @property
     def clearing(self) -> bool:
         """Whether zero_grad acts: before backward on the first micro-batch, after backward on the last."""
-        turn = self.turn
+        turn = self.training
         if turn is None or not turn.train:
             return True
         return turn.last_micro if self.backward.ran else turn.micro == 0
 
     def ready(self, where: str) -> None:
-        """Gradients are about to be used: take part in the exchange if backward has touched nothing here."""
-        if self.turn is None or self.turn.train:
-            self.backward.join(where)
+        """Gradients are about to be used: exchange what has not been, and take part if backward has touched nothing here."""
+        turn = self.training
+        if turn is not None and turn.train and not turn.last_micro:
+            return
+        if self.quiet:
+            raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange, and replicas would part; call it outside")
+        if turn is None or turn.train:
+            self.backward.join(where, due=True)
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
+        self.backward.sync.stepped(optimizer)
+        if not self._open:
+            self.backward.turn()
+
+    def forward(self, *_: Any) -> None:
+        """A model is about to be run."""
+        self.thaw()
+        if len(self._open) > 1:
+            self.settle()  # an inner loop may have been left by `break` since
 
     def thaw(self) -> None:
         """Take parameters in that were frozen at prepare and are not any more."""
@@ -138,41 +244,62 @@ class Turns:
         """Stand at this step (after a resume)."""
         self.steps = self.scene.moment.step = self.scene.trace.step = steps
 
+    def release(self) -> None:
+        """Give the user's objects their own methods back."""
+        while self.bound:
+            self.bound.pop()()
+
     def finish(self) -> None:
-        """The run ends: close the turn that a `break` left open."""
-        if self.turn is not None and self.loader is not None:
-            self.turn_ends(self.loader)
+        """The run ends: close the turns that a `break` left open."""
+        for course in list(self._open):
+            self.turn_ends(course.loader)
 
     # ---- clocks
 
     def _begin_clock(self, now: float) -> None:
-        data = now - self._asked
-        self._add("data", data)
+        self._step["data"] += now - self._asked
         self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
-        self._exposed, self._waited = self.backward.seconds, self.scene.group.waited
+        self._exposed, self._waited = self.backward.seconds, self.scene.waited
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
         whole = now - self._began
-        waited = min(self.scene.group.waited - self._waited, whole)
+        waited = min(self.scene.waited - self._waited, whole)
         exchange = min(max(self.backward.seconds - self._exposed - waited, 0.0), whole - waited)
-        self._add("wait", waited)
-        self._add("exchange", exchange)
-        self._add("compute", whole - waited - exchange)
+        self._step["wait"] += waited
+        self._step["exchange"] += exchange
+        self._step["compute"] += whole - waited - exchange
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
 
-    def _add(self, kind: str, seconds: float) -> None:
-        self._step[kind] += seconds
-        self.seconds[kind] += seconds
-
-    def _touchable(self) -> Sequence[Tensor]:
-        """Float buffers that a ghost's forward may change; those of synchronous BatchNorm are right on a ghost too."""
+    def _buffers(self) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
+        """What a ghost's forward may change or replace; the buffers of synchronous BatchNorm are right on a ghost too."""
         found = []
         for model in self.models:
             for module in model.modules():
                 if not is_synchronous(module):
-                    found += [b for b in module.buffers(recurse=False) if b.is_floating_point() or b.dtype == torch.int64]
+                    found += [(module, name, b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()]
         return found
 
 
+def _put_back(kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:
+    for module, name, buffer, values in kept:
+        if buffer is not None and values is not None:
+            with torch.no_grad():
+                buffer.detach().copy_(values)
+        module._buffers[name] = buffer
+
+
+def _inner(courses: list[Course]) -> Turn | None:
+    if len(courses) < 2:
+        return courses[0].turn if courses else None
+    return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
+
+
+def _parts(course: Course) -> tuple[float, ...]:
+    """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
+    turn, terms = course.turn, course.loader.terms
+    assert turn is not None
+    if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
+        return (turn.scale,)
+    return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))

@@ -11,6 +11,7 @@ own, so every rank exchanges the same buckets in the same order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.comm.group import Work
-from paceline.errors import UsageError
+from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
 from paceline.sync.reducers import Reducer, reducer
 from paceline.wording import spell
@@ -223,14 +224,16 @@ class Exchange:
         """Agree with all workers on what was used, and on the layout the first time."""
         whole = bytes(self._flags)
         first = not self._buckets
-        body = b"" if whole == self._full and not first else msgpack.packb([whole, self._order if first else None])
+        body = b"" if whole == self._full and not first else msgpack.packb([whole, *([self._order, self._layout()] if first else [None, None])])
         answers = self._scene.agreement.meet("backward", body, where="" if where == "backward" else where)
         if not first and not any(answers):
             return list(whole)
         union = bytearray(len(whole))
         order: list[int] | None = None
-        for answer in answers:
-            flags, theirs = msgpack.unpackb(answer) if answer else (self._full, None)
+        parts = [msgpack.unpackb(answer) if answer else (self._full, None, None) for answer in answers]
+        if any(layout != parts[0][2] for _, _, layout in parts):
+            self._tell_apart()
+        for flags, theirs, _ in parts:
             for number, flag in enumerate(flags):
                 union[number] |= flag
             if order is None and theirs:
@@ -248,6 +251,20 @@ class Exchange:
                 union[number] |= LATE if union[number] & USED and union[number] & SPARSE else 0
             self._held.clear()
         return list(union)
+
+    def _layout(self) -> bytes:
+        return hashlib.sha256("\n".join(slot.name for slot in self._slots).encode()).digest()
+
+    def _tell_apart(self) -> None:
+        """Raise what the workers have to exchange, which is not the same."""
+        names = [slot.name for slot in self._slots]
+        found = [msgpack.unpackb(answer) for answer in self._scene.agreement.meet("parameters", msgpack.packb(names))]
+        for rank, theirs in enumerate(found):
+            odd = sorted({*theirs} ^ {*found[0]})
+            if odd:
+                has, lacks = (rank, 0) if odd[0] in theirs else (0, rank)
+                raise Mismatch(f"workers train different parameters: {odd[0]} is trained on rank {has} and frozen on rank {lacks}")
+        raise Mismatch("workers unfroze the same parameters in different orders; unfreeze them in the same order on all")
 
     def _sum_late(self, number: int) -> Tensor:
         late = self._late.pop(number, None)

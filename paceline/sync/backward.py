@@ -48,6 +48,8 @@ class Backward:
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
+        self.owing = False  # a silent pass was made or asked for since the last exchange
+        self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self._by_id: dict[int, Tap] = {}
@@ -100,6 +102,7 @@ class Backward:
     # ---- while backward runs
 
     def _begin(self) -> None:
+        self.begins()
         moment = self.scene.moment
         self._open = self.ran = True
         self._silent = moment.silent
@@ -191,6 +194,7 @@ class Backward:
             tap.parameter.grad = tap.given = mean
         self._reset()
         self.passes += 1
+        self.owing = False
         ended = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.scene.trace.record(where, "exchange", started, ended)
@@ -202,7 +206,7 @@ class Backward:
                 shown = tap.carry if tap.prior is None else _add(tap.carry.clone(), tap.prior)
                 tap.parameter.grad = tap.shown = shown
                 tap.version = shown._version
-        self.silenced = True
+        self.silenced = self.owing = True
         self._reset()
 
     def _reset(self) -> None:
@@ -223,20 +227,24 @@ class Backward:
 
     # ---- between passes
 
-    def join(self, where: str) -> None:
-        """A turn in which backward reached no parameter here: take part in what the others exchange, with zeros."""
+    def join(self, where: str, *, due: bool = False) -> None:
+        """A turn in which backward reached no parameter here: take part in what the others exchange, with zeros.
+
+        With `due` gradients are about to be used, and what silent passes have left is exchanged too.
+        """
         if self._open:
             self._forget()
             raise UsageError(
                 f"a backward of step {self.scene.moment.step} ended with an error that was caught, so its gradients were never exchanged; "
                 "let the error end the run, or skip the batch before backward on every worker"
             )
-        if self.passes or self.silenced or not self.taps or self.scene.group.size == 1:
-            return
-        self._close(where)
+        expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
+        if expected and self.taps and (self.owing or self.scene.group.size > 1):
+            self._silent = False
+            self._close(where)
 
     def turn(self) -> None:
-        """A new turn of the loader begins."""
+        """A new turn begins."""
         self.passes = 0
         self.silenced = False
 

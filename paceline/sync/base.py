@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Traffic
 from paceline.comm.ordered import Agreement
 from paceline.trace import Trace
 
@@ -48,6 +48,18 @@ class Scene:
     hosts: tuple[int, ...] = ()  # the host of each rank
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
+    sides: list[Group] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for workers that came later."""
+        return self.group.waited + sum(group.waited for group in self.sides)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker has sent in all groups."""
+        found = [group.traffic for group in (self.group, *self.sides)]
+        return Traffic(sum(t.within for t in found), sum(t.between for t in found))
 
 
 class Sync(Protocol):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.collectives import Lane
-from paceline.comm.group import Group, Work
+from paceline.comm.group import Group, Unchecked, Work
 from paceline.comm.schedule import SCHEDULES, Schedule, build
-from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.sync.base import Scene
 from paceline.wording import choices
@@ -59,7 +58,7 @@ class Native:
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
         """See `Reducer.all_reduce`."""
-        if isinstance(self._group, TorchGroup):
+        if isinstance(self._group, Unchecked):
             return self._group.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
 
@@ -92,7 +91,9 @@ def _auto(scene: Scene) -> Reducer:
 def _native(scene: Scene) -> Reducer:
     if scene.native is None or scene.group.size == 1:
         return _auto(scene)
-    return Native(scene.native(), scene.say, owned=True)
+    group = scene.native()
+    scene.sides.append(group)
+    return Native(group, scene.say, owned=True)
 
 
 def _by(name: str) -> Callable[[Scene], Reducer]:

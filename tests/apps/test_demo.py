@@ -62,10 +62,10 @@ def test_runs_and_table(tmp_path: Path) -> None:
     }
     assert rows["steps"] == ["20", "20", "30"]
     assert rows["speed-up"] == ["1.00x", "1.00x", "2.00x"]
-    assert rows["largest difference of a loss"] == ["", "0.0e+00", "1.0e-06"]
-    assert rows["loss, validation: end"] == ["2.250"] * 3
+    assert rows["largest difference, 20 steps"] == rows["largest difference, 20 steps"] == ["", "0.0e+00", "1.0e-06"]
+    assert rows["validation loss, end"] == ["2.250"] * 3
     assert rows["step, exchange"] == ["1.0 ms", "1.0 ms", "2.0 ms"]
-    assert rows["sent in a step, within the host"] == ["0.00 MB", "0.00 MB", "3.47 MB"]
+    assert rows["sent in a step, within hosts"] == ["0.00 MB", "0.00 MB", "3.47 MB"]
     assert "def [bold]tools(self):" in said and "paceline report" in said
 
 

@@ -62,6 +62,8 @@ class Crew:
             for rank, process in enumerate(self.processes):
                 process.join(max(0.1, end - time.monotonic()))
                 assert not process.is_alive(), f"rank {rank} has not ended within {seconds} s"
+                if process.exitcode not in (0, -signal.SIGKILL):
+                    found.append(("failed", f"rank {rank} has ended with {process.exitcode}: {found[rank]}"))
         finally:
             for process in self.processes:
                 process.kill()

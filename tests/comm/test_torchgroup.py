@@ -28,7 +28,7 @@ def mine(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (values if dtype.is_floating_point else values.abs()).to(dtype)
 
 
-def _reductions(group: TorchGroup) -> list[torch.Tensor]:
+def _reductions(group: TorchGroup) -> list[bytes]:
     results = []
     for dtype in DTYPES:
         for op in ("sum", "mean", "min", "max", "product"):
@@ -43,15 +43,14 @@ def _reductions(group: TorchGroup) -> list[torch.Tensor]:
                 assert result.dtype == dtype and result.shape == x.shape and torch.equal(x, mine(group.rank, shape, dtype))
                 torch.testing.assert_close(result, wanted)
                 assert group.all_reduce(x, op=op, out=x).wait() is x and torch.equal(x, result)  # type: ignore[arg-type]
-                results.append(result)
+                results.append(result.view(-1).view(torch.uint8).numpy().tobytes())
     return results
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_reductions_of_every_dtype_are_bit_equal(size: int) -> None:
     first, *others = run(size, _reductions)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    assert len(first) > 60 and all(other == first for other in others)
 
 
 def _collectives(group: TorchGroup) -> None:
@@ -162,7 +161,7 @@ def test_a_mismatch_is_raised_on_every_rank_with_both_sides_named() -> None:
     named = [["[3]", "[50000]", "'w'"], ["float32", "float64"], ["sum", "max"], ["barrier", "all_gather"], ["root 0", "root 1"]]
     for message, words in zip(results[0][:-1], named, strict=True):
         assert "rank 0 at" in message and "ranks 1, 2 at" in message and all(word in message for word in words)
-    assert "rank 1 sends 2 x float32 to rank 0" in results[0][-1]
+    assert "rank 0 sends 2 x float32 to rank 1, which expects nothing" in results[0][-1]
 
 
 def _bad_arguments(group: TorchGroup) -> None:
@@ -273,8 +272,10 @@ def test_a_stopped_peer_is_named_at_the_deadline() -> None:
         crew.heard(rank, "ready")
     crew.kill(1, signal.SIGSTOP)
     for rank in (0, 2):
-        kind, (message, missing) = crew.pipes[rank].recv() if crew.pipes[rank].poll(20) else ("nothing", ("", ()))
-        assert kind == "ended" and missing == (1,) and "all_reduce" in message
+        assert crew.pipes[rank].poll(20)
+        kind, found = crew.pipes[rank].recv()
+        assert kind == "ended", found
+        assert found[1] == (1,) and "all_reduce" in found[0]
     crew.kill(1)
     for process in crew.processes:
         process.join(10)
@@ -330,14 +331,16 @@ def _aborted(group: TorchGroup) -> str:
 
 
 def test_abort_ends_pending_operations_everywhere() -> None:
-    assert run(3, _aborted) == [ViewChanged.__name__, WorkerLost.__name__, WorkerLost.__name__]
+    assert run(3, _aborted) == [ViewChanged.__name__] * 3
 
 
 def _again(group: TorchGroup) -> None:
     if group.rank == 1:
+        group.agree(b"")
         time.sleep(0.5)
     work = group.all_reduce_agreed(torch.ones(100_000))
     if group.rank == 0:
+        group.agree(b"")
         with pytest.raises(DeadlineExceeded):
             work.wait(0.05)
     assert work.wait()[0].item() == 2

@@ -1,0 +1,256 @@
+"""The group over several hosts: one copy per host crosses the network, whichever way ranks are dealt over hosts.
+
+    host 0   ranks 0 2   sum ─┐ leader 0 ──┐               chunk   0    1    2    3
+    host 1   ranks 1 3   sum ─┘ leader 1 ──┴─ all-reduce   inside  ██   ██   ██   ██
+                                                           between   ████ ████ ████ ████
+    and each leader hands the result out on its host       out             █    █    █    █
+
+Tensors are cut into chunks that follow each other through the three stages, so that the network, which is the slowest, never waits.
+A thread of each rank does it: `all_reduce` returns at once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import fingerprint, reduction
+from paceline.comm.board import fine_timer
+from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
+
+CHUNK = 256 << 10  # elements that go through the stages together
+AHEAD = 4  # chunks that are on the network at once
+TICK = 0.1  # seconds after which a wait looks up
+
+
+class _Job:
+    """Something the thread does in its turn, and its Work."""
+
+    def __init__(self, act: Callable[[], Any], what: str, deadline: float) -> None:
+        self.act, self.what, self.deadline = act, what, deadline
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it; an error is kept for whoever waits."""
+        try:
+            self._result = self.act()
+        except (PacelineError, RuntimeError, ValueError, TypeError) as error:
+            self._error = error
+        self._ended.set()
+
+    def void(self, error: BaseException) -> None:
+        """It will not be done."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        limit = time.monotonic() + (self.deadline if timeout is None else timeout)
+        while not self._ended.wait(TICK):
+            if time.monotonic() > limit:
+                raise DeadlineExceeded(f"{self.what} has not ended within {self.deadline if timeout is None else timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error if self._ended.is_set() else None
+
+
+class HostsGroup:
+    """The workers of several hosts (a `Group`).
+
+    `inner`: those of my host; `outer`: the first of each host, None on the others; `flat`: all of them, for everything but all-reduce.
+    `hosts`: the host of each rank. Takes charge of all three groups.
+    """
+
+    def __init__(self, inner: Group, outer: Group | None, flat: Group, hosts: Sequence[int], *, deadline: float = 120.0) -> None:
+        self.rank, self.size, self.view = flat.rank, flat.size, flat.view
+        self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
+        if len(self.hosts) != self.size:
+            raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
+        self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending: deque[_Job] = deque()
+        self._broken: BaseException | None = None
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._work, name="paceline hosts", daemon=True)
+        self._thread.start()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent through all three groups."""
+        groups = [group for group in (self.inner, self.outer, self.flat) if group is not None]
+        return Traffic(sum(group.traffic.within for group in groups), sum(group.traffic.between for group in groups))
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for ranks that came later, to an agreement or a compared call."""
+        return self.flat.waited
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        fine_timer()
+        while (job := self._jobs.get()) is not None:
+            if self._broken is not None:
+                job.void(self._broken)
+                continue
+            job.run()
+            error = job.exception()
+            if isinstance(error, PacelineError) and not isinstance(error, UsageError):
+                self._broken = error
+
+    def _start(self, act: Callable[[], Any], what: str) -> Work[Any]:
+        if self._broken is not None:
+            raise self._broken
+        job = _Job(act, what, self._deadline)
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        self._pending.append(job)
+        self._jobs.put(job)
+        return job
+
+    # ---- reductions
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`."""
+        call = fingerprint.reducing("all_reduce", x, op, name, out)
+        fingerprint.compare([(text, flaw) for text, flaw in self.flat.gather_objects([str(call), call.flaw], name="all_reduce")])
+        return self.all_reduce_agreed(x, op=op, out=out)
+
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+        """`all_reduce` of what all ranks are known to agree on."""
+        reduction.admit(op, x.dtype)
+        x = x.detach()
+        target = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out.detach()
+
+        def act() -> Tensor:
+            held = reduction.wide(x.dtype, op)
+            direct = held == x.dtype and target.is_contiguous()
+            flat = target.view(-1) if direct else torch.empty(x.numel(), dtype=held)
+            if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
+                flat.view(x.shape).copy_(x)
+            self._pass(flat, "sum" if op == "mean" else op)
+            reduction.finish(op, flat, self.size)
+            if not direct:
+                target.copy_(flat.view(x.shape))
+            return target if out is None else out
+
+        return self._start(act, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts")
+
+    def _pass(self, flat: Tensor, op: Op) -> None:
+        """Send `flat` through the three stages, chunk after chunk."""
+        chunks = [flat[at : at + CHUNK] for at in range(0, flat.numel(), CHUNK)]
+        under_way: deque[tuple[Tensor, Work[Tensor] | None]] = deque()
+        for chunk in chunks:
+            if self.inner.size > 1:
+                self.inner.all_reduce(chunk, op=op, out=chunk).wait()
+            under_way.append((chunk, self._cross(chunk, op)))
+            if len(under_way) > AHEAD:
+                self._hand_out(*under_way.popleft())
+        while under_way:
+            self._hand_out(*under_way.popleft())
+
+    def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
+        """The leaders' exchange of a chunk, under way."""
+        if self.outer is None:
+            return None
+        if isinstance(self.outer, Unchecked):
+            return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
+        return self.outer.all_reduce(chunk, op=op, out=chunk)
+
+    def _hand_out(self, chunk: Tensor, work: Work[Tensor] | None) -> None:
+        if work is not None:
+            work.wait()
+        if self.inner.size > 1:
+            self.inner.broadcast(chunk, root=0).wait()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Group.empty`: registered with the group of my host."""
+        tensor: Tensor = self._start(lambda: self.inner.empty(shape, dtype), "empty").wait()
+        return tensor
+
+    def release(self, x: Tensor) -> None:
+        """Forget registered memory."""
+        release = getattr(self.inner, "release", None)
+        if release is not None and self._broken is None:
+            self._start(lambda: release(x), "release").wait()
+
+    # ---- everything else goes over all ranks at once
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """See `Group.reduce_scatter`."""
+        return self.flat.reduce_scatter(x, op=op, name=name)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """See `Group.exchange`."""
+        return self.flat.exchange(sends, recvs, tag=tag)
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_gather`."""
+        return self.flat.all_gather(x, name=name)
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """See `Group.broadcast`."""
+        return self.flat.broadcast(x, root=root, name=name)
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_to_all`."""
+        return self.flat.all_to_all(xs, name=name)
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """See `Group.barrier`."""
+        return self.flat.barrier(name=name)
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """See `Group.gather_objects`."""
+        return self.flat.gather_objects(obj, name=name)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Group.agree`."""
+        return self.flat.agree(payload)
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """See `Group.sub`: over the network, on one host too."""
+        return self.flat.sub(ranks)
+
+    def global_rank(self, rank: int) -> int:
+        """See `Group.global_rank`."""
+        return self.flat.global_rank(rank)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self._end(ViewChanged("this group has been closed"), lambda group: group.close())
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        self._end(ViewChanged("this group has been aborted"), lambda group: group.abort())
+
+    def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
+        if isinstance(self._broken, ViewChanged):
+            return
+        idle = all(job.done() for job in self._pending)
+        self._broken = error
+        self._jobs.put(None)
+        for job in self._pending:
+            job.void(error)
+        if idle:
+            self._thread.join(1.0)
+        for group in (self.outer, self.inner, self.flat):
+            if group is not None:
+                end(group)

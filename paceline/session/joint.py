@@ -1,0 +1,39 @@
+"""Numbers and rows that all workers put together: what `Run.mean` and `Run.gather` do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group
+from paceline.comm.ordered import Agreement
+from paceline.errors import UsageError
+
+
+def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Any:
+    """The mean of `x` over all workers by `weight`: a float for a float, else a tensor. What has weight 0 is left out, nan or not."""
+    if not 0 <= weight < math.inf:
+        raise UsageError(f"run.mean got weight={weight}; a weight is a number, zero or more")
+    tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.float64)
+    answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([f"{tuple(tensor.shape)} {tensor.dtype}", weight]))]
+    if any(form != answers[0][0] for form, _ in answers):
+        raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {form}" for rank, (form, _) in enumerate(answers)))
+    total = math.fsum(theirs for _, theirs in answers)
+    if total == 0:
+        raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
+    mine = tensor * (weight / total) if weight else torch.zeros_like(tensor)
+    result = group.all_reduce(mine.contiguous(), name="run.mean").wait()
+    return result if isinstance(x, Tensor) else float(result)
+
+
+def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool) -> Tensor:
+    """The rows (dim 0) of all workers in rank order, those of ghosts left out; a number is one row."""
+    rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
+    agreement.meet("run.gather")
+    return torch.cat(group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait())

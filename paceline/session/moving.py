@@ -1,0 +1,36 @@
+"""Batches on their way to the device of a worker, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mover(device: torch.device) -> Callable[[Any], Any] | None:
+    """What brings a batch to `device`; None where there is nothing to do.
+
+    Tensors in dicts, lists, tuples and named tuples go, and objects with a method `to` (packed sequences, a batch class of the user's).
+    From pinned memory (`pin_memory=True`) they go while the processor goes on; the training stream sees them in order.
+    """
+    if device.type == "cpu":
+        return None
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(move, value))
+        if type(value) in (list, tuple):
+            return type(value)(map(move, value))
+        if type(value) is dict:
+            return {key: move(item) for key, item in value.items()}
+        if callable(getattr(value, "to", None)):
+            return value.to(device)
+        if isinstance(value, Mapping):
+            return type(value)({key: move(item) for key, item in value.items()})  # type: ignore[call-arg]
+        return value
+
+    return move

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from paceline.comm import hosts as module
+from paceline.comm.hosts import HostsGroup
+from paceline.comm.solo import SoloGroup
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.errors import Mismatch, UsageError, ViewChanged
+
+DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
+
+
+def made(group: ThreadGroup, hosts: tuple[int, ...]) -> HostsGroup:
+    """A HostsGroup whose three groups are threads."""
+    mine, inner = hosts[group.rank], None
+    for host in sorted(set(hosts)):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        found = group.sub(ranks)
+        inner = found if host == mine else inner
+    leaders = sorted(hosts.index(host) for host in set(hosts))
+    outer = group.sub(leaders)
+    assert inner is not None
+    return HostsGroup(inner, outer, group, hosts, deadline=10)
+
+
+@pytest.mark.parametrize("hosts", DEALT)
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000])
+def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 64)  # many chunks
+
+    def data(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        whole = made(group, hosts)
+        x = data(group.rank)
+        works = [whole.all_reduce(x), whole.all_reduce(x, op="max"), whole.all_reduce(x, op="mean")]
+        found = [work.wait() for work in works]
+        whole.close()
+        return found
+
+    stack = torch.stack([data(rank) for rank in range(len(hosts))])
+    results = spawn(len(hosts), body, hosts=hosts)
+    for found in results:
+        torch.testing.assert_close(found[0], stack.sum(0))
+        torch.testing.assert_close(found[1], stack.amax(0))
+        torch.testing.assert_close(found[2], stack.mean(0))
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.complex64])
+def test_dtypes_and_layouts(dtype: torch.dtype) -> None:
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 1, 0))
+        x = (torch.arange(12).reshape(3, 4).t() + group.rank).to(dtype)
+        assert whole.all_reduce(x, out=x).wait() is x
+        whole.close()
+        return x
+
+    for found in spawn(3, body):
+        assert torch.equal(found, (torch.arange(12).reshape(3, 4).t() * 3 + 3).to(dtype))
+
+
+def test_halves_are_summed_in_float32_over_hosts() -> None:
+    values = [2048.0, 1.0, 1.0, 0.0]
+
+    def body(group: ThreadGroup) -> float:
+        whole = made(group, (0, 1, 0, 1))
+        found = whole.all_reduce(torch.tensor([values[group.rank]], dtype=torch.float16)).wait().item()
+        whole.close()
+        return float(found)
+
+    assert spawn(4, body) == [2050.0] * 4
+
+
+def test_one_copy_per_host_crosses_the_network_however_ranks_are_dealt() -> None:
+    between = []
+    for hosts in [(0, 0, 1, 1), (0, 1, 0, 1)]:
+
+        def body(group: ThreadGroup, hosts: tuple[int, ...] = hosts) -> int:
+            whole = made(group, hosts)
+            before = whole.traffic.between
+            whole.all_reduce_agreed(torch.ones(100_000)).wait()
+            sent = whole.traffic.between - before
+            whole.close()
+            return sent
+
+        between.append(sum(spawn(4, body, hosts=hosts)))
+    assert between[0] == between[1] <= 2 * 400_000
+
+
+def test_differences_are_named_before_anything_moves() -> None:
+    def body(group: ThreadGroup) -> None:
+        whole = made(group, (0, 1, 0))
+        with pytest.raises(Mismatch, match="rank 2"):
+            whole.all_reduce(torch.ones(4 if group.rank < 2 else 5))
+        whole.close()
+
+    spawn(3, body)
+
+
+def test_a_closed_group_and_wrong_hosts() -> None:
+    whole = HostsGroup(SoloGroup(), SoloGroup(), SoloGroup(), [0])
+    assert whole.all_reduce(torch.ones(2)).wait().tolist() == [1, 1]
+    assert whole.empty((2, 3), torch.float32).shape == (2, 3)
+    whole.close()
+    whole.close()
+    with pytest.raises(ViewChanged):
+        whole.all_reduce_agreed(torch.ones(2))
+    with pytest.raises(UsageError, match="host of each rank"):
+        HostsGroup(SoloGroup(), SoloGroup(), SoloGroup(), [0, 1])
+
+
+def test_agreements_beside_pending_reductions_with_delays() -> None:
+    for seed in range(10):
+        dice = [random.Random(seed * 10 + rank) for rank in range(4)]
+
+        def body(group: ThreadGroup, dice: list[random.Random] = dice) -> list[float]:
+            whole = made(group, (0, 1, 0, 1))
+            sums = []
+            for step in range(5):
+                works = []
+                for part in range(3):
+                    time.sleep(dice[group.rank].random() * 2e-3)
+                    works.append(whole.all_reduce_agreed(torch.full((1000,), float(group.rank + step + part))))
+                assert whole.agree(bytes([step])) == [bytes([step])] * 4
+                sums += [work.wait()[0].item() for work in works]
+            whole.close()
+            return sums
+
+        assert spawn(4, body) == [[6.0 + 4 * (step + part) for step in range(5) for part in range(3)]] * 4

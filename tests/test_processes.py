@@ -1,0 +1,227 @@
+"""The loss curve belongs to the script: real processes under every launcher, against a plain loop; and scripts that bring their own torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.curves import Case, check
+from tests.launches import ROOT, Ended, Job, Jobs, free_port, jobs
+
+CURVES = str(ROOT / "tests" / "curves.py")
+SCHEDULES = ("ring", "tree", "halving-doubling", "direct", "hierarchical", "owners")
+LIMITS = {"sgd": 1e-5, "adam": 1e-9}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(tmp_path) as found:
+        yield found
+
+
+def ask(job: Jobs, **cases: Case) -> str:
+    """The file of these cases."""
+    path = job.folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    return str(path)
+
+
+def launch(job: Jobs, size: int, **cases: Case) -> Ended:
+    """All these cases under `paceline run`, in one job."""
+    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size), CURVES, ask(job, **cases)]
+    ended = job.start(command).end(100)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def same(job: Jobs, size: int, **cases: Case) -> None:
+    """Every case ends with the plain loop's weights."""
+    far = {}
+    for name, case in cases.items():
+        distance = check(case, name, job.folder, size)
+        if distance > LIMITS[case.optimizer]:
+            far[name] = distance
+    assert not far
+
+
+class TestTheCurve:
+    def test_of_two_workers(self, job):
+        cases = {
+            "equal": Case(),
+            "adam": Case(optimizer="adam"),
+            "uneven": Case(shares=[1, 7], optimizer="adam"),
+            "empty": Case(shares=[0, 8]),
+            "norm": Case(shares=[1, 7], norm=True),
+            "native": Case("native", [1, 7]),
+            **{name.replace("-", "_"): Case(name, [1, 7]) for name in SCHEDULES},
+        }
+        launch(job, 2, **cases)
+        same(job, 2, **cases)
+
+    @pytest.mark.slow
+    def test_of_one_worker(self, job):
+        cases = {"sgd": Case(), "adam": Case(optimizer="adam"), "ring": Case("ring")}
+        launch(job, 1, **cases)
+        same(job, 1, **cases)
+        assert check(cases["sgd"], "sgd", job.folder, 1) == 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("size", [3, 4])
+    def test_of_more_workers_than_cores(self, job, size):
+        shares = {3: [3, 3, 2], 4: [4, 0, 3, 1]}[size]
+        cases = {
+            "equal": Case(),
+            "adam": Case(optimizer="adam"),
+            "uneven": Case(shares=shares, optimizer="adam"),
+            "native": Case("native", shares),
+            **{name.replace("-", "_"): Case(name, shares) for name in SCHEDULES},
+        }
+        launch(job, size, **cases)
+        same(job, size, **cases)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mutant", ["doesn't communicate", "averages without weights"])
+    def test_a_mutant_fails(self, job, mutant):
+        """The checks above would see it."""
+        case = Case(shares=[1, 7], mutant=mutant)
+        launch(job, 2, mutant=case)
+        assert check(case, "mutant", job.folder, 2) > 1e-3
+
+
+class TestLaunchers:
+    """The same script wherever it is started."""
+
+    CASE = Case(shares=None, optimizer="adam")
+
+    def ends_well(self, job: Jobs, started: list[Job], size: int) -> None:
+        for ended in [one.end(100) for one in started]:
+            assert ended.code == 0, ended.err
+        same(job, size, case=self.CASE)
+
+    def test_alone(self, job):
+        self.ends_well(job, [job.start([sys.executable, CURVES, ask(job, case=self.CASE)])], 1)
+
+    @pytest.mark.slow
+    def test_torchrun(self, job):
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+        self.ends_well(job, [job.start([sys.executable, "-m", *command, CURVES, ask(job, case=self.CASE)])], 2)
+
+    @pytest.mark.slow
+    def test_open_mpi(self, job):
+        mpirun = shutil.which("mpirun")
+        if mpirun is None:
+            pytest.skip("no mpirun here: install Open MPI")
+        options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+        self.ends_well(job, [job.start([mpirun, *options, sys.executable, CURVES, ask(job, case=self.CASE)])], 2)
+
+    @pytest.mark.slow
+    def test_slurm(self, job):
+        """srun's variables, set by hand."""
+        path = ask(job, case=self.CASE)
+        step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+        nodes = {"SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+        places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        self.ends_well(job, [job.start([sys.executable, CURVES, path], **step, **nodes, **place) for place in places], 2)
+
+
+OWN = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+model = DistributedDataParallel(nn.Linear(4, 1))
+model(torch.randn(8, 4)).sum().backward()
+grads = [torch.empty_like(model.module.weight.grad) for _ in range(size)]
+dist.all_gather(grads, model.module.weight.grad)
+assert all(torch.equal(grad, grads[0]) for grad in grads)
+print("ddp", size, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["GROUP_RANK"], "paceline.session" in sys.modules)
+"""
+BOTH = """
+import torch.distributed as dist
+first = sys.argv[1] == "torch"
+if first:
+    dist.init_process_group("gloo")
+with pl.start() as run:
+    if not first:
+        dist.init_process_group("gloo")
+    model, optimizer, loader = parts(run)
+    for x, y in loader:
+        step(run, model, optimizer, x, y)
+        number = torch.tensor([run.rank + 1.0])
+        dist.all_reduce(number)
+        assert number == 3
+    if sys.argv[2] == "wrap":
+        run.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+dist.destroy_process_group()
+print("both", run.steps)
+"""
+
+
+class TestTorchDistributed:
+    def test_a_script_that_never_heard_of_paceline(self, job):
+        ended = job.run(OWN).end()
+        assert ended.code == 0, ended.err
+        assert sorted(ended.out.splitlines()) == [f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)]
+
+    @pytest.mark.parametrize("first", [pytest.param("torch", marks=pytest.mark.slow), "paceline"])
+    def test_a_script_that_uses_both(self, job, first):
+        ended = job.run(BOTH, args=(first, "no")).end()
+        assert ended.code == 0, ended.err
+        assert sorted(ended.out.splitlines()) == ["[0] both 8", "[1] both 8"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("first", ["torch", "paceline"])
+    def test_both_under_torchrun(self, job, first):
+        script = job.write(BOTH)
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, first, "no"]
+        ended = job.start([sys.executable, "-m", *command]).end()
+        assert ended.code == 0, ended.err
+        assert sorted(ended.out.splitlines()) == ["both 8", "both 8"]
+
+    @pytest.mark.slow
+    def test_a_wrapped_model_is_refused(self, job):
+        ended = job.run(BOTH, args=("torch", "wrap")).end()
+        assert ended.code == 1 and "wrapped in DistributedDataParallel already" in ended.said, ended.err
+
+
+@pytest.mark.skipif(not (ROOT / "paceline" / "comm" / "hosts.py").exists(), reason="the group of several hosts isn't there")
+class TestTwoHosts:
+    """Two launchers on this machine that meet as two hosts, with two workers and one."""
+
+    def launch(self, job: Jobs, **cases: Case) -> None:
+        path = ask(job, **cases)
+        common = [sys.executable, "-m", "paceline", "run", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
+        started = [
+            job.start([*common, "--host-rank", str(host), "--workers", str(workers), CURVES, path], PACELINE_SECRET="0123456789abcdef" * 2)
+            for host, workers in enumerate([2, 1])
+        ]
+        for ended in [one.end(100) for one in started]:
+            assert ended.code == 0, ended.err
+
+    @pytest.mark.slow
+    def test_the_curve_and_the_bytes(self, job):
+        cases = {
+            "equal": Case(),
+            "adam": Case(shares=[3, 3, 2], optimizer="adam"),
+            "native": Case("native", [3, 3, 2]),
+            **{name.replace("-", "_"): Case(name, [0, 5, 3]) for name in SCHEDULES},
+        }
+        self.launch(job, **cases)
+        same(job, 3, **cases)
+        nbytes = 4 * (8 * 16 + 16 + 16 * 3 + 3)  # of the gradients of a step
+        for name in cases:
+            summary = json.loads((job.folder / "runs" / name / "summary.json").read_text())
+            assert summary["hosts"] == 2 and summary["workers"] == 3
+            sent = summary["bytes_sent"]
+            assert sent["within"] > 0 and nbytes <= sent["between"], (name, sent)
+        # one copy per host: two leaders send each other what amounts to one copy each
+        summary = json.loads((job.folder / "runs" / "equal" / "summary.json").read_text())
+        assert summary["bytes_sent"]["between"] <= 2.2 * nbytes
