@@ -22,7 +22,7 @@ from paceline.comm.threads import spawn
 from paceline.session.book import Book
 from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings
-from paceline.session.log import Log
+from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -31,7 +31,7 @@ from paceline.trace import Trace
 T = TypeVar("T")
 
 
-def make(group: Group, strategy: Strategy, folder: str, say: Callable[[str], None]) -> Run:
+def make(group: Group, strategy: Strategy, folder: str, say: Callable[[str], None], on_nan: OnNan = "warn") -> Run:
     """A run over `group`, as `start` would make it."""
     ranks = tuple(range(group.size))
     place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here")
@@ -42,20 +42,30 @@ def make(group: Group, strategy: Strategy, folder: str, say: Callable[[str], Non
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
     run = Run(around, scene, strategy, seed=1, began=0.0)
     where = Folder.agree(agreement, Path(folder), "test", say=say)
-    run.open(where, Log(Book(where) if group.rank == 0 else None, say=say))
+    run.open(where, Log(Book(where) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
 
 
-def workers(size: int, body: Callable[[Run], T], *, strategy: Strategy | None = None, said: list[str] | None = None) -> list[T]:
-    """What `body(run)` gives on each of `size` workers."""
-    with tempfile.TemporaryDirectory() as folder:
+def workers(
+    size: int,
+    body: Callable[[Run], T],
+    *,
+    strategy: Strategy | None = None,
+    said: list[str] | None = None,
+    folder: Path | None = None,
+    on_nan: OnNan = "warn",
+    delay: Callable[[int], None] | None = None,
+    deadline: float = 30.0,
+) -> list[T]:
+    """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one."""
+    with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
-            say: Callable[[str], None] = said.append if said is not None and group.rank == 0 else lambda text: None
-            with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), folder, say) as run:
+            say = (lambda text: said.append(text)) if said is not None and group.rank == 0 else (lambda text: None)
+            with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), str(folder or temporary), say, on_nan) as run:
                 return body(run)
 
-        return spawn(size, work)
+        return spawn(size, work, delay=delay, deadline=deadline)
 
 
 def alone(body: Callable[[Run], T]) -> T:

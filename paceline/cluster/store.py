@@ -107,10 +107,12 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
     """
     if place.meeting is None or place.size == 1:
         return memory(place.secret, deadline=deadline)
-    serve = place.rank == 0 and not place.agent_store
-    store = _serve(place, deadline) if serve else _join(place, deadline)
-    path = f"paceline/{place.attempt}/{_generation(store, place)}"
-    return Store(store, place.secret, path=path, deadline=deadline)
+    if place.rank == 0:
+        store = _join(place, deadline) if place.agent_store else _serve(place, deadline)
+        generation = int(_claim(store, place).add("starts/0", 1))
+    else:
+        store, generation = _follow(place, deadline)
+    return Store(store, place.secret, path=f"paceline/{place.attempt}/{generation}", deadline=deadline)
 
 
 def address(place: Place) -> str:
@@ -257,11 +259,14 @@ def _bindable(place: Place) -> str:
     return mine[0]
 
 
-def _join(place: Place, deadline: float) -> TorchStore:
-    """Knock until somebody listens: torch's own wait for a server can't be interrupted, and names nobody."""
+def _join(place: Place, left: float, deadline: float | None = None) -> TorchStore:
+    """Knock until somebody listens: torch's own wait for a server can't be interrupted, and names nobody.
+
+    `left` seconds are left of `deadline` (None: all of them).
+    """
     assert place.meeting is not None
     host, port = place.meeting
-    end = time.monotonic() + deadline
+    end = time.monotonic() + left
     nap = _SHORTEST_RETRY
     while True:
         found = _knock(place, end - time.monotonic())
@@ -270,7 +275,7 @@ def _join(place: Place, deadline: float) -> TorchStore:
         if time.monotonic() + nap >= end:
             reason = getattr(found, "strerror", None) or str(found) or type(found).__name__
             raise DeadlineExceeded(
-                f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {deadline:g} s ({reason}): "
+                f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {left if deadline is None else deadline:g} s ({reason}): "
                 f"rank 0 hasn't come, or its host can't be reached from here, or {host} means another address there",
                 (0,),
             ) from found
@@ -295,11 +300,35 @@ def _knock(place: Place, left: float) -> TorchStore | Exception:
         return error
 
 
-def _generation(store: TorchStore, place: Place) -> int:
-    """How often this rank has come to this store: workers that start again in one process meet under new keys.
+def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
+    """The store to which rank 0 has come once more than this rank, and how often that is.
 
-    A rank that is claimed by two processes raises: two jobs, or two workers with the same variables.
+    Workers that start again in one process meet under new keys; the store of their last start may be about to end, so nobody
+    stays in it to wait.
     """
+    end = time.monotonic() + deadline
+    nap = _SHORTEST_RETRY
+    while True:
+        store = _join(place, max(0.0, end - time.monotonic()), deadline)
+        try:
+            claims = _claim(store, place)
+            if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
+                return store, int(claims.add(f"starts/{place.rank}", 1))
+        except DistError:
+            nap = _SHORTEST_RETRY  # it has ended now, and the next one is near
+        del store
+        if time.monotonic() + nap >= end:
+            raise DeadlineExceeded(
+                f"rank {place.rank} on {place.hostname} found a store at {place.meeting}, but rank 0 didn't come to it within "
+                f"{deadline:g} s: look at its output",
+                (0,),
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def _claim(store: TorchStore, place: Place) -> TorchStore:
+    """The part of the store where ranks are claimed. One that two processes claim raises: two jobs, or two workers with the same variables."""
     me = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
     owner = claims.compare_set(str(place.rank), "", me).decode()
@@ -308,7 +337,7 @@ def _generation(store: TorchStore, place: Place) -> int:
             f"another process already is rank {place.rank} at {place.meeting}: two jobs share this meeting point, "
             "or two workers got the same RANK. Give each job its own MASTER_PORT"
         )
-    return int(claims.add(f"starts/{place.rank}", 1))
+    return claims
 
 
 def _gone(error: Exception) -> WorkerLost:

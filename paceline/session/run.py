@@ -255,6 +255,7 @@ class Run:
                 return
             self._progress.begin()
             yield self._progress.epoch
+            self._turns.end_broken()
             self._progress.end()
 
     def _plan(self, epochs: int) -> None:

@@ -108,10 +108,7 @@ class Turns:
         course = self._courses.setdefault(id(loader), Course(loader))
         course.epoch_at = self._calls
         if loader.terms.training:
-            for other in [o for o in self._open if o.loader.terms.training and not o.loader.under_way]:
-                self.turn_ends(other.loader)  # it was left by `break`
-            if self._leader is not None and not self._leader.loader.under_way:
-                self._leader = None
+            self.end_broken()
             if self.over:
                 loader.finish()
         self._asked = time.perf_counter()
@@ -166,6 +163,13 @@ class Turns:
         if self._leader is self._courses[id(loader)]:
             self._leader = None
 
+    def end_broken(self) -> None:
+        """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
+        for course in [course for course in self._open if course.loader.terms.training and not course.loader.under_way]:
+            self.turn_ends(course.loader)
+        if self._leader is not None and not self._leader.loader.under_way:
+            self._leader = None
+
     def _count(self, turn: Turn) -> None:
         self.steps += 1
         self.samples += turn.global_batch
@@ -218,7 +222,7 @@ class Turns:
         if turn is not None and turn.train and not turn.last_micro:
             return
         if self.quiet:
-            raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange, and replicas would part; call it outside")
+            raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange; call it outside of the block")
         if turn is None or turn.train:
             self.backward.join(where, due=True)
 

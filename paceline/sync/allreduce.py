@@ -224,14 +224,15 @@ class Exchange:
         """Agree with all workers on what was used, and on the layout the first time."""
         whole = bytes(self._flags)
         first = not self._buckets
-        body = b"" if whole == self._full and not first else msgpack.packb([whole, *([self._order, self._layout()] if first else [None, None])])
+        layout = [self._order, self._layout()] if first else [None, None]
+        body = b"" if whole == self._full and not first else msgpack.packb([whole, *layout])
         answers = self._scene.agreement.meet("backward", body, where="" if where == "backward" else where)
         if not first and not any(answers):
             return list(whole)
         union = bytearray(len(whole))
         order: list[int] | None = None
         parts = [msgpack.unpackb(answer) if answer else (self._full, None, None) for answer in answers]
-        if any(layout != parts[0][2] for _, _, layout in parts):
+        if any(names != parts[0][2] for _, _, names in parts):
             self._tell_apart()
         for flags, theirs, _ in parts:
             for number, flag in enumerate(flags):

@@ -1,0 +1,203 @@
+"""Invariant 1: the loss curve belongs to the script. The same samples, steps and weights for any number of workers, shares and schedules."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.comm.schedule import SCHEDULES
+from paceline.comm.solo import SoloGroup
+from paceline.session.run import Run
+from paceline.sync import reducers
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.backward import Backward
+from tests.runs import alone, distance, parameters, workers
+
+COUNT, BATCH, EPOCHS = 1003, 64, 2
+WAYS = [(2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
+
+
+class Points(Dataset[Any]):
+    """Samples (number, features, class) that differ in scale, so that a wrong weight shows."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.x = (torch.randn(COUNT, 8, generator=generator) * torch.linspace(0.2, 3, COUNT)[:, None]).to(dtype)
+        self.y = torch.randint(0, 4, (COUNT,), generator=generator)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index], self.y[index]
+
+
+class Curve(NamedTuple):
+    """What a run came to."""
+
+    weights: Tensor
+    losses: list[float]
+    steps: int
+    ids: list[Counter[int]]  # of each epoch, over all workers
+
+
+def classifier(dtype: torch.dtype) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+def train(dtype: torch.dtype, optimizer: Callable[..., torch.optim.Optimizer], *, batches: int | None = None, **options: Any) -> Callable[[Run], Any]:
+    """A plain script: two epochs, or some batches."""
+
+    def body(run: Run) -> Any:
+        model = classifier(dtype)
+        data = DataLoader(Points(dtype), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(2))
+        model, opt, loader = run.prepare(model, optimizer(model.parameters()), data, **options)
+        losses, ids = [], []
+        for _ in run.epochs(EPOCHS):
+            seen: Counter[int] = Counter()
+            for n, (index, x, y) in enumerate(loader):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                losses.append(run.mean(loss))
+                if run.turn is not None and not run.turn.ghost:
+                    seen.update(index.tolist())
+                if n + 1 == batches:
+                    break
+            ids.append(seen)
+        return parameters(model), losses, run.steps, ids
+
+    return body
+
+
+def sgd(ps: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ps, lr=0.1, momentum=0.9)
+
+
+def adam(ps: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(ps, lr=1e-2)
+
+
+def curve(size: int, body: Callable[[Run], Any], **options: Any) -> Curve:
+    """The run of all workers, whose weights have to be bit-equal."""
+    found = workers(size, body, **options)
+    for weights, losses, steps, _ in found[1:]:
+        assert torch.equal(weights, found[0][0]) and losses == found[0][1] and steps == found[0][2]
+    ids = [sum(parts, Counter()) for parts in zip(*(ids for *_, ids in found), strict=True)]
+    return Curve(found[0][0], [float(loss) for loss in found[0][1]], found[0][2], ids)
+
+
+def check(size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **options: Any) -> None:
+    """Two epochs on several workers are those of one, sample by sample. What a mutant has to fail."""
+    wanted = curve(1, train(torch.float32, sgd))
+    found = curve(size, train(torch.float32, sgd, shares=shares), strategy=AllReduce(via=via, bucket_mb=0.0005), **options)
+    assert found.steps == wanted.steps == EPOCHS * -(-COUNT // BATCH)
+    assert all(ids == Counter(range(COUNT)) for ids in found.ids)
+    assert distance(found.weights, wanted.weights) < bound
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(("size", "shares"), WAYS)
+def test_sgd_in_float32(size: int, shares: Any) -> None:
+    check(size, shares)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(2, None), (2, [1, 7]), (3, [3, 3, 2])])
+def test_adam_in_float64_after_20_steps(size: int, shares: Any) -> None:
+    wanted = curve(1, train(torch.float64, adam, batches=10))
+    found = curve(size, train(torch.float64, adam, batches=10, shares=shares))
+    assert found.steps == wanted.steps == 20
+    assert distance(found.weights, wanted.weights) < 1e-9
+
+
+@pytest.mark.parametrize(("size", "shares"), [(3, None), (2, [0, 8])])
+def test_adam_in_float32_has_the_same_losses(size: int, shares: Any) -> None:
+    wanted, found = curve(1, train(torch.float32, adam)), curve(size, train(torch.float32, adam, shares=shares))
+    assert found.losses == pytest.approx(wanted.losses, abs=1e-3)
+
+
+@pytest.mark.parametrize("via", sorted(SCHEDULES))
+@pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), (4, None)])
+def test_every_schedule(via: str, size: int, shares: Any) -> None:
+    check(size, shares, via=via)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"accumulate": 100}, {"loss": "sum"}])
+def test_options_that_change_the_weights_of_gradients(options: dict[str, Any]) -> None:
+    """Micro-batches change nothing, and a sum divided by the global batch is the mean."""
+
+    def body(shares: Any, **options: Any) -> Callable[[Run], Tensor]:
+        def work(run: Run) -> Tensor:
+            model = classifier(torch.float64)
+            data = DataLoader(Points(torch.float64), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(2))
+            model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, shares=shares, **options)
+            for _, x, y in loader:
+                loss = F.cross_entropy(model(x), y, reduction=options.get("loss", "mean"))
+                if "loss" in options and run.turn is not None:
+                    loss = loss / run.turn.global_batch
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+            assert run.steps == -(-COUNT // BATCH)
+            return parameters(model)
+
+        return work
+
+    wanted = alone(body(None))
+    ways: list[tuple[int, Any]] = [(1, None), (2, [1, 7])] + ([(2, None), (3, [3, 3, 2]), (2, [0, 8])] if options.get("accumulate") != 100 else [])
+    for size, shares in ways:
+        for found in workers(size, body(shares, **options)):
+            assert distance(found, wanted) < 1e-11
+
+
+def test_with_random_delays_repeatedly() -> None:
+    draw = random.Random(0)
+
+    def nap(rank: int) -> None:
+        if draw.random() < 0.05:
+            time.sleep(draw.random() * 0.002)
+
+    wanted = curve(1, train(torch.float64, sgd, batches=4))
+    for _ in range(3):
+        found = curve(3, train(torch.float64, sgd, batches=4, shares=[3, 3, 2]), strategy=AllReduce(bucket_mb=0.0005), delay=nap)
+        assert distance(found.weights, wanted.weights) < 1e-12
+
+
+def silent(self: Any, flat: Tensor, name: str) -> Any:
+    """A mean of my own gradients alone."""
+    return SoloGroup().all_reduce(flat.mul_(2), out=flat)
+
+
+def test_a_mutant_that_does_not_communicate_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reducers.Native, "all_reduce", silent)
+    with pytest.raises(AssertionError):
+        check(2, None)
+
+
+def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Backward._begin
+
+    def unweighted(self: Backward) -> None:
+        begin(self)
+        self._scale = 1 / self.scene.group.size
+
+    monkeypatch.setattr(Backward, "_begin", unweighted)
+    with pytest.raises(AssertionError):
+        check(2, [1, 7])
+    with pytest.raises(AssertionError):
+        check(2, None)  # the last batch has 43 samples: 22 and 21
