@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
 OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
+TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch.optim and torchrun leave, with or without us
 FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
@@ -101,9 +102,7 @@ class Job:
 
     def ports(self) -> set[int]:
         """The ports on which its processes listen."""
-        pids = {process.pid for process in self.processes()}
-        found = psutil.net_connections("tcp")
-        return {entry.laddr.port for entry in found if entry.pid in pids and entry.status == psutil.CONN_LISTEN}
+        return listening({process.pid for process in self.processes()})
 
 
 class Jobs:
@@ -111,6 +110,7 @@ class Jobs:
 
     def __init__(self, folder: Path, temporary: Path) -> None:
         self.folder, self.temporary = folder, temporary
+        self.ports: set[int] = set()  # on which jobs have listened
         self._before = shared_memory()
         self._started: list[Job] = []
 
@@ -138,8 +138,9 @@ class Jobs:
 
     def _left(self) -> list[str]:
         processes = [str(process) for job in self._started for process in job.processes()]
-        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own cache
-        return [*processes, *sorted(shared_memory() - self._before), *files]
+        files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(TORCHS_OWN)]
+        ports = [f"port {port}" for port in sorted(self.ports & listening())]
+        return [*processes, *sorted(shared_memory() - self._before), *files, *ports]
 
     def kill(self) -> None:
         """End what a failing test has left."""
@@ -167,6 +168,12 @@ def jobs(folder: Path) -> Iterator[Jobs]:
 def shared_memory() -> set[str]:
     """The files of shared memory that may be ours."""
     return {name for name in os.listdir(SHARED) if name.startswith(OWN)} if SHARED.is_dir() else set()
+
+
+def listening(pids: set[int] | None = None) -> set[int]:
+    """The TCP ports on which these processes (None: all) listen."""
+    found = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
+    return {entry.laddr.port for entry in found if pids is None or entry.pid in pids}
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -72,7 +73,7 @@ def litter(suspects: list[int]) -> list[Path]:
     folders = []
     for process in suspects:
         try:
-            held = {os.readlink(link) for link in (_PROC / str(process) / "fd").iterdir()}
+            held = set(_opened(process))
             table = (_PROC / str(process) / "net" / "unix").read_text()
         except OSError:
             continue
@@ -81,6 +82,15 @@ def litter(suspects: list[int]) -> list[Path]:
             if match and f"socket:[{match[1]}]" in held and os.path.basename(os.path.dirname(match[2])).startswith("pymp-"):
                 folders.append(Path(match[2]).parent)
     return folders
+
+
+def _opened(process: int) -> Iterator[str]:
+    """What the descriptors of a process stand for."""
+    for link in (_PROC / str(process) / "fd").iterdir():
+        try:
+            yield os.readlink(link)
+        except FileNotFoundError:
+            continue  # closed since
 
 
 def sweep(mark: str, groups: list[int]) -> None:

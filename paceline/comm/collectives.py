@@ -25,6 +25,7 @@ from paceline.comm.group import Group, Op, Work, pieces
 from paceline.comm.schedule import Schedule, carried
 from paceline.errors import PacelineError
 
+TAG = 1 << 16  # tags of the rounds of schedules begin here: below are those of other exchanges
 Steps = Generator[Work[None], None, Any]
 
 
@@ -112,10 +113,12 @@ def all_reduce(
     return all_reduce_agreed(group, x, schedule, op, out=out)
 
 
-def all_reduce_agreed(group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None) -> Work[Tensor]:
-    """`all_reduce` of what all ranks are known to agree on."""
+def all_reduce_agreed(
+    group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None, tag: int = TAG
+) -> Work[Tensor]:
+    """`all_reduce` of what all ranks are known to agree on. Its rounds have the tags from `tag` on."""
     reduction.admit(op, x.dtype)
-    return Stepped(_run(group, x.detach(), schedule, op, out))
+    return Stepped(_run(group, x.detach(), (schedule, op, tag), out))
 
 
 class Lane:
@@ -131,7 +134,7 @@ class Lane:
     def all_reduce(self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None) -> Work[Tensor]:
         """As `all_reduce_agreed`, after all that this lane was given before; when one of those fails, so does this."""
         reduction.admit(op, x.dtype)
-        steps = _run(self._group, x.detach(), schedule, op, out)
+        steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
         self._last = Stepped(steps if self._last is None else _after(self._last, steps))
         return self._last
 
@@ -145,7 +148,8 @@ def _after(before: Work[Any], steps: Steps) -> Steps:
     return (yield from steps)
 
 
-def _run(group: Group, x: Tensor, schedule: Schedule, op: Op, out: Tensor | None) -> Steps:
+def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | None) -> Steps:
+    schedule, op, tag = what
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     flat = out.detach().view(-1) if out.is_contiguous() else torch.empty(x.numel(), dtype=x.dtype, device=x.device)
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
@@ -154,8 +158,8 @@ def _run(group: Group, x: Tensor, schedule: Schedule, op: Op, out: Tensor | None
     buffers = _Buffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
         buffers.complete(0, len(schedule.chunks))
-    for tag, (messages, completed) in enumerate(plan(schedule)):
-        yield from _round(group, buffers, messages, tag)
+    for number, (messages, completed) in enumerate(plan(schedule)):
+        yield from _round(group, buffers, messages, tag + number)
         for chunk in completed.get(group.rank, ()):
             buffers.complete(chunk, chunk + 1)
     if not out.is_contiguous():
@@ -186,8 +190,8 @@ class _Buffers(NamedTuple):
     def add(self, chunk: int, received: list[tuple[int, Tensor]], rank: int) -> None:
         """Add what came from other ranks to my part of `chunk`, in the order of ranks."""
         mine = self.held[self.edges[chunk] : self.edges[chunk + 1]]
-        if len(received) == 1:
-            reduction.combine(self.op, mine, received[0][1].to(mine))  # the same bits in either order
+        if len(received) == 1 and (rank < received[0][0] or self.op in ("sum", "mean")):  # sums have the same bits in either order
+            reduction.combine(self.op, mine, received[0][1].to(mine))
             return
         terms = [term for _, term in sorted([*received, (rank, mine)], key=lambda pair: pair[0])]
         total = terms[0] if terms[0] is mine else terms[0].to(mine)
@@ -258,7 +262,7 @@ def plan(schedule: Schedule) -> list[Round]:
     return rounds
 
 
-def reduce_scatter(group: Group, x: Tensor, op: Op = "sum") -> Work[Tensor]:
+def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> Work[Tensor]:
     """Everyone sends each piece to its owner, which adds in rank order: (n-1)/n of the tensor from each. Agreed on before."""
     reduction.admit(op, x.dtype)
 
@@ -266,23 +270,23 @@ def reduce_scatter(group: Group, x: Tensor, op: Op = "sum") -> Work[Tensor]:
         flat = x.detach().reshape(-1)
         mine = pieces(flat.numel(), group.size)[group.rank]
         parts = [flat[start:stop] for start, stop in pieces(flat.numel(), group.size)]
-        received: list[Tensor] = yield from _deal(group, parts, [(mine[1] - mine[0],)] * group.size)
+        received: list[Tensor] = yield from _deal(group, parts, [(mine[1] - mine[0],)] * group.size, tag)
         return reduction.reduce(op, received)
 
     return Stepped(steps())
 
 
-def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]]) -> Work[list[Tensor]]:
+def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
     """Everyone sends `x` to all others; `shapes` are those of all ranks. Agreed on before."""
-    return Stepped(_deal(group, [x.detach()] * group.size, shapes))
+    return Stepped(_deal(group, [x.detach()] * group.size, shapes, tag))
 
 
-def all_to_all(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Work[list[Tensor]]:
+def all_to_all(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
     """xs[r] goes to rank r; `shapes` are those of what comes from each rank. Agreed on before."""
-    return Stepped(_deal(group, xs, shapes))
+    return Stepped(_deal(group, xs, shapes, tag))
 
 
-def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Steps:
+def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int) -> Steps:
     """One message from everyone to everyone; what has no elements isn't sent."""
     me = group.rank
     outs = [torch.empty(tuple(shape), dtype=xs[0].dtype, device=xs[0].device) for shape in shapes]
@@ -290,5 +294,5 @@ def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -
     turns = [(me + step) % group.size for step in range(1, group.size)]  # not all at rank 0 first
     sends = [(to, xs[to].detach().contiguous()) for to in turns if xs[to].numel()]
     exchange = group.exchange_agreed if isinstance(group, Trusting) else group.exchange
-    yield exchange(sends, [(source, outs[source]) for source in turns if outs[source].numel()])
+    yield exchange(sends, [(source, outs[source]) for source in turns if outs[source].numel()], tag=tag)
     return outs

@@ -23,7 +23,7 @@ from torch.distributed import DistError
 
 from paceline.comm import lookout, wires
 from paceline.comm.lookout import Verdict
-from paceline.comm.waits import GRACE, Wait, describe, missing
+from paceline.comm.waits import GRACE, Wait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
@@ -60,7 +60,7 @@ class Collective:
 
     def within(self, seconds: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=seconds))
+            self._work.wait(timedelta(seconds=max(seconds, 0.002)))  # torch counts milliseconds, and takes 0 for no limit
         except RuntimeError:
             if not self._work.is_completed():
                 return False
@@ -134,14 +134,18 @@ class _Postman:
 class Fabric:
     """The connections of rank `rank` with the other ranks of one group, made over a store; collective.
 
-    `address`: the local address to listen on. `made` counts the calls on each channel; `waited` the seconds spent in tables.
+    `address`: the local address to listen on. `names`: what the ranks are called in messages and errors. `made` counts the calls
+    on each channel; `waited` the seconds spent in tables.
     """
 
-    def __init__(self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float) -> None:
+    def __init__(self, store: TorchStore, rank: int, names: Sequence[int], *, address: str, deadline: float) -> None:
+        size = len(names)
+        self.names = tuple(names)
         self.rank, self.size, self.deadline = rank, size, deadline
         self.waited = 0.0
         self.broken: PacelineError | None = None
         self.made: dict[str, int] = {}
+        self._late_error: DeadlineExceeded | None = None
         self._pending: deque[Awaited] = deque()
         self._postmen: dict[str, _Postman] = {}
         self._closed = size == 1
@@ -254,24 +258,25 @@ class Fabric:
     def _look(self, text: str) -> None:
         """Raise if the wait can't end well any more."""
         if self._lookout.stuck:
-            raise self.end(describe(self._lookout.stuck))
+            raise self.end(describe(self._lookout.stuck, self.names))
         if self._wires.severed():
             raise self.fail(text, None)
 
     def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
         others = dict(self._lookout.others)
-        absent = missing(Wait(*wait, {}), others, self.rank, self.size)
-        return DeadlineExceeded(lookout.late(wait[2], seconds, absent, others), absent)
+        absent = {self.names[r]: others.get(r) for r in missing(Wait(*wait, {}), others, self.rank, self.size)}
+        self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
+        return self._late_error
 
     # ---- ends
 
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
         """An operation has failed: find out who is gone, tell the others, and end everything. Gives the error to raise."""
         if self.broken is None:
-            ranks = self._wires.severed()
+            ranks = tuple(self.names[rank] for rank in self._wires.severed())
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
             why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
-            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.rank} in {text}", ranks))
+            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.names[self.rank]} in {text}", ranks))
         assert self.broken is not None
         return copy.copy(self.broken)
 
@@ -279,7 +284,8 @@ class Fabric:
         """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
         if self.broken is None:
             if self.size > 1:
-                verdict = Verdict(type(error).__name__, str(error), getattr(error, "ranks", ()))
+                ranks = error.missing if isinstance(error, DeadlineExceeded) else getattr(error, "ranks", ())
+                verdict = Verdict(type(error).__name__, str(error), ranks)
                 error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
             if self.size > 1:
@@ -292,11 +298,12 @@ class Fabric:
             return
         self._closed = True
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
-            self._wires.cut()
+            me = self.names[self.rank]
+            self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)
             end = time.monotonic() + FAREWELL
             while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
                 time.sleep(0.001)
-        self.broken = self.broken or ViewChanged("this group has been closed")
+        self.broken = ViewChanged("this group has been closed")
         self._lookout.close()
         for postman in self._postmen.values():
             postman.close()
@@ -313,6 +320,8 @@ class Fabric:
 def _judged(verdict: Verdict) -> PacelineError:
     if verdict.kind == "WorkerLost":
         return WorkerLost(verdict.text, verdict.ranks)
+    if verdict.kind == "DeadlineExceeded":
+        return DeadlineExceeded(verdict.text, verdict.ranks)
     return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
 
 

@@ -43,24 +43,25 @@ def digest(call: Call) -> bytes:
     return blake2b(f"{call}\0{call.flaw}".encode(), digest_size=DIGEST).digest()
 
 
-def sides(texts: Sequence[str]) -> str:
-    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`."""
+def sides(texts: Sequence[str], names: Sequence[int] | None = None) -> str:
+    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup)."""
     places: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         if text:
-            places.setdefault(text, []).append(str(rank))
+            places.setdefault(text, []).append(str(rank if names is None else names[rank]))
     return "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
 
 
-def compare(calls: Sequence[tuple[str, str]]) -> None:
+def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None) -> None:
     """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order; nothing if they agree."""
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
-        raise Mismatch(f"workers have come apart: {sides(texts)}. Every worker has to make the same collective calls in the same order")
+        where = sides(texts, names)
+        raise Mismatch(f"workers have come apart: {where}. Every worker has to make the same collective calls in the same order")
     flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
     if flaws:
         rank, flaw = flaws[0]
-        raise UsageError(f"{texts[0]}: {flaw} (rank {rank})")
+        raise UsageError(f"{texts[0]}: {flaw} (rank {rank if names is None else names[rank]})")
 
 
 def on_device(x: Tensor) -> str:

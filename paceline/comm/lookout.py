@@ -111,11 +111,3 @@ class Lookout:
         with self._changed:
             self.others = waits
         return apart({**waits, self._rank: mine})
-
-
-def late(what: str, seconds: float, absent: tuple[int, ...], others: dict[int, Wait]) -> str:
-    """The message of a deadline that has passed."""
-    places = "; ".join(f"rank {rank} is at {others[rank].text}" if rank in others else f"rank {rank} is in no call" for rank in absent)
-    return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
-
-

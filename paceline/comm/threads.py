@@ -21,7 +21,7 @@ from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import Call
 from paceline.comm.group import Op, Traffic, Work, pieces
 from paceline.comm.meter import Meter
-from paceline.comm.waits import GRACE, Wait, apart, describe
+from paceline.comm.waits import GRACE, Wait, apart, describe, late
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 
 T = TypeVar("T")
@@ -31,19 +31,19 @@ TICK = 0.1  # seconds between two looks at what went wrong while waiting
 class _Slot:
     """One call: the parts of the ranks that have come, and what becomes of them."""
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number: int, names: Sequence[int]) -> None:
         self.number = number
         self.parts: dict[int, tuple[Call, Any]] = {}
-        self.size = size
+        self.names = names
         self.ended = False
         self.results: list[Any] = []
         self.error: BaseException | None = None
 
     def end(self, finish: Callable[[list[Any]], list[Any]]) -> None:
         """Do the work of the call, once all parts are there."""
-        parts = [self.parts[rank] for rank in range(self.size)]
+        parts = [self.parts[rank] for rank in range(len(self.names))]
         try:
-            fingerprint.compare([(str(call), call.flaw) for call, _ in parts])
+            fingerprint.compare([(str(call), call.flaw) for call, _ in parts], self.names)
             with torch.no_grad():
                 self.results = finish([data for _, data in parts])
         except (PacelineError, RuntimeError) as error:
@@ -53,8 +53,9 @@ class _Slot:
 class _Board:
     """What the threads of one group share."""
 
-    def __init__(self, size: int, deadline: float) -> None:
-        self.size = size
+    def __init__(self, names: Sequence[int], deadline: float) -> None:
+        self.names = tuple(names)  # what the ranks are called: their numbers among all workers
+        self.size = size = len(self.names)
         self.deadline = deadline
         self.changed = threading.Condition()
         self.slots: dict[tuple[str, int], _Slot] = {}
@@ -68,7 +69,7 @@ class _Board:
         with self.changed:
             number = self.made[rank].get(channel, 0)
             self.made[rank][channel] = number + 1
-            slot = self.slots.setdefault((channel, number), _Slot(number, self.size))
+            slot = self.slots.setdefault((channel, number), _Slot(number, self.names))
             slot.parts[rank] = (call, data)
             last = len(slot.parts) == self.size
             if last:
@@ -133,8 +134,8 @@ class _Pending:
             return board.broken
         gone = tuple(rank for rank in tuple(board.left) if rank not in slot.parts)
         if gone:
-            names = ", ".join(f"rank {rank} ({board.left[rank]})" for rank in gone)
-            return WorkerLost(f"{self._call} waits for {names}, which has left the group", gone)
+            who = ", ".join(f"rank {board.names[rank]} ({board.left[rank]})" for rank in gone)
+            return WorkerLost(f"{self._call} waits for {who}, which has left the group", tuple(board.names[rank] for rank in gone))
         return None
 
     def _look(self, waited: float) -> None:
@@ -144,14 +145,13 @@ class _Pending:
         board.waits[rank] = Wait(self._channel, self._slot.number, str(self._call), dict(board.made[rank]))
         stuck = apart(board.waits) if waited > GRACE else {}
         if stuck:
-            board.fail(describe(stuck))
+            board.fail(describe(stuck, self._group.names))
 
     def _late(self, seconds: float) -> DeadlineExceeded:
         board = self._group.board
         board.waits.pop(self._group.rank, None)
-        absent = tuple(rank for rank in range(board.size) if rank not in self._slot.parts)
-        where = "; ".join(f"rank {rank} is at {board.waits[rank].text if rank in board.waits else 'no call'}" for rank in absent)
-        return DeadlineExceeded(f"{self._call}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({where})", absent)
+        absent = {board.names[rank]: board.waits.get(rank) for rank in range(board.size) if rank not in self._slot.parts}
+        return DeadlineExceeded(late(str(self._call), seconds, absent), tuple(absent))
 
 
 class ThreadGroup:
@@ -171,13 +171,13 @@ class ThreadGroup:
         self._meter = Meter(rank, board.size, hosts)
         self.traffic: Traffic = self._meter.traffic
         self._delay = delay
-        self._globals: tuple[int, ...] = tuple(range(board.size))
+        self.names = board.names
         self._children: list[ThreadGroup] = []
 
     def pause(self) -> None:
         """Sleep as the test wants this rank to."""
         if self._delay is not None:
-            self._delay(self._globals[self.rank])
+            self._delay(self.names[self.rank])
 
     def _post(self, call: Call, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
         self.pause()
@@ -251,18 +251,17 @@ class ThreadGroup:
 
     def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
         def finish(parts: list[None]) -> list[_Board]:
-            return [_Board(len(ranks), self.board.deadline)] * len(parts)
+            return [_Board([self.names[rank] for rank in ranks], self.board.deadline)] * len(parts)
 
         board: _Board = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
         if self.rank not in ranks:
             return None
         child = ThreadGroup(board, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
-        child._globals = tuple(self._globals[rank] for rank in ranks)
         self._children.append(child)
         return child
 
     def global_rank(self, rank: int) -> int:
-        return self._globals[rank]
+        return self.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._post(Call("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
@@ -277,7 +276,13 @@ class ThreadGroup:
             group.board.leave(group.rank, why)
 
     def abort(self) -> None:
-        self.board.fail(ViewChanged(f"the group was aborted by rank {self.rank}"))
+        self.end(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        self.board.fail(error)
+        assert isinstance(self.board.broken, PacelineError)
+        return self.board.broken
 
 
 class _Failure(NamedTuple):
@@ -299,7 +304,7 @@ def spawn(
     """
     if size < 1:
         raise UsageError(f"spawn needs at least one rank, not {size}")
-    board = _Board(size, deadline)
+    board = _Board(range(size), deadline)
     results: dict[int, T] = {}
     failures: list[_Failure] = []
 

@@ -28,7 +28,7 @@ from paceline.comm.fabric import MESSAGES, Collective, Fabric, Launched, Queued
 from paceline.comm.fingerprint import DIGEST, Call
 from paceline.comm.group import Finished, Op, Traffic, Work
 from paceline.comm.meter import Meter
-from paceline.errors import Mismatch, UsageError, ViewChanged
+from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
     from torch._C._distributed_c10d import PrefixStore
@@ -52,8 +52,7 @@ class TorchGroup:
         self._fabric, self._store, self._meter = fabric, store, meter
         self._nccl: Any = _nccl(store, fabric) if backend == "nccl" else None
         self.traffic: Traffic = meter.traffic
-        self._globals = tuple(range(fabric.size))
-        self._subs = 0
+        self._subs = self._tags = 0
         self._address = "127.0.0.1"
 
     @classmethod
@@ -67,12 +66,14 @@ class TorchGroup:
         address: str | None = None,
         deadline: float = 120.0,
         hosts: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
         view: int = 0,
     ) -> TorchGroup:
         """Meet over a torch store, under a prefix that no other group uses; collective.
 
         `address`: the local address that the others reach (None: loopback, all ranks on one machine). `deadline`: seconds that a wait
-        may take. `hosts`: the host of each rank, for the traffic counted. Raises `DeadlineExceeded` naming ranks that never come.
+        may take. `hosts`: the host of each rank, for the traffic counted. `ranks`: what the
+        members are called among all workers (None: these are all workers). Raises `DeadlineExceeded` naming ranks that never come.
         """
         if backend not in BACKENDS:
             raise UsageError(f"backend={backend!r} is unknown; there are {', '.join(BACKENDS)}")
@@ -81,7 +82,7 @@ class TorchGroup:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
         address = address or "127.0.0.1"
-        fabric = Fabric(store, rank, size, address=address, deadline=deadline)
+        fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline)
         group = cls(fabric, store, backend=backend, meter=Meter(rank, size, hosts), view=view)
         group._address = address
         return group
@@ -99,8 +100,13 @@ class TorchGroup:
         answers = self._fabric.table("calls", mine + extra, str(call))
         if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
             texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw)), str(call))
-            fingerprint.compare([tuple(msgpack.unpackb(text)) for text in texts])
+            fingerprint.compare([tuple(msgpack.unpackb(text)) for text in texts], self._fabric.names)
         return [answer[DIGEST:] for answer in answers]
+
+    def _tag(self) -> int:
+        """Tags of its own for the next operation, so that several may be under way: each rank makes them in the same order."""
+        self._tags = (self._tags + 4) % (1 << 20)
+        return (1 << 20) + self._tags
 
     # ---- reductions
 
@@ -120,9 +126,9 @@ class TorchGroup:
         held = reduction.wide(x.dtype, op) if nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
         if self.size == 1 or (not nccl and x.numel() * x.element_size() * self.size <= SMALL):
-            return collectives.all_reduce_agreed(self, x, schedule.direct(self.size), op, out=out)
+            return collectives.all_reduce_agreed(self, x, schedule.direct(self.size), op, out=out, tag=self._tag())
         if held not in NATIVE and not additive:
-            return collectives.all_reduce_agreed(self, x, schedule.owners(self.size), op, out=out)
+            return collectives.all_reduce_agreed(self, x, schedule.owners(self.size), op, out=out, tag=self._tag())
         return self._reduce(x, op, out, _staged(x, out, held))
 
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
@@ -152,7 +158,7 @@ class TorchGroup:
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """See `Group.reduce_scatter`."""
         self._check(fingerprint.reducing("reduce_scatter", x, op, name))
-        return collectives.reduce_scatter(self, x, op)
+        return collectives.reduce_scatter(self, x, op, tag=self._tag())
 
     # ---- messages
 
@@ -216,7 +222,7 @@ class TorchGroup:
         """See `Group.all_gather`."""
         rows = self._check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
         shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
-        return collectives.all_gather(self, x, shapes)
+        return collectives.all_gather(self, x, shapes, tag=self._tag())
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_to_all`."""
@@ -224,7 +230,7 @@ class TorchGroup:
         counts = [] if call.flaw else [x.shape[0] if x.dim() else 0 for x in xs]
         table = [msgpack.unpackb(extra) for extra in self._check(call, msgpack.packb(counts))]
         shapes = [(row[self.rank], *xs[0].shape[1:]) if xs[0].dim() else () for row in table]
-        return collectives.all_to_all(self, xs, shapes)
+        return collectives.all_to_all(self, xs, shapes, tag=self._tag())
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         """See `Group.broadcast`."""
@@ -266,7 +272,7 @@ class TorchGroup:
         if self.rank not in ranks:
             return None
         store = PrefixStore(f"sub{self._subs}", self._store)
-        child = TorchGroup.from_store(
+        return TorchGroup.from_store(
             store,
             list(ranks).index(self.rank),
             len(ranks),
@@ -274,14 +280,13 @@ class TorchGroup:
             address=self._address,
             deadline=self._fabric.deadline,
             hosts=self._meter.choose(ranks),
+            ranks=[self._fabric.names[rank] for rank in ranks],
             view=self.view,
         )
-        child._globals = tuple(self._globals[rank] for rank in ranks)
-        return child
 
     def global_rank(self, rank: int) -> int:
         """See `Group.global_rank`."""
-        return self._globals[rank]
+        return self._fabric.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
@@ -295,9 +300,14 @@ class TorchGroup:
 
     def abort(self) -> None:
         """See `Group.abort`. The others' pending operations end, too."""
-        self._fabric.end(ViewChanged(f"this group has been aborted by rank {self.rank}"), seconds=0.2)
+        self.end(ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}"))
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        ended = self._fabric.end(error)
         if self._nccl is not None:
             self._nccl.abort()
+        return ended
 
 
 def _nccl(store: TorchStore, fabric: Fabric) -> Any:

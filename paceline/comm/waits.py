@@ -9,12 +9,13 @@ channel. Rank r waits for rank q when q has not made r's call yet; ranks that wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.comm.fingerprint import sides
 from paceline.errors import Mismatch
 
+LOOSE = "exchange"  # the channel whose calls need not be made in the same order: their numbers prove nothing
 GRACE = 1.0  # seconds that a wait may last before it is looked into
 
 
@@ -35,7 +36,7 @@ def missing(wait: Wait, waits: Mapping[int, Wait], rank: int, size: int) -> tupl
 
 def apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     """The waits that can never end, as their ranks wait for each other; empty when there are none."""
-    stuck = dict(waits)
+    stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
     while True:
         left = {rank: wait for rank, wait in stuck.items() if any(_behind(other, wait) for q, other in stuck.items() if q != rank)}
         if len(left) == len(stuck):
@@ -43,11 +44,19 @@ def apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
         stuck = left
 
 
-def describe(stuck: Mapping[int, Wait]) -> Mismatch:
+def describe(stuck: Mapping[int, Wait], names: Sequence[int]) -> Mismatch:
     """The error that ranks which have come apart raise."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
-    return Mismatch(f"workers have come apart: {sides(texts)}. Every worker has to make the same collective calls in the same order")
+    return Mismatch(f"workers have come apart: {sides(texts, names)}. Every worker has to make the same collective calls in the same order")
+
+
+def late(what: str, seconds: float, absent: Mapping[int, Wait | None]) -> str:
+    """The message of a deadline that has passed; `absent`: where the ranks are that are missing."""
+    places = "; ".join(f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}" for rank, wait in absent.items())
+    return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
 
 
 def _behind(other: Wait, wait: Wait) -> bool:
+    if wait.channel == LOOSE:
+        return other.channel != LOOSE
     return other.made.get(wait.channel, 0) <= wait.number

@@ -21,9 +21,10 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.float64)
-    answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([f"{tuple(tensor.shape)} {tensor.dtype}", weight]))]
-    if any(form != answers[0][0] for form, _ in answers):
-        raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {form}" for rank, (form, _) in enumerate(answers)))
+    form = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+    answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([form, weight]))]
+    if any(theirs != answers[0][0] for theirs, _ in answers):
+        raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers)))
     total = math.fsum(theirs for _, theirs in answers)
     if total == 0:
         raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
@@ -35,5 +36,8 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
 def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool) -> Tensor:
     """The rows (dim 0) of all workers in rank order, those of ghosts left out; a number is one row."""
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
-    agreement.meet("run.gather")
+    places = agreement.meet("run.gather", rows.device.type.encode())
+    if len(set(places)) > 1:
+        found = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
+        raise UsageError(f"run.gather got tensors in different places ({found}); bring them to run.device on every worker")
     return torch.cat(group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait())

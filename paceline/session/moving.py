@@ -21,14 +21,14 @@ def mover(device: torch.device) -> Callable[[Any], Any] | None:
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=True)
+        if callable(getattr(value, "to", None)):
+            return value.to(device)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(move, value))
         if type(value) in (list, tuple):
             return type(value)(map(move, value))
         if type(value) is dict:
             return {key: move(item) for key, item in value.items()}
-        if callable(getattr(value, "to", None)):
-            return value.to(device)
         if isinstance(value, Mapping):
             return type(value)({key: move(item) for key, item in value.items()})  # type: ignore[call-arg]
         return value

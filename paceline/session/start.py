@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -115,21 +117,31 @@ class Ending:
     """Closes a run that is not used with `with`: at exit, after an uncaught exception has been reported."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run, self._process = run, os.getpid()
 
     def arm(self) -> None:
         """Hook into the end of this process; `run.close` takes the hooks out."""
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._run.fail(kind, error)
+            # multiprocessing's threads call it, too, for errors of a connection that end nothing
+            if self._here() and threading.current_thread() is threading.main_thread():
+                self._run.fail(kind, error)
             previous(kind, error, trace)
 
+        def close() -> None:
+            if self._here():
+                self._run.close()
+
         def disarm() -> None:
-            atexit.unregister(self._run.close)
+            atexit.unregister(close)
             if sys.excepthook is hook:
                 sys.excepthook = previous
 
         sys.excepthook = hook
-        atexit.register(self._run.close)
+        atexit.register(close)
         self._run.on_close(disarm)
+
+    def _here(self) -> bool:
+        """Whether this is the process that joined: readers of a DataLoader are forked with our hooks."""
+        return os.getpid() == self._process

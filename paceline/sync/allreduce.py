@@ -12,6 +12,7 @@ own, so every rank exchanges the same buckets in the same order.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ class Exchange:
         self._missing: list[int] = []  # of each bucket: members that have not come
         self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
         self._works: list[Work[Tensor] | None] = []
+        self._begun: list[int] = []  # when each bucket left, nanoseconds
         self._next = 0
         self._flags = bytearray()
         self._order: list[int] = []
@@ -110,6 +112,7 @@ class Exchange:
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._small = [[] for _ in self._buckets]
         self._works = [None] * len(self._buckets)
+        self._begun = [0] * len(self._buckets)
         self._next = 0
         self._flags = bytearray(len(self._slots))
 
@@ -156,6 +159,7 @@ class Exchange:
 
     def _send(self, index: int) -> None:
         self._fill(index)
+        self._begun[index] = time.perf_counter_ns()
         self._works[index] = self._reducer.all_reduce(self._buckets[index].flat, f"bucket {index}")
 
     def _fill(self, index: int) -> None:
@@ -205,10 +209,11 @@ class Exchange:
             for number, view in zip(bucket.members, bucket.views, strict=True):
                 if not self._flags[number] & USED:
                     view.zero_()
-            self._works[index] = self._reducer.all_reduce(bucket.flat, f"bucket {index}")
-        for work in self._works:
+            self._send(index)
+        for index, work in enumerate(self._works):
             if work is not None:
                 work.wait()
+                self._scene.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
         results = {number: home[1] for number in used if (home := self._home[number]) is not None}
         for number, flag in enumerate(flags):
             if flag & LATE:

@@ -282,6 +282,20 @@ def test_a_worker_whose_last_micro_batch_has_no_gradient() -> None:
     assert torch.equal(first, second)
 
 
+def test_a_worker_that_skips_the_last_micro_batch_altogether_joins_at_the_next_batch() -> None:
+    def body(run: Run) -> int:
+        model, opt, loader = ready(run, accumulate=2)
+        exchanged = 0
+        for x, y in loader:
+            if run.rank == 1 and run.turn is not None and run.turn.last_micro:
+                continue
+            advance(model, opt, x, y)
+            exchanged += run._backward.passes
+        return exchanged
+
+    assert workers(2, body) == [5, 0]
+
+
 def test_a_step_on_gradients_of_no_sync_exchanges_them() -> None:
     """Otherwise replicas would part without a word."""
 
@@ -442,6 +456,23 @@ def test_two_training_loaders(how: str) -> None:
         return parameters(model)
 
     same(body)
+
+
+def test_a_worker_without_a_gradient_after_an_inner_loop_joins() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, opt, loader, other = run.prepare(model, sgd(model), batches(), batches(16, 8))
+        for x, y in loader:
+            for u, v in other:
+                advance(model, opt, u, v)
+            opt.zero_grad()
+            if run.rank == 0:
+                F.mse_loss(model(x), y).backward()
+            opt.step()
+        return parameters(model)
+
+    first, second = workers(2, body)
+    assert torch.equal(first, second)
 
 
 def test_two_training_loaders_with_different_shares_raise() -> None:

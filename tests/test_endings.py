@@ -1,0 +1,195 @@
+"""However a job ends, nothing of it is left: processes (DataLoader's too), ports, shared memory, temporary files. Real jobs, killed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launches import Ended, Job, Jobs, jobs, wait_for
+
+HOST = socket.gethostname()
+ENDLESS = """
+from pathlib import Path
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.full((4,), index % 7.0), torch.ones(1)
+
+if __name__ == "__main__":
+    with pl.start({start}) as run:
+        model = nn.Linear(4, 1)
+        loader = DataLoader(Slow(), batch_size=8, num_workers=2)
+        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 1e-4), loader)
+        for x, y in loader:
+            if run.steps == 3:
+                Path(f"ready{{rank}}").touch()
+            {inside}
+            step(run, model, optimizer, x, y)
+"""
+
+
+def endless(inside: str = "pass", start: str = "") -> str:
+    """A training without an end, whose loader has two processes of its own in each worker."""
+    return ENDLESS.format(inside=inside, start=start)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(tmp_path) as found:
+        yield found
+
+
+def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
+    """Wait until all workers train, and remember the ports on which the job listens."""
+    wait_for(lambda: launched.process.poll() is not None or all((job.folder / f"ready{rank}").exists() for rank in range(workers)), 60)
+    assert launched.process.poll() is None, launched.end()
+    job.ports |= launched.ports()
+
+
+class TestAWorkerGoes:
+    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+    def test_killed(self, job, rank):
+        launched = job.run(endless())
+        trains(job, launched)
+        assert len(launched.processes()) >= 7 and job.ports  # the launcher, two workers, four readers
+        launched.worker(rank).kill()
+        began = time.monotonic()
+        ended = launched.end(20)
+        assert time.monotonic() - began < 8
+        assert ended.code == 137 and ended.last.startswith(f"paceline: rank {rank} on {HOST} was killed by SIGKILL"), ended.err
+        assert not job.left(0.5)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_exits_with_0_in_the_middle(self, job, rank):
+        ended = job.run(endless(f"if rank == {rank} and run.steps == 5: os._exit(0)")).end()
+        assert ended.code == 1 and ended.last.startswith(f"paceline: rank {rank} on {HOST} left in the middle (exit code 0)"), ended.err
+
+    @pytest.mark.slow
+    def test_crashes_in_native_code(self, job):
+        ended = job.run(endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")).end()
+        assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
+
+    @pytest.mark.slow
+    def test_a_reader_of_its_loader_is_killed(self, job):
+        launched = job.run(endless())
+        trains(job, launched)
+        time.sleep(2.0)  # the launcher looks once a second where readers listen
+        next(iter(launched.worker(1).children())).kill()
+        ended = launched.end(40)
+        assert ended.code == 1 and f"rank 1 on {HOST}" in ended.last and "DataLoader worker" in ended.said, ended.err
+
+
+class TestTheLauncherGoes:
+    @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+    def test_killed(self, job, workers):
+        """Within two seconds everything is gone."""
+        launched = job.run(endless(), workers)
+        trains(job, launched, workers)
+        launched.process.kill()
+        launched.end()
+        assert not job.left(2.0)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_asked(self, job, number):
+        launched = job.run(endless())
+        trains(job, launched)
+        launched.process.send_signal(number)
+        began = time.monotonic()
+        ended = launched.end(20)
+        assert ended.code == 128 + number and time.monotonic() - began < 8, ended.err
+        assert not job.left(0.5)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("via", ["auto", "native", "ring"])
+    def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
+        """Our own waits hear it at once."""
+        launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
+        trains(job, launched)
+        time.sleep(2.0)  # rank 0 waits
+        launched.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        ended = launched.end(20)
+        assert ended.code == 130 and time.monotonic() - began < 3, ended.err
+
+    @pytest.mark.slow
+    def test_ctrl_c_in_a_wait_of_native_code(self, job):
+        """torch's own waits don't hear it: SIGTERM follows after three seconds."""
+        body = """
+from datetime import timedelta
+from pathlib import Path
+store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+Path(f"ready{rank}").touch()
+store.wait(["never"], timedelta(seconds=600))
+"""
+        launched = job.run(body)
+        trains(job, launched)
+        launched.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        ended = launched.end(20)
+        assert ended.code == 130 and 2.5 < time.monotonic() - began < 6, ended.err
+
+
+class TestAWorkerHangs:
+    @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.slow), pytest.param("ring", marks=pytest.mark.slow)])
+    def test_the_one_that_is_missing_is_named(self, job, via):
+        launched = job.run(endless(start=f"deadline=3, sync=pl.AllReduce(via={via!r})"))
+        trains(job, launched)
+        launched.worker(1).suspend()
+        began = time.monotonic()
+        ended = launched.end(30)
+        assert time.monotonic() - began < 3 + 5
+        self.named(ended)
+
+    def named(self, ended: Ended) -> None:
+        assert ended.code == 1 and "(DeadlineExceeded)" in ended.last and f"rank 0 on {HOST}" in ended.last, ended.err
+        message = ended.said
+        assert f"rank 1 on {HOST}" in message and "step " in message and "3" in message, message
+
+
+KINDS = ("worker killed", "launcher killed", "SIGTERM", "SIGINT", "worker stopped")
+
+
+def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
+    """End a job in this way, this long after its start; nothing may be left within two seconds of its launcher's end."""
+    launched = job.run(endless(start="deadline=2"))
+    time.sleep(seconds)
+    started = psutil.Process(launched.process.pid).children() if launched.process.poll() is None else []
+    workers = [process for process in started if "script.py" in " ".join(process.cmdline())]
+    if kind.startswith("worker") and workers:
+        (workers[-1].kill if kind == "worker killed" else workers[-1].suspend)()
+    elif kind == "launcher killed":
+        launched.process.kill()
+    else:
+        launched.process.send_signal(signal.SIGINT if kind == "SIGINT" else signal.SIGTERM)
+    ended = launched.end(40)
+    assert ended.code != 0, (kind, seconds, ended.err)
+    left = job.left(2.0)
+    assert not left, (kind, seconds, left, ended.err)
+
+
+class TestAtAnyMoment:
+    @pytest.mark.slow
+    def test_a_few(self, job):
+        drawn = random.Random(2)
+        for kind in KINDS[:4]:
+            end_somehow(job, kind, drawn.uniform(0.1, 4.0))
+
+    @pytest.mark.soak
+    @pytest.mark.timeout(3600)
+    def test_a_hundred(self, job):
+        drawn = random.Random()
+        for _ in range(100):
+            end_somehow(job, drawn.choice(KINDS), drawn.uniform(0.05, 6.0))
