@@ -161,7 +161,7 @@ class TestOneRankGoesItsOwnWay:
         assert len(list(job.folder.glob("runs/*/summary.json"))) == 1
 
     def test_breaks_out_alone(self, job):
-        self.named(job.run(loop("if rank == 1 and number == 2: break")).end(), "run.epochs", "backward of step 2")
+        self.named(job.run(loop("if rank == 1 and number == 2: break")).end(), "run.epochs", "backward of step 3")
 
     def test_takes_the_mean_alone(self, job):
         self.named(job.run(loop("if rank == 1 and number == 2: run.mean(1.0)")).end(), "run.mean of step 2", "backward of step 2")
@@ -179,7 +179,7 @@ class TestOneRankGoesItsOwnWay:
     def test_has_another_model(self, job):
         ended = job.run(loop().replace("parts(run)", "parts(run, nn.Linear(4, 1 + rank))")).end()
         assert ended.code == 1 and "(UsageError)" in ended.last, ended.err
-        for words in ("different models", "rank 0 has weight [1, 4]", "rank 1 has weight [2, 4]", "build the same model"):
+        for words in ("workers prepare different", "rank 0 has weight [1, 4]", "rank 1 has weight [2, 4]", "build the same model"):
             assert words in ended.said, ended.err
 
 

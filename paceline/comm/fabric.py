@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import queue
 import struct
@@ -153,6 +154,7 @@ class Fabric:
         self.control: Any = None
         if size == 1:
             return
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
         self._wires = wires.Wires(address, 2)
         try:
             self._lookout = lookout.Lookout(PrefixStore("lookout", store), rank, size)
@@ -297,6 +299,9 @@ class Fabric:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
+        if self.control is None:
+            return  # it was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
             self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)

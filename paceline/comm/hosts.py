@@ -11,24 +11,35 @@ A thread of each rank does it: `all_reduce` returns at once.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
 from paceline.comm.board import fine_timer
+from paceline.comm.collectives import Trusting
 from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
 CHUNK = 256 << 10  # elements that go through the stages together
 AHEAD = 4  # chunks that are on the network at once
 TICK = 0.1  # seconds after which a wait looks up
+
+
+@runtime_checkable
+class Ending(Protocol):
+    """A group that can end on all ranks with an error of the caller's."""
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way with `error`, or with that of the rank that was first; gives that."""
+        ...
 
 
 class _Job:
@@ -40,12 +51,14 @@ class _Job:
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Do it; an error is kept for whoever waits."""
+    def run(self, spread: Callable[[PacelineError], BaseException]) -> None:
+        """Do it; an error is kept for whoever waits: one that ends the group as `spread` gives it, the same on all ranks."""
         try:
             self._result = self.act()
-        except (PacelineError, RuntimeError, ValueError, TypeError) as error:
+        except (UsageError, RuntimeError, ValueError, TypeError) as error:
             self._error = error
+        except PacelineError as error:
+            self._error = spread(error)
         self._ended.set()
 
     def void(self, error: BaseException) -> None:
@@ -89,6 +102,7 @@ class HostsGroup:
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="paceline hosts", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
     def traffic(self) -> Traffic:
@@ -110,10 +124,16 @@ class HostsGroup:
             if self._broken is not None:
                 job.void(self._broken)
                 continue
-            job.run()
-            error = job.exception()
-            if isinstance(error, PacelineError) and not isinstance(error, UsageError):
-                self._broken = error
+            job.run(self._spread)
+
+    def _spread(self, error: PacelineError) -> BaseException:
+        """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
+        if self._broken is None:
+            self._broken = self.flat.end(error) if isinstance(self.flat, Ending) else error
+            for group in (self.outer, self.inner):
+                if group is not None:
+                    group.abort()
+        return self._broken
 
     def _start(self, act: Callable[[], Any], what: str) -> Work[Any]:
         if self._broken is not None:
@@ -201,6 +221,11 @@ class HostsGroup:
         """See `Group.exchange`."""
         return self.flat.exchange(sends, recvs, tag=tag)
 
+    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """`exchange` without comparing first, where the network can."""
+        exchange = self.flat.exchange_agreed if isinstance(self.flat, Trusting) else self.flat.exchange
+        return exchange(sends, recvs, tag=tag)
+
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_gather`."""
         return self.flat.all_gather(x, name=name)
@@ -244,6 +269,7 @@ class HostsGroup:
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
         if isinstance(self._broken, ViewChanged):
             return
+        atexit.unregister(self.close)
         idle = all(job.done() for job in self._pending)
         self._broken = error
         self._jobs.put(None)
@@ -254,3 +280,5 @@ class HostsGroup:
         for group in (self.outer, self.inner, self.flat):
             if group is not None:
                 end(group)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)

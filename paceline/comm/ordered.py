@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgpack
 
 from paceline.comm.group import Group
-from paceline.errors import DeadlineExceeded, Mismatch
+from paceline.errors import DeadlineExceeded, Mismatch, WorkerLost
 
 
 class Agreement:
@@ -60,18 +60,27 @@ class Agreement:
         self.meet(what, b"+" + body)
         return body
 
+    def locate(self, error: BaseException | None) -> None:
+        """Note on an error of a wait for others at which step it was and where they were seen last, unless it says so."""
+        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
+        if error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
+            error.add_note(f"This was at step {self._step()}: {self._whereabouts(absent)}")
+
     def _missing(self, what: str, step: int, missing: tuple[int, ...]) -> str:
-        ago = time.monotonic() - self._met
-        texts = []
-        for rank in missing:
-            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            last = f", last seen at {self._seen[rank][0]} of step {self._seen[rank][1]}, {ago:.1f} s ago" if self._seen else ", never seen"
-            texts.append(f"rank {rank}{host}{last}")
-        who = "; ".join(texts) or "a rank that can't be named"
         return (
-            f"step {step}, {what}: rank {self.group.rank} waited {ago:.1f} s in vain for {who}. "
+            f"step {step}, {what}: rank {self.group.rank} waited {time.monotonic() - self._met:.1f} s in vain for {self._whereabouts(missing)}. "
             "If it is only slow, raise start(deadline=seconds); else look at its own output"
         )
+
+    def _whereabouts(self, ranks: tuple[int, ...]) -> str:
+        ago = time.monotonic() - self._met
+        texts = []
+        for rank in ranks:
+            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
+            seen = self._seen[rank] if rank < len(self._seen) else None
+            last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
+            texts.append(f"rank {rank}{host}{last}")
+        return "; ".join(texts) or "a rank that can't be named"
 
     def _describe(self, heads: list[tuple[str, int, str, bytes]]) -> str:
         places: dict[str, list[str]] = {}

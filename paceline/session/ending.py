@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -24,6 +24,7 @@ class Outcome(NamedTuple):
     strategy: Strategy
     cluster: Cluster
     models: Sequence[nn.Module]
+    event: Callable[[str], None]
     events: list[dict[str, Any]]
 
 
@@ -34,9 +35,15 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([traffic.within, traffic.between]))]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, scene.trace.spans())
+    digest = fingerprint(outcome.models)
+    different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
     totals = log.totals()
     if totals is None:
         return
+    if different:
+        text = f"replicas have parted: the parameters of rank {', '.join(map(str, different))} are not those of rank {scene.group.rank}"
+        outcome.event(text)
+        scene.say(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
     Summary(
         sync=spell(outcome.strategy),
@@ -44,7 +51,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         hosts=len(cluster.hosts),
         totals=totals,
         bytes_sent={"within": sum(s[0] for s in sent) / steps, "between": sum(s[1] for s in sent) / steps},
-        parameters_sha256=fingerprint(outcome.models),
+        parameters_sha256=digest,
         events=outcome.events,
     ).write(folder)
     if any(spans.values()):

@@ -24,7 +24,8 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     form = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
     answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([form, weight]))]
     if any(theirs != answers[0][0] for theirs, _ in answers):
-        raise UsageError("run.mean got different tensors: " + "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers)))
+        sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
+        raise UsageError(f"run.mean got different tensors ({sides}); give it the same shape, dtype and device on every worker")
     total = math.fsum(theirs for _, theirs in answers)
     if total == 0:
         raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")

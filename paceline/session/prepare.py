@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -75,6 +75,21 @@ def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> I
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield Slot(f"optimizer{number}.group{place}.{index}", parameter, optimizer)
+
+
+def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
+    """Those of `found` whose parameters are not among `known`."""
+    there = {id(slot.parameter) for slot in known}
+    return (slot for slot in found if id(slot.parameter) not in there)
+
+
+def check_known(models: list[tuple[str, nn.Module]], known: list[Slot]) -> None:
+    """Raise `UsageError` for a parameter that a model got after it was prepared: nobody would exchange its gradient."""
+    for slot in unknown(slots(models, []), known):
+        raise UsageError(
+            f"the parameter {slot.name} came into the model after run.prepare (a new layer, or load_state_dict(assign=True)); "
+            "give model and optimizer to run.prepare again, on every worker, before it is trained"
+        )
 
 
 def check_parameters(found: list[Slot]) -> None:
@@ -254,7 +269,7 @@ def bind_scheduler(scheduler: Any, turns: Turns) -> None:
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not turns.acting:
+            if not (turns.acting or turns.broken):
                 return None
             if isinstance(self, ReduceLROnPlateau):
                 _same_metric(turns.scene.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))

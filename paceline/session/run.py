@@ -138,16 +138,14 @@ class Run:
             raise UsageError(f"batchnorm={batchnorm!r} is unknown; possible are 'sync' and 'local'")
         kinds = [preparing.kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
-        taken = {id(thing) for thing in self.state.parts}
         for value, kind in zip(objects, kinds, strict=True):
-            if id(value) not in taken:  # prepared before: it is ready
-                taken.add(id(value))
+            if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
         for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
-            for thing in by_kind[kind]:
+            for thing in self._fresh(by_kind[kind]):
                 bind(thing, self._turns)
                 self._add(kind, thing)
         ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
@@ -156,31 +154,30 @@ class Run:
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str) -> None:
-        scene = self._scene
-        for model in models:
-            if self.device.type == "cuda":
-                model.to(self.device)
+        scene, fresh = self._scene, self._fresh(models)
+        for model in models if self.device.type == "cuda" else ():
+            model.to(self.device)
+        for model in fresh:
             prefix = f"model{len(self._models)}." if self._models or len(models) > 1 else ""
             self._models.append((prefix, model))
             self._add("model", model)
-        known = {id(slot.parameter) for slot in self._slots}
-        found = [slot for slot in preparing.slots(self._models, optimizers) if id(slot.parameter) not in known]
+        found = list(preparing.unknown(preparing.slots(self._models, optimizers), self._slots))
         preparing.check_parameters(found)
         self._slots += found
         if self.size > 1:
             tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
-            tensors += [(p + name, buffer) for p, model in self._models if model in models for name, buffer in model.named_buffers()]
+            tensors += [(p + name, buffer) for p, model in self._models if model in fresh for name, buffer in model.named_buffers()]
             preparing.same_everywhere(self._agreement, self.group, tensors, optimizers, scene.say)
         if batchnorm == "sync" and self.size > 1 and any(isinstance(m, _BatchNorm) for model in models for m in model.modules()):
             norms = self._norms_group()
             for model in models:
                 synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
-        for optimizer in optimizers:
+        for optimizer in self._fresh(optimizers):
             if self.device.type == "cuda" and optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
             self._add("optimizer", optimizer)
-        self._turns.models += models
-        self._optimizers += optimizers
+            self._optimizers.append(optimizer)
+        self._turns.models += fresh
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""
@@ -233,12 +230,16 @@ class Run:
             self._scene.sides.append(self._local)
         return self._local
 
+    def _fresh(self, things: list[Any]) -> list[Any]:
+        """Those that were not prepared before."""
+        return [thing for thing in things if not any(thing is part for part in self.state.parts)]
+
     def _add(self, kind: str, thing: Stateful) -> None:
         taken = sum(name.startswith(kind) for name in self.state.names)
         self.state.add(f"{kind}{taken}" if taken else kind, thing)
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """Let `thing` (anything with state_dict and load_state_dict) be part of the run's state: saved, resumed, healed."""
+        """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed."""
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
         self.state.add(f"kept.{name}", thing)
@@ -294,8 +295,7 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
-        if self.turn is None or not self.turn.ghost:
-            self._log.log(self.steps + (self._turns.led is not None), values, self.weight)
+        self._log.log(self.steps + (self._turns.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the first worker alone."""
@@ -343,6 +343,7 @@ class Run:
 
     def _flush(self) -> None:
         """Hand what was logged to the first worker; about once a second, at a step agreed before."""
+        preparing.check_known(self._models, self._slots)
         me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead()])
         answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
         self._next_flush = self.steps + answers[0][2]
@@ -359,7 +360,10 @@ class Run:
     # ---- state
 
     def save(self, *, keep: int = 3) -> Path:
-        """Write a checkpoint of everything prepared and kept, at the present step; the newest `keep` stay. Gives its folder. Collective."""
+        """Write a checkpoint of everything prepared and kept; the newest `keep` stay. Gives its folder. Collective.
+
+        In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body.
+        """
         turn = self._turns.led
         step = self.steps + (turn is not None and turn.last_micro)
         return state.save(self.state, self._randomness, self._agreement, self.folder.checkpoints, step=step, keep=keep)
@@ -411,7 +415,7 @@ class Run:
         self._end(failed=False)
 
     def _conclude(self) -> None:
-        outcome = Outcome(self.strategy, self.cluster, [model for _, model in self._models], self.events)
+        outcome = Outcome(self.strategy, self.cluster, [model for _, model in self._models], self.event, self.events)
         conclude(outcome, self._scene, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
@@ -421,6 +425,7 @@ class Run:
             self._leave(kind, error)
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
+        self._agreement.locate(error)
         report.report_failure(self._around.place, kind, error)
         self._log.close()
         self._end(failed=True)

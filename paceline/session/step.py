@@ -209,6 +209,11 @@ class Turns:
         return turn.last_micro
 
     @property
+    def broken(self) -> bool:
+        """Whether the training loop was left by `break` between two micro-batches."""
+        return any(course.loader.terms.training and not course.loader.under_way for course in self._open)
+
+    @property
     def clearing(self) -> bool:
         """Whether zero_grad acts: before backward on the first micro-batch, after backward on the last."""
         turn = self.training

@@ -6,11 +6,14 @@ import time
 import pytest
 import torch
 
+from paceline.comm import collectives, schedule
 from paceline.comm import hosts as module
 from paceline.comm.hosts import HostsGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
-from paceline.errors import Mismatch, UsageError, ViewChanged
+from paceline.comm.torchgroup import TorchGroup
+from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
+from tests.comm.processes import Crew, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 
@@ -134,3 +137,86 @@ def test_agreements_beside_pending_reductions_with_delays() -> None:
             return sums
 
         assert spawn(4, body) == [[6.0 + 4 * (step + part) for step in range(5) for part in range(3)]] * 4
+
+
+def test_an_error_inside_one_host_reaches_all_ranks_as_the_same() -> None:
+    def body(group: ThreadGroup) -> tuple[int, ...]:
+        whole = made(group, (0, 1, 0, 1))
+        if group.rank == 3:
+            group.leave("it was shot")
+            return ()
+        with pytest.raises(WorkerLost, match="rank 3") as caught:
+            whole.all_reduce_agreed(torch.ones(5)).wait()
+        whole.close()
+        return caught.value.ranks
+
+    assert spawn(4, body) == [(3,), (3,), (3,), ()]
+
+
+def test_schedules_run_over_hosts() -> None:
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 1, 0))
+        lane = collectives.Lane(whole)
+        found = [lane.all_reduce(torch.full((70,), float(group.rank)), schedule.ring(3)) for _ in range(3)]
+        result = [work.wait() for work in found][-1]
+        whole.close()
+        return result
+
+    assert all(bool((result == 3).all()) for result in spawn(3, body))
+
+
+def _networked(group: TorchGroup, hosts: tuple[int, ...]) -> HostsGroup:
+    """A HostsGroup whose three groups are Gloo's."""
+    parts = [group.sub([rank for rank, other in enumerate(hosts) if other == host]) for host in sorted(set(hosts))]
+    [inner] = [part for part in parts if part is not None]
+    return HostsGroup(inner, group.sub(sorted(hosts.index(host) for host in set(hosts))), group, hosts, deadline=20)
+
+
+def _summed(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[bytes, int]:
+    whole = _networked(group, hosts)
+    before = whole.traffic.between
+    works = [whole.all_reduce_agreed(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * group.rank + k))) for k in range(3)]
+    assert len(group.agree(b"beside")) == group.size
+    found = [work.wait() for work in works]
+    between = whole.traffic.between - before
+    wanted = sum(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * rank + 2)) for rank in range(group.size))
+    torch.testing.assert_close(found[2], wanted)
+    whole.close()
+    return found[2].numpy().tobytes(), between
+
+
+def test_real_processes_send_one_copy_per_host_however_they_are_dealt() -> None:
+    sent = []
+    for hosts in ((0, 0, 1, 1), (0, 1, 0, 1)):
+        results = run(4, _summed, hosts, hosts=list(hosts))
+        assert all(result == results[0][0] for result, _ in results)
+        sent.append(sorted(between for _, between in results))
+    assert sent[0] == sent[1] == [0, 0, 3 * 2_400_000, 3 * 2_400_000]
+
+
+def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    whole = _networked(group, hosts)
+    whole.all_reduce_agreed(torch.ones(1000)).wait()
+    say(group, "ready")
+    if group.rank == 3:
+        time.sleep(60)
+    time.sleep(1.0)
+    start = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        whole.all_reduce_agreed(torch.ones(600_000)).wait()
+    seconds = time.monotonic() - start
+    whole.close()
+    assert time.monotonic() - start < seconds + 2
+    return caught.value.ranks, seconds
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 0, 1), (0, 0, 0, 1)])
+def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]) -> None:
+    crew = Crew(4, _bereft, hosts)
+    for rank in range(4):
+        crew.heard(rank, "ready")
+    crew.kill(3)
+    results = crew.results()
+    assert results[3] is None
+    for ranks, seconds in results[:3]:
+        assert ranks == (3,) and seconds < 5

@@ -39,8 +39,8 @@ def test_tensors_go_wherever_they_are() -> None:
     move = mover(META)
     assert move is not None
     x = torch.zeros(2)
-    batch = {"a": [x, (x, 3)], "pair": Pair(x, "p"), "sent": Sent(x), "none": None, "text": "t", "map": OrderedDict(k=x), "user": UserDict(u=x)}
-    found: Any = move(batch)
+    batch = {"a": [x, (x, 3)], "pair": Pair(x, "p"), "sent": Sent(x), "none": None, "text": "t"}
+    found: Any = move({**batch, "map": OrderedDict(k=x), "user": UserDict(u=x)})
     assert found["a"][0].is_meta and found["a"][1][0].is_meta and found["a"][1][1] == 3
     assert isinstance(found["pair"], Pair) and found["pair"].x.is_meta and found["pair"].name == "p"
     assert found["sent"].x.is_meta and found["none"] is None and found["text"] == "t"

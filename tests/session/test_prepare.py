@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -459,7 +468,7 @@ def test_batchnorm_is_of_the_global_batch(size: int, shares: Any) -> None:
         return torch.cat([parameters(model), *(b.reshape(-1).double() for b in model.buffers())])
 
     wanted = alone(lambda run: body(run, None))
-    for found in workers(size, lambda run: body(run, shares)):
+    for found in workers(size, lambda run, shares=shares: body(run, shares)):
         assert distance(found, wanted) < 1e-11
 
 
@@ -498,3 +507,64 @@ def test_batchnorm_in_evaluation_left_by_break_before_the_next_forward() -> None
     wanted = alone(lambda run: body(run, None))
     for found in workers(2, lambda run: body(run, [0, 8])):
         assert distance(found, wanted) < 1e-11
+
+
+# ---- what changes after prepare
+
+
+@pytest.mark.parametrize("how", ["layer", "assign"])
+def test_parameters_that_come_later_are_named_until_they_are_prepared(how: str) -> None:
+    def change(model: Any) -> None:
+        if how == "layer":
+            model.append(fill(nn.Linear(2, 2).double(), 5))
+        else:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    def body(run: Run, again: bool) -> Tensor:
+        model = net()
+        model, opt, loader = run.prepare(model, sgd(model), batches(40, 8))
+        for number, (x, y) in enumerate(loader):
+            if number == 1:
+                change(model)
+                opt = sgd(model)
+                if again:
+                    model, opt = run.prepare(model, opt)
+            advance(model, opt, x, y)
+        return parameters(model)
+
+    with pytest.raises(UsageError, match=r"the parameter [02-9]\.(weight|bias) came into the model after run\.prepare"):
+        workers(2, lambda run: body(run, False))
+    wanted = alone(lambda run: body(run, True))
+    for found in workers(2, lambda run: body(run, True)):
+        assert distance(found, wanted) < 1e-12
+
+
+def test_replicas_that_part_are_said_at_the_end() -> None:
+    said: list[str] = []
+
+    def body(run: Run) -> list[Any]:
+        model = run.prepare(net())
+        if run.rank == 1:
+            with torch.no_grad():
+                model[0].bias[0] += 1e-9
+        return run.events
+
+    events = workers(3, body, said=said)
+    assert [text for text in said if "replicas have parted: the parameters of rank 1 are not those of rank 0" in text]
+    assert "parted" in events[0][0]["what"]
+
+
+def test_a_scheduler_after_a_break_between_micro_batches() -> None:
+    def body(run: Run) -> int:
+        model = net()
+        opt = sgd(model)
+        model, opt, scheduler, loader = run.prepare(model, opt, StepLR(opt, 1), batches(), accumulate=4)
+        for _ in run.epochs(3):
+            for number, (x, y) in enumerate(loader):
+                advance(model, opt, x, y)
+                if number == 5:
+                    break
+            scheduler.step()
+        return int(scheduler.last_epoch)
+
+    assert workers(2, body) == [3, 3] and alone(body) == 3

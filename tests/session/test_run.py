@@ -195,12 +195,12 @@ def test_mean() -> None:
 
 def test_mean_in_a_loop_is_weighted_by_samples() -> None:
     def body(run: Run, shares: Any) -> Tensor:
-        model, opt, loader = ready(run, batches(21, 8), shares=shares)
+        model, _, loader = ready(run, batches(21, 8), shares=shares)
         return torch.tensor([run.mean(F.mse_loss(model(x), y)) for x, y in loader])
 
     wanted = alone(lambda run: body(run, None))
     for size, shares in SHARES:
-        for found in workers(size, lambda run: body(run, shares)):
+        for found in workers(size, lambda run, shares=shares: body(run, shares)):
             torch.testing.assert_close(found, wanted)
 
 
@@ -243,7 +243,7 @@ def test_accuracy_of_an_evaluation_equals_that_of_one_process() -> None:
     wanted = alone(lambda run: body(run, None))
     assert 0 < wanted < 1
     for size, shares in SHARES:
-        assert workers(size, lambda run: body(run, shares)) == [wanted] * size
+        assert workers(size, lambda run, shares=shares: body(run, shares)) == [wanted] * size
 
 
 def test_gather_outside_of_a_loop() -> None:
@@ -270,7 +270,7 @@ def test_clip() -> None:
 
     wanted = alone(lambda run: body(run, None))
     for size, shares in SHARES:
-        for found in workers(size, lambda run: body(run, shares)):
+        for found in workers(size, lambda run, shares=shares: body(run, shares)):
             assert found == pytest.approx(wanted, rel=1e-9)
     assert alone(lambda run: ready(run, accumulate=2) and run.clip([], 1.0)) == 0
 
@@ -319,6 +319,20 @@ def test_stop_between_epochs() -> None:
     assert workers(2, body) == [4, 4]
 
 
+def test_stop_leaves_an_evaluation_under_way_alone() -> None:
+    def body(run: Run) -> tuple[int, bool]:
+        model, opt, loader = ready(run, batches(400, 8))
+        test = run.prepare(batches(24, 4), train=False)
+        held = iter(test)
+        seen = len(next(held)[0])
+        for x, y in loader:
+            advance(model, opt, x, y)
+            run.stop()
+        return int(run.mean(float(seen + sum(len(x) for x, _ in held)), weight=1.0) * 2), run.steps < 50
+
+    assert workers(2, body) == [(24, True)] * 2
+
+
 def test_time_left_where_lengths_are_not_known() -> None:
     class Endless:
         def __iter__(self) -> Any:
@@ -354,7 +368,7 @@ class Stopped(Exception):
     """The run dies here."""
 
 
-def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, epochs: int = 3, between: bool = False, **options: Any) -> Any:
+def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, between: bool = False, **options: Any) -> Any:
     """A script with all that is state; saves after some steps, dies after one, resumes what it finds."""
     model = net()
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -366,7 +380,7 @@ def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, e
     run.keep("best", kept)
     resumed = run.resume()
     losses, at = {}, run.steps
-    for _ in run.epochs(epochs):
+    for _ in run.epochs(3):
         for x, y in loader:
             opt.zero_grad()
             noisy = x + 0.1 * torch.rand(x.shape, dtype=x.dtype) if run.size == 1 else x
@@ -388,7 +402,8 @@ def training(run: Run, *, save: Callable[[int], bool], die: int | None = None, e
                 raise Stopped
         if between:
             run.save()
-    return {"losses": losses, "weights": parameters(model), "resumed": resumed, "from": at, "kept": (kept.best, kept.history), "steps": run.steps}
+    found = {"losses": losses, "weights": parameters(model), "kept": (kept.best, kept.history)}
+    return {**found, "resumed": resumed, "from": at, "steps": run.steps}
 
 
 def interrupted(folder: Path, size: int, later: int, die: int, save: Callable[[int], bool], **options: Any) -> tuple[Any, list[str]]:
@@ -420,10 +435,7 @@ def test_resume_by_another_number_of_workers(size: int, later: int, step: int, t
         return training(run, save=lambda step: False)
 
     wanted = workers(2, quiet)[0]
-    if 1 in (size, later):
-        pytest.importorskip("torch")
-    options: dict[str, Any] = {}
-    found, _ = interrupted(tmp_path, size, later, step + 1, lambda at: at == step, **options)
+    found, _ = interrupted(tmp_path, size, later, step + 1, lambda at: at == step)
     if size != 1 and later != 1:  # one worker alone draws noise
         for one in found:
             assert one["losses"] == pytest.approx({at: loss for at, loss in wanted["losses"].items() if at >= step}, rel=1e-9)

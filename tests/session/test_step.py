@@ -48,7 +48,7 @@ def same(body: Callable[[Run, Any], Tensor], ways: list[tuple[int, Any]] | None 
     wanted = alone(lambda run: body(run, None))
     assert torch.isfinite(wanted).all()
     for size, shares in ways or [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]:
-        for found in workers(size, lambda run: body(run, shares)):
+        for found in workers(size, lambda run, shares=shares: body(run, shares)):
             assert distance(found, wanted) < bound
 
 
@@ -253,7 +253,7 @@ def test_accumulation_with_a_closure() -> None:
         model, opt, loader = ready(run, accumulate=k)
         for x, y in loader:
 
-            def closure() -> Tensor:
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
                 opt.zero_grad()
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
@@ -478,7 +478,7 @@ def test_a_worker_without_a_gradient_after_an_inner_loop_joins() -> None:
 def test_two_training_loaders_with_different_shares_raise() -> None:
     def body(run: Run) -> None:
         model = net()
-        model, opt, loader = run.prepare(model, sgd(model), batches())
+        model, loader = run.prepare(model, batches())
         other = run.prepare(DataLoader(Numbered(48), batch_size=8), shares=[1, 7])
         for (x, y), (u, v) in zip(loader, other, strict=False):
             (F.mse_loss(model(x), y) + F.mse_loss(model(u), v)).backward()

@@ -293,7 +293,7 @@ def test_workers_that_unfreeze_in_different_orders_are_told_apart() -> None:
         for p in model.parameters():
             p.requires_grad_(False)
         model.scale.requires_grad_(True)
-        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+        model, loader = run.prepare(model, batches())
         for number, (x, y) in enumerate(loader):
             if number < 2:
                 layer = model.first if (number == 0) == (run.rank == 0) else model.last
