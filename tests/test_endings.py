@@ -72,10 +72,9 @@ class TestAWorkerGoes:
         assert not job.left(0.5)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_exits_with_0_in_the_middle(self, job, rank):
-        ended = job.run(endless(f"if rank == {rank} and run.steps == 5: os._exit(0)")).end()
-        assert ended.code == 1 and ended.last.startswith(f"paceline: rank {rank} on {HOST} left in the middle (exit code 0)"), ended.err
+    def test_exits_with_0_in_the_middle(self, job):
+        ended = job.run(endless("if rank == 1 and run.steps == 5: os._exit(0)")).end()
+        assert ended.code == 1 and ended.last.startswith(f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"), ended.err
 
     @pytest.mark.slow
     def test_crashes_in_native_code(self, job):
@@ -93,17 +92,16 @@ class TestAWorkerGoes:
 
 
 class TestTheLauncherGoes:
-    @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
-    def test_killed(self, job, workers):
+    def test_killed(self, job):
         """Within two seconds everything is gone."""
-        launched = job.run(endless(), workers)
-        trains(job, launched, workers)
+        launched = job.run(endless())
+        trains(job, launched)
         launched.process.kill()
         launched.end()
         assert not job.left(2.0)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_asked(self, job, number):
         launched = job.run(endless())
         trains(job, launched)
@@ -114,7 +112,7 @@ class TestTheLauncherGoes:
         assert not job.left(0.5)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("via", ["auto", "native", "ring"])
+    @pytest.mark.parametrize("via", ["auto", "native"])
     def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
         """Our own waits hear it at once."""
         launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
@@ -144,7 +142,7 @@ store.wait(["never"], timedelta(seconds=600))
 
 
 class TestAWorkerHangs:
-    @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.slow), pytest.param("ring", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.slow)])
     def test_the_one_that_is_missing_is_named(self, job, via):
         launched = job.run(endless(start=f"deadline=3, sync=pl.AllReduce(via={via!r})"))
         trains(job, launched)

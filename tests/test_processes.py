@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.curves import Case, check
-from tests.launches import ROOT, Ended, Job, Jobs, free_port, jobs
+from tests.launches import ROOT, Ended, Job, Jobs, free_port, jobs, wait_for
 
 CURVES = str(ROOT / "tests" / "curves.py")
 SCHEDULES = ("ring", "tree", "halving-doubling", "direct", "hierarchical", "owners")
@@ -81,18 +81,18 @@ class TestTheCurve:
             "adam": Case(optimizer="adam"),
             "uneven": Case(shares=shares, optimizer="adam"),
             "native": Case("native", shares),
-            **{name.replace("-", "_"): Case(name, shares) for name in SCHEDULES},
+            **{name.replace("-", "_"): Case(name, shares) for name in (SCHEDULES if size == 3 else ("halving-doubling", "hierarchical"))},
         }
         launch(job, size, **cases)
         same(job, size, **cases)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("mutant", ["doesn't communicate", "averages without weights"])
-    def test_a_mutant_fails(self, job, mutant):
-        """The checks above would see it."""
-        case = Case(shares=[1, 7], mutant=mutant)
-        launch(job, 2, mutant=case)
-        assert check(case, "mutant", job.folder, 2) > 1e-3
+    def test_mutants_fail(self, job):
+        """The checks above would see them."""
+        cases = {"unweighted": Case(shares=[1, 7], mutant="averages without weights"), "silent": Case(mutant="doesn't communicate")}
+        launch(job, 2, **cases)
+        for name, case in cases.items():
+            assert check(case, name, job.folder, 2) > 1e-3
 
 
 class TestLaunchers:
@@ -158,10 +158,12 @@ with pl.start() as run:
         number = torch.tensor([run.rank + 1.0])
         dist.all_reduce(number)
         assert number == 3
-    if sys.argv[2] == "wrap":
+    try:
         run.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    except pl.UsageError as error:
+        refused = "wrapped in DistributedDataParallel already" in str(error)
 dist.destroy_process_group()
-print("both", run.steps)
+print("both", run.steps, refused)
 """
 
 
@@ -171,40 +173,31 @@ class TestTorchDistributed:
         assert ended.code == 0, ended.err
         assert sorted(ended.out.splitlines()) == [f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)]
 
-    @pytest.mark.parametrize("first", [pytest.param("torch", marks=pytest.mark.slow), "paceline"])
-    def test_a_script_that_uses_both(self, job, first):
-        ended = job.run(BOTH, args=(first, "no")).end()
-        assert ended.code == 0, ended.err
-        assert sorted(ended.out.splitlines()) == ["[0] both 8", "[1] both 8"]
-
     @pytest.mark.slow
     @pytest.mark.parametrize("first", ["torch", "paceline"])
-    def test_both_under_torchrun(self, job, first):
-        script = job.write(BOTH)
-        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, first, "no"]
-        ended = job.start([sys.executable, "-m", *command]).end()
+    def test_a_script_that_uses_both(self, job, first):
+        ended = job.run(BOTH, args=(first,)).end()
         assert ended.code == 0, ended.err
-        assert sorted(ended.out.splitlines()) == ["both 8", "both 8"]
+        assert sorted(ended.out.splitlines()) == ["[0] both 8 True", "[1] both 8 True"]
 
     @pytest.mark.slow
-    def test_a_wrapped_model_is_refused(self, job):
-        ended = job.run(BOTH, args=("torch", "wrap")).end()
-        assert ended.code == 1 and "wrapped in DistributedDataParallel already" in ended.said, ended.err
+    def test_both_under_torchrun(self, job):
+        script = job.write(BOTH)
+        command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), script, "paceline"]
+        ended = job.start([sys.executable, "-m", *command]).end()
+        assert ended.code == 0, ended.err
+        assert sorted(ended.out.splitlines()) == ["both 8 True", "both 8 True"]
 
 
-@pytest.mark.skipif(not (ROOT / "paceline" / "comm" / "hosts.py").exists(), reason="the group of several hosts isn't there")
 class TestTwoHosts:
     """Two launchers on this machine that meet as two hosts, with two workers and one."""
 
-    def launch(self, job: Jobs, **cases: Case) -> None:
-        path = ask(job, **cases)
+    def launch(self, job: Jobs, script: str, *args: str) -> list[Job]:
         common = [sys.executable, "-m", "paceline", "run", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
-        started = [
-            job.start([*common, "--host-rank", str(host), "--workers", str(workers), CURVES, path], PACELINE_SECRET="0123456789abcdef" * 2)
+        return [
+            job.start([*common, "--host-rank", str(host), "--workers", str(workers), script, *args], PACELINE_SECRET="0123456789abcdef" * 2)
             for host, workers in enumerate([2, 1])
         ]
-        for ended in [one.end(100) for one in started]:
-            assert ended.code == 0, ended.err
 
     @pytest.mark.slow
     def test_the_curve_and_the_bytes(self, job):
@@ -214,7 +207,8 @@ class TestTwoHosts:
             "native": Case("native", [3, 3, 2]),
             **{name.replace("-", "_"): Case(name, [0, 5, 3]) for name in SCHEDULES},
         }
-        self.launch(job, **cases)
+        for ended in [one.end(100) for one in self.launch(job, CURVES, ask(job, **cases))]:
+            assert ended.code == 0, ended.err
         same(job, 3, **cases)
         nbytes = 4 * (8 * 16 + 16 + 16 * 3 + 3)  # of the gradients of a step
         for name in cases:
@@ -225,3 +219,27 @@ class TestTwoHosts:
         # one copy per host: two leaders send each other what amounts to one copy each
         summary = json.loads((job.folder / "runs" / "equal" / "summary.json").read_text())
         assert summary["bytes_sent"]["between"] <= 2.2 * nbytes
+
+    @pytest.mark.slow
+    def test_both_launchers_name_the_one_that_failed(self, job):
+        script = job.write(LOOP + "        if rank == 2 and run.steps == 5: raise ValueError('boom')\n        step(run, model, optimizer, x, y)")
+        for ended in [one.end() for one in self.launch(job, script)]:
+            assert ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last, ended.err
+
+    @pytest.mark.slow
+    def test_a_launcher_that_is_killed_ends_both_hosts(self, job):
+        script = job.write(LOOP + "        if run.steps == 5: Path(f'ready{rank}').touch()\n        step(run, model, optimizer, x, y)")
+        first, second = self.launch(job, script)
+        wait_for(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(3)), 60)
+        second.process.kill()
+        second.end()
+        ended = first.end(15)
+        assert ended.code != 0 and ended.last.startswith("paceline: "), ended.err
+
+
+LOOP = """
+from pathlib import Path
+with pl.start() as run:
+    model, optimizer, loader = parts(run, samples=10**5)
+    for x, y in loader:
+"""

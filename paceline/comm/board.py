@@ -1,106 +1,124 @@
 """The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
 
-    rank r  | cells: op counter, agree counter, left, pid, marks x 2 | text | meta x 2 | mailbox x 2 | small x 2 | stage x 2 |
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
-The barrier polls the counters: first it yields the core some hundred times (about 0.1 ms: the others are near), then it sleeps in
-naps of 50 us, in which it also looks whether the others are still alive.
+Two lanes run over it, each with a counter of its own: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
+On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
-import time
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor
 
-from paceline.comm.memory import Segment
-from paceline.errors import DeadlineExceeded, ResourceError, UsageError, WorkerLost
+from paceline.cluster.machine import cores
+from paceline.comm.fingerprint import Call, compare, digest
+from paceline.comm.memory import Segment, share
+from paceline.comm.watch import Awaited, Watch
 
-STAGE = 2 << 20  # bytes of each half of a rank's stage: pieces of it stay in the cache of a core
+SLOTS = 4  # stages of a rank, used in turn
+STAGE = 2 << 20  # bytes of each
 SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
 META = 16 << 10
 MAIL = 16 << 10
-TEXT = 4096
+TEXT = 4096  # bytes, also of a note
 CELLS = 512
-BLOCK = CELLS + TEXT + 2 * (META + MAIL + SMALL + STAGE)
-OPS, AGREES, LEFT, PID, MARKS = 0, 8, 16, 24, 32  # int64 cells, a cache line each
-SPINS = 200
-NAP = 50e-6
-LOOK = 32  # naps between two looks at the deadline and at the living
-LEFT_WORDS = {1: "closed", 2: "aborted"}
+METAS = CELLS + 2 * TEXT
+MAILS = METAS + 2 * META
+SMALLS = MAILS + 2 * MAIL
+STAGES = SMALLS + 2 * SMALL
+SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
+OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
+PIECE = 256 << 10  # bytes that a rank works on at a time: its share of a stage stays in the cache of its core
+Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
+
+
+class Slate:
+    """The notes of one rank, and its sight of the others' (`watch.Notes`)."""
+
+    def __init__(self, cells: memoryview, rank: int) -> None:
+        self._cells, self._bytes, self._rank = cells, cells.cast("B"), rank
+
+    def leave(self) -> None:
+        """See `Notes.leave`."""
+        self._cells[self._rank * SPAN // 8 + LEFT] = 1
+
+    def left(self, rank: int) -> bool:
+        """See `Notes.left`."""
+        return bool(self._cells[rank * SPAN // 8 + LEFT])
+
+    def tell(self, text: bytes) -> None:
+        """See `Notes.tell`. What is too long stays untold: then only the deadline ends this wait."""
+        text = text if len(text) <= TEXT - 8 else b""
+        at, turn = self._rank * SPAN + CELLS + TEXT, self._rank * SPAN // 8 + NOTE
+        self._cells[turn] += 1  # odd: being written
+        self._cells[at // 8] = len(text)
+        self._bytes[at + 8 : at + 8 + len(text)] = text
+        self._cells[turn] += 1
+
+    def told(self, rank: int) -> bytes:
+        """See `Notes.told`."""
+        at, turn = rank * SPAN + CELLS + TEXT, rank * SPAN // 8 + NOTE
+        for _ in range(100):
+            before = self._cells[turn]
+            text = bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])
+            if before & 1 == 0 and self._cells[turn] == before:
+                return text
+            os.sched_yield()
+        return b""  # its writer has died or was stopped in the middle of it
 
 
 class Board:
-    """One rank's sight of the control segment. `busy` is called while waiting, so that work pending elsewhere goes on."""
+    """One rank's sight of the control segment. `names`: what the ranks are called in messages and errors."""
 
-    def __init__(self, segment: Segment, rank: int, size: int, *, deadline: float, folder: str | None = None) -> None:
-        self.rank, self.size, self.deadline, self.folder = rank, size, deadline, folder
-        self.waited = 0.0
-        self.busy: Callable[[], None] = lambda: None
+    def __init__(self, segment: Segment, rank: int, names: Sequence[int], *, deadline: float, folder: str | None = None) -> None:
+        self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
+        size = self.size
+        self.posted = 0  # my counter of the lane of operations
+        self.turn = 0  # stages used so far: the next one is turn % SLOTS
         self._segment = segment
-        self._bytes = memoryview(segment.map)
+        self._bytes = segment.cells()
         self._cells = self._bytes.cast("q")
+        self._mine = (rank * SPAN) // 8
         self._others = [r for r in range(size) if r != rank]
-        self._ops = [(r * BLOCK) // 8 + OPS for r in self._others]
-        self._agrees = [(r * BLOCK) // 8 + AGREES for r in self._others]
-        self._marks = [(r * BLOCK) // 8 + MARKS for r in self._others]
-        self._mine = (rank * BLOCK) // 8
-        self._agreed = 0
-        self._pidfds: dict[int, int] = {}
-        self._views: dict[tuple[Any, ...], Tensor] = {}
+        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
+        self._met = self._agreed = 0
+        self._numbers: dict[Call, int] = {}
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.watch = Watch(rank, names, Slate(self._cells, rank), deadline=deadline)
         self._cells[self._mine + PID] = os.getpid()
-        fine_timer()
+        found = [struct.unpack("q", answer)[0] for answer in self.agree(struct.pack("q", cores()))]
+        self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
+        # With more ranks than cores each wait is a switch of processes: fewer, larger blocks.
+        self.block = min(STAGE, PIECE * size * (2 if min(found) < size else 1)) // (64 * size) * (64 * size)
 
     @classmethod
-    def from_store(cls, store: Any, rank: int, size: int, *, deadline: float, folder: str | None = None) -> Board:
+    def from_store(cls, store: Any, rank: int, names: Sequence[int], *, deadline: float, folder: str | None = None) -> Board:
         """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
-        segment, error = None, ""
-        try:
-            if rank == 0:
-                segment = Segment.create(size * BLOCK, folder=folder)
-                store.put("shared/address", segment.address)
-            else:
-                address = store.take("shared/address", deadline)
-                if address:
-                    segment = Segment.open(address, size * BLOCK)
-        except ResourceError as caught:
-            error = str(caught)
-            if rank == 0:
-                store.put("shared/address", "")
-        store.put(f"shared/mapped/{rank}", error)
-        answers = [store.take(f"shared/mapped/{r}", deadline) for r in range(size)]
-        return cls._opened(segment, answers, rank, size, deadline, folder)
+        turn = 0
 
-    @classmethod
-    def _opened(  # noqa: PLR0917
-        cls, segment: Segment | None, errors: Sequence[str], rank: int, size: int, deadline: float, folder: str | None
-    ) -> Board:
-        if segment is not None:
-            segment.seal()
-        worst = next((error for error in errors if error), "")
-        if segment is None or worst:
-            raise ResourceError(worst or "the first worker of this host could not make shared memory")
-        board = cls(segment, rank, size, deadline=deadline, folder=folder)
-        board.agree(b"")  # pids are there
-        board._watch()
-        return board
+        def meet(word: str) -> list[str]:
+            nonlocal turn
+            turn += 1
+            store.put(f"shared/{turn}/{rank}", word)
+            return [store.take(f"shared/{turn}/{r}", deadline) for r in range(len(names))]
 
-    def _watch(self) -> None:
-        for r in self._others:
-            pid = self._cells[(r * BLOCK) // 8 + PID]
-            if pid != os.getpid() and hasattr(os, "pidfd_open"):
-                self._pidfds[os.pidfd_open(pid)] = r
+        segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder)
+        assert segment is not None
+        return cls(segment, rank, names, deadline=deadline, folder=folder)
 
     # ---- the lane of operations
 
-    def post(self, value: int) -> None:
+    def post(self) -> None:
         """Raise my counter: all that I wrote before is there for the others."""
-        self._cells[self._mine + OPS] = value
+        self.posted += 1
+        self._cells[self._mine + OPS] = self.posted
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come up to `value`."""
@@ -114,38 +132,42 @@ class Board:
         """The ranks that have not come up to `value`."""
         return [r for r, at in zip(self._others, self._ops, strict=True) if self._cells[at] < value]
 
-    def announce(self, parity: int, mark: int, meta: bytes | None) -> None:
-        """Write the fingerprint (and the meta) of my next operation."""
+    @property
+    def parity(self) -> int:
+        """The half (of marks, metas, small stages) that the next `meet` uses."""
+        return self._met & 1
+
+    def meet(self, call: Call, meta: Any = None) -> Generator[int, None, list[Any]]:
+        """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`."""
+        packed = b"" if meta is None else msgpack.packb(meta)
+        if len(packed) > META - 8:
+            call, packed = call._replace(flaw=f"{len(packed)} bytes describe it and {META - 8} fit; exchange fewer tensors at a time"), b""
+        parity, mark = self.parity, self._number(call)
+        self._met += 1
+        self._write(self._mine * 8 + METAS + parity * META, packed)
         self._cells[self._mine + MARKS + parity] = mark
-        if meta is not None:
-            if len(meta) > META - 8:
-                raise UsageError(f"one exchange is described by {len(meta)} bytes, at most {META - 8} fit; send fewer messages at a time")
-            self._write(self.rank * BLOCK + CELLS + TEXT + parity * META, meta)
+        self.post()
+        yield self.posted
+        if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
+            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400]]))
+            self.post()
+            yield self.posted
+            compare([tuple(msgpack.unpackb(self._read(r * SPAN + CELLS))) for r in range(self.size)], self.names)
+        if meta is None:
+            return []
+        return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]
 
-    def same(self, parity: int, mark: int) -> bool:
-        """Whether all ranks have announced `mark`."""
-        return all(self._cells[at + parity] == mark for at in self._marks)
+    def stage_at(self, rank: int, turn: int) -> int:
+        """The address of a rank's stage of this turn."""
+        return self._segment.start + rank * SPAN + STAGES + turn % SLOTS * STAGE
 
-    def metas(self, parity: int) -> list[bytes]:
-        """Every rank's meta."""
-        return [self._read(r * BLOCK + CELLS + TEXT + parity * META) for r in range(self.size)]
+    def stage(self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements from byte `offset` on of a rank's stage of this turn."""
+        return self._view(rank * SPAN + STAGES + turn % SLOTS * STAGE + offset, count, dtype)
 
-    def describe(self, text: bytes) -> None:
-        """Write what I was about to do."""
-        self._write(self.rank * BLOCK + CELLS, text)
-
-    def descriptions(self) -> list[bytes]:
-        """What every rank was about to do."""
-        return [self._read(r * BLOCK + CELLS) for r in range(self.size)]
-
-    def stage(self, rank: int, half: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements at byte `offset` of a half of a rank's stage."""
-        start = CELLS + TEXT + 2 * (META + MAIL + SMALL) + half * STAGE
-        return self._view(rank * BLOCK + start + offset, count, dtype)
-
-    def small(self, rank: int, half: int, count: int, dtype: torch.dtype) -> Tensor:
+    def small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
         """`count` elements of a half of a rank's small stage."""
-        return self._view(rank * BLOCK + CELLS + TEXT + 2 * (META + MAIL) + half * SMALL, count, dtype)
+        return self._view(rank * SPAN + SMALLS + parity * SMALL, count, dtype)
 
     def _view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
         key = (at, count, dtype)
@@ -156,133 +178,84 @@ class Board:
             view = self._views[key] = self._segment.tensor(at, (count,), dtype)
         return view
 
-    # ---- the control lane
+    def _number(self, call: Call) -> int:
+        number = self._numbers.get(call)
+        if number is None:
+            if len(self._numbers) > 4096:
+                self._numbers.clear()
+            number = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
+        return number
 
-    def agree(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of any length."""
-        answers = [b""] * self.size
-        longest, at, room = len(payload), 0, MAIL - 8
+    # ---- the lane of agreements
+
+    def agree(self, payload: bytes, call: Call = Call("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
+        """Every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
+        number = self.watch.made.get("agree", 0)
+        self.watch.made["agree"] = number + 1
+        mark = self._number(call)
+        try:
+            answers, marks = self._swap(payload, mark, call, number)
+            if call.flaw or any(other != mark for other in marks):
+                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400]]), 0, call, number)
+        except BaseException as error:
+            self.watch.end(error)  # whatever ended this wait: this lane is out of step now
+            raise
+        if call.flaw or any(other != mark for other in marks):
+            compare([tuple(msgpack.unpackb(text)) for text in texts], self.names)
+        return answers
+
+    def _swap(self, payload: bytes, mark: int, call: Call, number: int) -> tuple[list[bytes], list[int]]:
+        answers, marks = [b""] * self.size, [0] * self.size
+        longest, at, room = len(payload), 0, MAIL - 16
         while True:
             self._agreed += 1
-            target, half = self._agreed, self._agreed & 1
-            base = CELLS + TEXT + 2 * META + half * MAIL
-            self._write(self.rank * BLOCK + base, payload[at : at + room], len(payload))
+            target = self._agreed
+            base = MAILS + (target & 1) * MAIL
+            self._cells[(self._mine * 8 + base) // 8] = mark
+            self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
-            self.wait(lambda target=target: self._met(target), lambda target=target: self._unmet(target), "a meeting of all workers")  # type: ignore[misc]
+            self.watch.wait(self._meeting(target, call, number))
             for r in range(self.size):
-                start = r * BLOCK + base
-                total = self._cells[start // 8]
+                start = r * SPAN + base
+                marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
                 longest = max(longest, total)
-                answers[r] += bytes(self._bytes[start + 8 : start + 8 + max(0, min(total - at, room))])
+                answers[r] += bytes(self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))])
             at += room
             if at >= longest:
-                return answers
+                return answers, marks
 
-    def _met(self, value: int) -> bool:
-        cells = self._cells
-        for at in self._agrees:  # noqa: SIM110
-            if cells[at] < value:
-                return False
-        return True
+    def _meeting(self, target: int, call: Call, number: int) -> Awaited:
+        cells, agrees = self._cells, self._agrees
 
-    def _unmet(self, value: int) -> list[int]:
-        return [r for r, at in zip(self._others, self._agrees, strict=True) if self._cells[at] < value]
+        def met() -> bool:
+            for at in agrees:  # noqa: SIM110
+                if cells[at] < target:
+                    return False
+            return True
 
-    # ---- waiting
+        def missing() -> list[int]:
+            return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-    def wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: str, timeout: float | None = None) -> None:
-        """Return when `ready()`; raise when a missing rank has gone (`WorkerLost`) or the deadline has passed (`DeadlineExceeded`)."""
-        if ready():
-            return
-        started = time.perf_counter()
-        limit = self.deadline if timeout is None else timeout
-        for _ in range(SPINS):
-            os.sched_yield()
-            if ready():
-                self.waited += time.perf_counter() - started
-                return
-        turn = 0
-        while not ready():
-            time.sleep(NAP)
-            self.busy()
-            turn += 1
-            if turn % LOOK == 0:
-                self._look(ready, missing, what, limit, time.perf_counter() - started)
-        self.waited += time.perf_counter() - started
+        return Awaited(met, missing, "agree", number, call)
 
-    def _look(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: str, limit: float, waited: float) -> None:
-        awaited = missing()
-        gone = {r: f"has {LEFT_WORDS[left]} its group" for r in awaited if (left := self._cells[(r * BLOCK) // 8 + LEFT])}
-        gone |= {r: "has died" for r in self._dead() if r in awaited}
-        if gone and not ready():
-            text = ", ".join(f"rank {r} {how}" for r, how in sorted(gone.items()))
-            raise WorkerLost(f"{text} while rank {self.rank} waits for it in {what}", tuple(sorted(gone)))
-        if waited > limit and not ready():
-            names = ", ".join(str(r) for r in awaited) or "unknown"
-            raise DeadlineExceeded(f"{what}: rank {names} did not come within {limit:g} s (asked by rank {self.rank})", tuple(awaited))
+    # ---- more memory, smaller boards
 
-    def _dead(self) -> list[int]:
-        if not self._pidfds:
-            return []
-        poll = select.poll()
-        for fd in self._pidfds:
-            poll.register(fd, select.POLLIN)
-        return [self._pidfds[fd] for fd, _ in poll.poll(0)]
-
-    # ---- more memory, smaller boards, the end
-
-    def allocate(self, nbytes: int) -> Segment:
+    def allocate(self, nbytes: int, call: Call) -> Segment:
         """A new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
-        segment, error, address = None, "", ""
-        try:
-            if self.rank == 0:
-                segment = Segment.create(nbytes, folder=self.folder)
-                address = segment.address
-        except ResourceError as caught:
-            error = str(caught)
-        address = self.agree(address.encode())[0].decode()
-        try:
-            if self.rank != 0 and address:
-                segment = Segment.open(address, nbytes)
-        except ResourceError as caught:
-            error = str(caught)
-        errors = [answer.decode() for answer in self.agree(error.encode())]
-        if segment is not None:
-            segment.seal()
-        worst = next((e for e in errors if e), "")
-        if worst or segment is None:
-            raise ResourceError(worst)
+        segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
+        assert segment is not None
         return segment
 
-    def sub(self, ranks: Sequence[int]) -> Board | None:
-        """The board of some ranks; all ranks call it with the same list. None on the others."""
-        if sorted(set(ranks)) != sorted(ranks) or not ranks or not all(0 <= r < self.size for r in ranks):
-            raise UsageError(f"a subgroup needs different ranks between 0 and {self.size - 1}, got {list(ranks)}")
-        nbytes, segment, error, address = len(ranks) * BLOCK, None, "", ""
-        try:
-            if self.rank == ranks[0]:
-                segment = Segment.create(nbytes, folder=self.folder)
-                address = segment.address
-        except ResourceError as caught:
-            error = str(caught)
-        address = self.agree(address.encode())[ranks[0]].decode()
-        inside = self.rank in ranks
-        try:
-            if inside and segment is None and address:
-                segment = Segment.open(address, nbytes)
-        except ResourceError as caught:
-            error = str(caught)
-        errors = [answer.decode() for answer in self.agree(error.encode())]
-        if not inside:
+    def sub(self, ranks: Sequence[int], call: Call) -> Board | None:
+        """The board of some ranks, all different; all ranks call it with the same list. None on the others."""
+        segment = share(len(ranks) * SPAN, self.rank, ranks[0], self._words(call), inside=self.rank in ranks, folder=self.folder)
+        if segment is None:
             return None
-        return self._opened(segment, [errors[r] for r in ranks], list(ranks).index(self.rank), len(ranks), self.deadline, self.folder)
+        names = [self.names[r] for r in ranks]
+        return Board(segment, list(ranks).index(self.rank), names, deadline=self.watch.deadline, folder=self.folder)
 
-    def leave(self, word: str) -> None:
-        """Tell the others that this rank will not come any more."""
-        self._cells[self._mine + LEFT] = next(code for code, known in LEFT_WORDS.items() if known == word)
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds.clear()
+    def _words(self, call: Call) -> Callable[[str], list[str]]:
+        return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]
 
     def _write(self, at: int, data: bytes, total: int | None = None) -> None:
         self._cells[at // 8] = len(data) if total is None else total
@@ -290,10 +263,3 @@ class Board:
 
     def _read(self, at: int) -> bytes:
         return bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])
-
-
-def fine_timer() -> None:
-    """Naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK; without it naps are longer, nothing else)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(29, 1000, 0, 0, 0)

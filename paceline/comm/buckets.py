@@ -72,7 +72,9 @@ def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | 
     return runs
 
 
-def build(shapes: Sequence[Shape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]) -> list[Bucket]:
+def build(
+    shapes: Sequence[Shape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]
+) -> list[Bucket]:
     """Allocate the buckets with `empty(numel, dtype, device)`; all zero at first."""
     buckets = []
     for run in runs:

@@ -123,6 +123,20 @@ def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, T
     return Call("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
 
 
+def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]) -> None:
+    """Raise Mismatch where one rank sends what the other doesn't expect; `sides` are each rank's (sends, recvs) as (peer, parcel).
+
+    `names`: what the ranks are called.
+    """
+    for source, (sends, _) in enumerate(sides):
+        for to, (_, recvs) in enumerate(sides):
+            left = [text for peer, text in sends if peer == to]
+            right = [text for peer, text in recvs if peer == source]
+            if left != right:
+                offers, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
+                raise Mismatch(f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which expects {expects}")
+
+
 def objects(obj: Any, name: str | None) -> tuple[str, Call]:
     """`obj` as JSON, and the call that gathers it."""
     try:
@@ -136,4 +150,3 @@ def dense_flaw(x: Tensor) -> str:
     if x.layout is not torch.strided:
         return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
     return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""
-

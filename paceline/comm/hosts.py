@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
-from paceline.comm.board import fine_timer
 from paceline.comm.collectives import Trusting
 from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
+from paceline.comm.watch import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
 CHUNK = 256 << 10  # elements that go through the stages together

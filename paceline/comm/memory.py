@@ -2,15 +2,17 @@
 
 A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a killed process could
 leave behind, and /dev/shm's size (64 MB in many containers) does not bound it. Where the kernel has no memfd, or a peer may
-not open it, a file in /dev/shm serves, which is unlinked as soon as everybody has mapped it.
+not open it, a file in /dev/shm serves, which is unlinked as soon as everybody has mapped it. No descriptor stays open.
 """
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,34 +20,40 @@ from torch import Tensor
 from paceline.errors import ResourceError
 
 SHM = "/dev/shm"
+POPULATE = 23  # MADV_POPULATE_WRITE
 
 
 class Segment:
-    """A stretch of `nbytes` shared bytes, all zero at first."""
+    """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped."""
 
     def __init__(self, fd: int, nbytes: int, path: str | None) -> None:
         self.nbytes = nbytes
-        self._path = path
-        self._fd = fd
-        self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self._path, self._fd = path, fd
+        self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
+        self.start = self._storage.data_ptr()  # address of the first byte
+        # All pages at once. A kernel that can't (before 5.14) makes the first touch of each page slower, nothing else.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(self.start), ctypes.c_size_t(nbytes), POPULATE)
 
     @classmethod
     def create(cls, nbytes: int, *, folder: str | None = None) -> Segment:
         """A new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
-        path = None
-        if folder is None and hasattr(os, "memfd_create"):
-            fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
-        else:
-            fd, path = tempfile.mkstemp(prefix="paceline-", dir=folder or SHM)
+        fd, path = -1, None
         try:
+            if folder is None and hasattr(os, "memfd_create"):
+                fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+            else:
+                fd, path = tempfile.mkstemp(prefix="paceline-", dir=folder or SHM)
             os.posix_fallocate(fd, 0, nbytes)  # reserve now: a page missing later would be a SIGBUS
             return cls(fd, nbytes, path)
-        except OSError as error:
-            os.close(fd)
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            room = _room(folder or SHM) if path is not None else ""
+            if fd >= 0:
+                os.close(fd)
             if path is not None:
                 os.unlink(path)
             raise ResourceError(
-                f"{_mib(nbytes)} of shared memory can't be had ({error.strerror}{_room(path)}); give the container more "
+                f"{_mib(nbytes)} of shared memory can't be had ({reason}{room}); give the container more "
                 "(docker run --shm-size=2g, or a larger memory limit)"
             ) from error
 
@@ -57,14 +65,19 @@ class Segment:
     @classmethod
     def open(cls, address: str, nbytes: int) -> Segment:
         """Map a segment that another process has made."""
+        fd = -1
         try:
             fd = os.open(address, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise ResourceError(f"the shared memory of a worker on this host can't be opened ({address}: {error.strerror})") from error
-        if os.fstat(fd).st_size != nbytes:
-            os.close(fd)
-            raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
-        return cls(fd, nbytes, None)
+            if os.fstat(fd).st_size != nbytes:
+                raise ResourceError(f"the shared memory {address} has another size than the {nbytes} bytes agreed on")
+            segment = cls(fd, nbytes, None)
+        except (OSError, RuntimeError) as error:
+            raise ResourceError(f"the shared memory of a worker on this host can't be mapped ({address}: {error})") from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        segment._fd = -1
+        return segment
 
     def seal(self) -> None:
         """All have mapped it: take its name away. The memory goes with the last mapping."""
@@ -76,21 +89,53 @@ class Segment:
             self._fd = -1
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A view of the bytes from `offset` on; keeps the mapping alive."""
-        count = 1
-        for length in shape:
-            count *= length
-        if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+        """A view of the bytes from `offset` (a multiple of the item size) on."""
+        with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
+            view = torch.empty(0, dtype=dtype, device="cpu")
+            if prod(shape):
+                view.set_(self._storage, offset // dtype.itemsize, (prod(shape),), (1,))
+            return view.view(tuple(shape))
+
+    def cells(self) -> memoryview:
+        """All bytes, for reading and writing from Python."""
+        return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
+
+
+def share(nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None) -> Segment | None:
+    """A new segment, made by `leader` and mapped by all who are `inside` (None for the others).
+
+    `meet` gives everybody's word for mine, in rank order; all have to call it equally often. Raises `ResourceError` on all when
+    one of them can't map it: neither a memfd nor, after it, a file in /dev/shm (with `folder`: neither a file there).
+    """
+    errors: list[str] = []
+    for place in (folder,) if folder is not None else (None, SHM):
+        segment, error = None, ""
+        try:
+            if me == leader:
+                segment, error = _attempt(lambda place=place: Segment.create(nbytes, folder=place))  # type: ignore[misc]
+            address = meet(segment.address if segment is not None else "")[leader]
+            if inside and me != leader and address:
+                segment, error = _attempt(lambda address=address: Segment.open(address, nbytes))  # type: ignore[misc]
+            errors = [word for word in meet(error) if word]
+        finally:
+            if segment is not None:
+                segment.seal()
+        if not errors:
+            return segment
+    raise ResourceError(errors[0])
+
+
+def _attempt(make: Callable[[], Segment]) -> tuple[Segment | None, str]:
+    try:
+        return make(), ""
+    except ResourceError as error:
+        return None, str(error)
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.0f} MiB"
 
 
-def _room(path: str | None) -> str:
-    if path is None:
-        return ""
-    stat = os.statvfs(os.path.dirname(path))
-    return f"; {os.path.dirname(path)} has {_mib(stat.f_bavail * stat.f_frsize)} free"
+def _room(folder: str) -> str:
+    stat = os.statvfs(folder)
+    return f"; {folder} has {_mib(stat.f_bavail * stat.f_frsize)} free"

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -393,3 +396,26 @@ def test_what_cannot_be_honoured_raises(arguments: dict[str, Any]) -> None:
     rank = arguments.pop("rank", 0)
     with pytest.raises(UsageError):
         TorchGroup.from_store(HashStore(), rank, 1 if "backend" in arguments else 2, **arguments)
+
+
+ENDING = """
+import sys, time, torch
+from torch.distributed import FileStore
+from paceline.comm.torchgroup import TorchGroup
+rank = int(sys.argv[1])
+group = TorchGroup.from_store(FileStore(sys.argv[2], 2), rank, 2, deadline=20)
+group.barrier().wait()
+if rank == 0:
+    work = group.all_reduce_agreed(torch.ones(100_000))
+    ring = group.exchange_agreed([], [(1, torch.ones(3))])
+else:
+    time.sleep(0.5)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_an_operation_ends_well(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", ENDING]
+    workers = [subprocess.Popen([*line, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=60)
+        assert worker.returncode == 0, errors

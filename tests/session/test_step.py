@@ -311,6 +311,26 @@ def test_a_step_on_gradients_of_no_sync_exchanges_them() -> None:
     same(body)
 
 
+@pytest.mark.parametrize("order", ["loud first", "silent first", "silent twice"])
+def test_two_losses_of_which_some_are_silent(order: str) -> None:
+    def body(run: Run, shares: Any) -> Tensor:
+        model, opt, loader = ready(run, shares=shares)
+        for x, y in loader:
+            opt.zero_grad()
+            if order == "loud first":
+                F.mse_loss(model(x), y).backward()
+            for _ in range(2 if order == "silent twice" else 1):
+                with run.no_sync():
+                    F.l1_loss(model(x), y).backward()
+            if order == "silent first":
+                F.mse_loss(model(x), y).backward()
+            run.clip(model, 0.7)
+            opt.step()
+        return parameters(model)
+
+    same(body)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_inside_no_sync_raises(size: int) -> None:
     def body(run: Run) -> None:
