@@ -28,6 +28,7 @@ bench: .venv/.made
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m compileall -q paceline  # also where PYTHONDONTWRITEBYTECODE is set: it starts a fifth faster
 	@touch $@
 
 clean:

@@ -119,7 +119,8 @@ def check(case: Case, name: str, folder: Path, size: int) -> float:
     want = plain(case)
     found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=True) for rank in range(size)]
     for epoch in range(EPOCHS):
-        assert sorted(number for each in found for number in each["seen"][epoch]) == list(range(SAMPLES)), f"{name}: samples of epoch {epoch}"
+        seen = sorted(number for each in found for number in each["seen"][epoch])
+        assert seen == list(range(SAMPLES)), f"{name}: samples of epoch {epoch}"
     if case.mutant is None:
         assert all(torch.equal(each["weights"], found[0]["weights"]) for each in found), f"{name}: workers have different weights"
         lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]

@@ -213,7 +213,8 @@ class TestNumbers:
 
     @pytest.mark.slow
     def test_a_loss_that_is_none_can_stop(self, job):
-        ended = job.run(loop(self.BAD, start="on_nan='stop'", after="print('steps', run.steps)").replace("epochs(2)", "epochs(10**9)")).end()
+        body = loop(self.BAD, start="on_nan='stop'", after="print('steps', run.steps)")
+        ended = job.run(body.replace("epochs(2)", "epochs(10**9)")).end()
         assert ended.code == 0, ended.err
         assert "stopping: loss was nan first on rank 1, at step 4" in ended.err
         steps = {line.split()[-1] for line in ended.out.splitlines() if "steps" in line}
@@ -302,6 +303,14 @@ with pl.start(folder="{folder}", name="full") as run:
         run.save(keep=10)
 """
 
+RESUME = """
+with pl.start() as run:
+    parts(run)
+    run.prepare(nn.Linear(256, 1024))
+    run.resume("{folder}")
+    print(run.steps)
+"""
+
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
@@ -323,5 +332,5 @@ class TestDisk:
         assert "space" in ended.said and str(tiny) in ended.said, ended.err
         kept = sorted(path.name for path in (tiny / "full" / "checkpoints").iterdir())
         assert len(kept) == 2 and not any(name.startswith(".") or "tmp" in name for name in kept), kept
-        ended = job.run("with pl.start(folder={!r}) as run:\n    parts(run)\n    run.prepare(nn.Linear(256, 1024))\n".format("other") + f"    run.resume({str(tiny / 'full')!r}); print(run.steps)", 1).end()
+        ended = job.run(RESUME.format(folder=tiny / "full"), 1).end()
         assert ended.code == 0 and ended.out == "[0] 2\n", ended.err

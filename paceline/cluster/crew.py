@@ -47,6 +47,8 @@ class Crew:
         self._asked: int | None = None  # the signal that asked for the end
         self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
         self._littered_at = 0.0
+        self._known: set[int] = set()  # workers and their children
+        self._began = time.time()
 
     def run(self, tasks: Sequence[Task], started: Callable[[], None] = lambda: None) -> int:
         """Start these workers, watch them until the last is gone, and give the exit code of the job.
@@ -79,6 +81,7 @@ class Crew:
             for process in left:
                 process.wait()
             guard.clear([folder for folders in self._litter.values() for folder in folders])
+            guard.reclaim(self._known, self._began)
             self._peers.close()
             self._inform(deputy, "done")
             deputy.communicate()
@@ -100,6 +103,7 @@ class Crew:
                 return
             worker = start(task, prepare, (self._out, self._err))
             self._workers.append(worker)
+            self._known.add(worker.process.pid)
             self._inform(deputy, f"+{worker.process.pid}")
 
     def _inform(self, deputy: subprocess.Popen[bytes], line: str) -> None:
@@ -153,6 +157,7 @@ class Crew:
         self._littered_at = now
         for worker in self._workers:
             for child in guard.children(worker.process.pid) if worker.ended is None else ():
+                self._known.add(child)
                 if child not in self._litter and (folders := guard.litter([child])):
                     self._litter[child] = folders
 

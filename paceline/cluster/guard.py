@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -16,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
+_SHARED = Path("/dev/shm")
+_LOOK_SECONDS = 1.0  # between two looks at the children of the workers
+_SECOND_LOOK = 0.05  # seconds
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 
 
@@ -117,19 +121,73 @@ def clear(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def reclaim(killed: set[int], since: float) -> None:
+    """Remove the shared memory that processes had made and not unlinked yet in the moment when they were killed.
+
+    `killed` are all processes that may have been (numbers); `since` is when the first of them was started (time.time()).
+    """
+    seen = set(_abandoned(killed, since))
+    if seen:
+        time.sleep(_SECOND_LOOK)  # what a living process has in hand is unlinked by then
+        for path in seen.intersection(_abandoned(killed, since)):
+            path.unlink(missing_ok=True)
+
+
+def _abandoned(killed: set[int], since: float) -> Iterator[Path]:
+    """Files of torch, which have their maker's number in their names, and the first form of semaphores, which nobody has open."""
+    for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
+        if match := re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name):
+            if int(match[1]) in killed and _ended(int(match[1])):
+                yield path
+        elif re.fullmatch(r"sem\.[A-Za-z0-9]{6}", path.name):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            if status.st_uid == os.getuid() and status.st_ctime >= since and not _in_use(path):
+                yield path
+
+
+def _ended(process: int) -> bool:
+    try:
+        return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[0] in {"Z", "X"}
+    except OSError:
+        return True
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a process that this one can see has the file open or mapped."""
+    for process in processes():
+        try:
+            if str(path) in _opened(process) or str(path) in (_PROC / str(process) / "maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
 def watch(mark: str) -> None:
     """Read from standard input which groups live, until the launcher is done or dead."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    began = time.time()
     groups: set[int] = set()
-    for line in sys.stdin:
-        if line == "done\n":
+    known: set[int] = set()
+    rest = b""
+    while True:
+        known |= {child for group in groups for child in (group, *children(group))}
+        if not select.select([0], [], [], _LOOK_SECONDS)[0]:
+            continue
+        data = os.read(0, 1 << 16)
+        *lines, rest = (rest + data).split(b"\n")
+        if b"done" in lines:
             return
-        if line.startswith("+"):
-            groups.add(int(line[1:]))
-        elif line.startswith("-"):
-            groups.discard(int(line[1:]))
+        groups |= {int(line[1:]) for line in lines if line[:1] == b"+"}
+        groups -= {int(line[1:]) for line in lines if line[:1] == b"-"}
+        if not data:
+            break
     sweep(mark, sorted(groups))
+    reclaim(known | groups, began)
 
 
 if __name__ == "__main__":

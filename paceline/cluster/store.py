@@ -267,6 +267,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
     assert place.meeting is not None
     host, port = place.meeting
     end = time.monotonic() + left
+    deadline = left if deadline is None else deadline
     nap = _SHORTEST_RETRY
     while True:
         found = _knock(place, end - time.monotonic())
@@ -275,7 +276,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
         if time.monotonic() + nap >= end:
             reason = getattr(found, "strerror", None) or str(found) or type(found).__name__
             raise DeadlineExceeded(
-                f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {left if deadline is None else deadline:g} s ({reason}): "
+                f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {deadline:g} s ({reason}): "
                 f"rank 0 hasn't come, or its host can't be reached from here, or {host} means another address there",
                 (0,),
             ) from found
@@ -328,7 +329,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
 
 
 def _claim(store: TorchStore, place: Place) -> TorchStore:
-    """The part of the store where ranks are claimed. One that two processes claim raises: two jobs, or two workers with the same variables."""
+    """The part of the store where ranks are claimed; one that another process has claimed raises."""
     me = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
     owner = claims.compare_set(str(place.rank), "", me).decode()

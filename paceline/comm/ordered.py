@@ -67,8 +67,9 @@ class Agreement:
             error.add_note(f"This was at step {self._step()}: {self._whereabouts(absent)}")
 
     def _missing(self, what: str, step: int, missing: tuple[int, ...]) -> str:
+        waited = time.monotonic() - self._met
         return (
-            f"step {step}, {what}: rank {self.group.rank} waited {time.monotonic() - self._met:.1f} s in vain for {self._whereabouts(missing)}. "
+            f"step {step}, {what}: rank {self.group.rank} waited {waited:.1f} s in vain for {self._whereabouts(missing)}. "
             "If it is only slow, raise start(deadline=seconds); else look at its own output"
         )
 

@@ -59,44 +59,58 @@ def flow(board: Board, blocks: int, stage: Stage, add: Stage, collect: Stage | N
     board.turn += blocks
 
 
+class Cut(NamedTuple):
+    """How a block is cut into the parts of the ranks, in bytes from its begin; with the addresses and views of each of the SLOTS stages."""
+
+    low: int  # where my part begins
+    high: int  # where it ends
+    stop: int  # the length of the block
+    parts: list[list[Tensor]]  # in each stage: my part as every rank has it; where mine is, the sum
+    others: list[tuple[int, int, list[int]]]  # the parts of the others: where it begins, its length, the stages of its rank
+
+
+def cut(board: Board, count: int, part: int, dtype: torch.dtype) -> Cut:
+    """A block of `count` elements whose parts have `part` elements, or what is left."""
+    item, turns = dtype.itemsize, range(board.turn, board.turn + SLOTS)
+    spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(board.size)]
+    low, high = spans[board.rank]
+    parts = [[board.stage(r, turn, low, (high - low) // item, dtype) for r in range(board.size)] for turn in turns] if high > low else []
+    others = [(a, b - a, [board.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != board.rank and b > a]
+    return Cut(low, high, count * item, parts, others)
+
+
 def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Steps:
     """`x` and `out` are contiguous and 1-D, the same or apart."""
-    me, size, item, total, base = board.rank, board.size, x.element_size(), x.numel(), board.turn
+    me, item, total = board.rank, x.element_size(), x.numel()
     blocks = max(1, -(-total * item // board.block))
-    line = LINE // item * size
+    line = LINE // item * board.size
     width = -(-total // (blocks * line)) * line  # elements of a block
-    part = width // size
+    whole = cut(board, min(width, total), width // board.size, x.dtype)
+    rest = cut(board, total - (blocks - 1) * width, width // board.size, x.dtype) if blocks > 1 else whole
+    last, span = blocks - 1, width * item
     source, target = x.data_ptr(), out.data_ptr()
-
-    def spans(k: int) -> tuple[int, int, int, int]:
-        """Block k, in elements: where it begins, its length, and where my part of it begins and ends."""
-        start = k * width
-        count = min(width, total - start)
-        return start, count, min(me * part, count), min((me + 1) * part, count)
-
-    def move(to: int, source: int, start: int, stop: int) -> None:
-        if stop > start:
-            memmove(to + start * item, source + start * item, (stop - start) * item)
+    mine = [board.stage_at(me, board.turn + slot) for slot in range(SLOTS)]
 
     def stage(k: int) -> None:
-        start, count, low, high = spans(k)
-        to = board.stage_at(me, base + k)
-        move(to, source + start * item, 0, low)
-        move(to, source + start * item, high, count)
+        low, high, stop, _, _ = whole if k < last else rest
+        to, at = mine[k % SLOTS], source + k * span
+        if low:
+            memmove(to, at, low)
+        if high < stop:
+            memmove(to + high, at + high, stop - high)
 
     def add(k: int) -> None:
-        start, _, low, high = spans(k)
-        if high > low:
-            views = [board.stage(r, base + k, low * item, high - low, x.dtype) for r in range(size)]
-            total = views[me]
-            fold([x[start + low : start + high] if r == me else view for r, view in enumerate(views)], total, op)
-            memmove(target + (start + low) * item, total.data_ptr(), (high - low) * item)
+        low, high, _, parts, _ = whole if k < last else rest
+        if parts:
+            views = parts[k % SLOTS].copy()
+            summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
+            fold(views, summed, op)
+            memmove(target + k * span + low, mine[k % SLOTS] + low, high - low)
 
     def collect(k: int) -> None:
-        start, count, _, _ = spans(k)
-        for r in range(size):
-            if r != me:
-                move(target + start * item, board.stage_at(r, base + k), min(r * part, count), min((r + 1) * part, count))
+        to, slot = target + k * span, k % SLOTS
+        for start, nbytes, stages in (whole if k < last else rest).others:
+            memmove(to + start, stages[slot] + start, nbytes)
 
     for k in range(min(DEPTH, blocks)):
         stage(k)

@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.cluster.snapshot import raw
 from paceline.cluster.topology import Cluster
+from paceline.comm.group import Traffic
 from paceline.session import timeline
 from paceline.session.folder import Folder, Summary
 from paceline.session.log import Log
@@ -24,6 +25,7 @@ class Outcome(NamedTuple):
     strategy: Strategy
     cluster: Cluster
     models: Sequence[nn.Module]
+    sent: Traffic  # by this worker, in all steps
     event: Callable[[str], None]
     events: list[dict[str, Any]]
 
@@ -31,8 +33,8 @@ class Outcome(NamedTuple):
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     """Write the summary and the trace. Collective."""
     agreement, cluster = scene.agreement, outcome.cluster
-    traffic = scene.traffic
-    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb([traffic.within, traffic.between]))]
+    mine = [outcome.sent.within, outcome.sent.between]
+    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, scene.trace.spans())
     digest = fingerprint(outcome.models)

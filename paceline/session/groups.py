@@ -58,7 +58,7 @@ def choose_device(asked: str | None, local: int) -> torch.device:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local % count)
         if device.type == "cuda" and device.index >= count:
-            raise UsageError(f"device={asked!r} was asked for, but this machine has cuda:0 to cuda:{count - 1}; leave device out to share them")
+            raise UsageError(f"device={asked!r} was asked for, but this machine has {count} of them, from cuda:0 on; leave device out")
     elif torch.cuda.is_available():
         device = torch.device("cuda", local % torch.cuda.device_count())
     else:

@@ -6,13 +6,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TextIO
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from paceline.session.folder import PARTS
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 EVERY = 1.0  # seconds between two lines
 _VALUES = 4  # logged values that are shown, the loss among them
@@ -70,6 +69,10 @@ class Line:
         if not self._stream.isatty():
             print(text, file=self._stream, flush=True)
             return
+        from rich.console import Console  # here: it takes as long to import as all of paceline, and only a terminal needs it
+        from rich.live import Live
+        from rich.text import Text
+
         if self._live is None:
             # refreshed by hand: a thread of its own would take time from training
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)

@@ -415,7 +415,8 @@ class Run:
         self._end(failed=False)
 
     def _conclude(self) -> None:
-        outcome = Outcome(self.strategy, self.cluster, [model for _, model in self._models], self.event, self.events)
+        models = [model for _, model in self._models]
+        outcome = Outcome(self.strategy, self.cluster, models, self._turns.sent, self.event, self.events)
         conclude(outcome, self._scene, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,18 +71,22 @@ def start(
     report.joined(place)
     announcer = Announcer(first=place.rank == 0)
     try:
-        store = connect(place, deadline=seconds)
-        cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
-        local = cluster.of(place.rank).ranks.index(place.rank)
-        around = Surroundings(place, store, cluster, choose_device(device, local), seconds, announcer.say)
-        group = everyone(around)
-        moment = Moment(scale=1.0 / group.size)
-        agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
-        scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
-        run = Run(around, scene, strategy, seed=seed, began=began)
-        where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
-        book = Book(where, Line()) if place.rank == 0 else None
-        run.open(where, Log(book, on_nan=on_nan, say=announcer.say), total_steps)
+        with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
+            store = connect(place, deadline=seconds)
+            cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
+            local = cluster.of(place.rank).ranks.index(place.rank)
+            around = Surroundings(place, store, cluster, choose_device(device, local), seconds, announcer.say)
+            group = everyone(around)
+            undo.callback(group.close)
+            undo.callback(group.abort)
+            moment = Moment(scale=1.0 / group.size)
+            agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
+            scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
+            run = Run(around, scene, strategy, seed=seed, began=began)
+            where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
+            book = Book(where, Line()) if place.rank == 0 else None
+            run.open(where, Log(book, on_nan=on_nan, say=announcer.say), total_steps)
+            undo.pop_all()
     except BaseException as error:
         report.report_failure(place, type(error), error)
         raise

@@ -19,7 +19,7 @@ from paceline.session.step import Turns
 
 
 class Progress:
-    """Where a run is, as state: the epoch of `Run.epochs`, the steps taken and the samples seen."""
+    """Where a run is, as state: the epoch of `Run.epochs` and the steps taken."""
 
     def __init__(self, turns: Turns, loaders: list[ShareLoader]) -> None:
         self._turns, self._loaders = turns, loaders
@@ -48,15 +48,13 @@ class Progress:
         """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
         turn = self._turns.led
         inside = turn is not None and turn.last_micro
-        whole = turn.global_batch if turn is not None and inside else 0
         training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
         over = any(loader.epoch > began for loader, began in training) and not any(loader.under_way for loader, _ in training)
-        counts = {"steps": self._turns.steps + inside, "samples": self._turns.samples + whole}
-        return {"loop": self.loop, "epoch": self.epoch + over, **counts}
+        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._turns.steps + inside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where `state_dict` was called."""
-        self.loop, self.epoch, self._turns.samples = state["loop"], state["epoch"], state["samples"]
+        self.loop, self.epoch = state["loop"], state["epoch"]
         self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
         self._turns.place(state["steps"])
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import is_synchronous
@@ -57,11 +58,11 @@ class Turns:
     def __init__(self, scene: Scene, backward: Backward, beat: Beat) -> None:
         self.scene, self.backward, self.beat = scene, backward, beat
         self.steps = 0
-        self.samples = 0
         self.quiet = 0  # depth of no_sync
         self.over = False  # all have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
         self.frozen: list[Slot] = []
+        self.sent = Traffic()  # in steps: what was broadcast at the start or by `resume` is left out
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
         self._courses: dict[int, Course] = {}  # by id of the loader
         self._open: list[Course] = []  # those with a turn, in the order in which the turns began
@@ -70,6 +71,7 @@ class Turns:
         self._step: defaultdict[str, float] = defaultdict(float)
         self._asked = self._began = time.perf_counter()
         self._exposed = self._waited = 0.0
+        self._sent = Traffic()
         self._announced = False
         backward.begins = self._weigh
 
@@ -172,7 +174,6 @@ class Turns:
 
     def _count(self, turn: Turn) -> None:
         self.steps += 1
-        self.samples += turn.global_batch
         self.scene.moment.step = self.scene.trace.step = self.steps
         self.backward.sync.commit()
         seconds, self._step = dict(self._step), defaultdict(float)
@@ -269,13 +270,16 @@ class Turns:
         self._step["data"] += now - self._asked
         self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
-        self._exposed, self._waited = self.backward.seconds, self.scene.waited
+        self._exposed, self._waited, self._sent = self.backward.seconds, self.scene.waited, self.scene.traffic
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
         whole = now - self._began
         waited = min(self.scene.waited - self._waited, whole)
         exchange = min(max(self.backward.seconds - self._exposed - waited, 0.0), whole - waited)
+        sent = self.scene.traffic
+        self.sent.within += sent.within - self._sent.within
+        self.sent.between += sent.between - self._sent.between
         self._step["wait"] += waited
         self._step["exchange"] += exchange
         self._step["compute"] += whole - waited - exchange

@@ -509,6 +509,23 @@ def test_batchnorm_in_evaluation_left_by_break_before_the_next_forward() -> None
         assert distance(found, wanted) < 1e-11
 
 
+def test_batchnorm_after_an_inner_training_loop_left_by_break() -> None:
+    def body(run: Run, many: bool) -> Tensor:
+        model = normed()
+        model, opt, loader = run.prepare(model, sgd(model), batches(), shares=[0, 8] if many else None)
+        other = run.prepare(batches(24, 8), shares=[8, 0] if many else None)
+        for x, y in loader:
+            for u, v in other:
+                advance(model, opt, u, v)
+                break
+            advance(model, opt, x, y)
+        return torch.cat([parameters(model), *(b.reshape(-1).double() for b in model.buffers())])
+
+    wanted = alone(lambda run: body(run, False))
+    for found in workers(2, lambda run: body(run, True)):
+        assert distance(found, wanted) < 1e-11
+
+
 # ---- what changes after prepare
 
 
@@ -568,3 +585,18 @@ def test_a_scheduler_after_a_break_between_micro_batches() -> None:
         return int(scheduler.last_epoch)
 
     assert workers(2, body) == [3, 3] and alone(body) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_compiled_after_prepare() -> None:
+    def body(run: Run, compiled: bool) -> Tensor:
+        model = net()
+        model, opt, loader = run.prepare(model, sgd(model), batches())
+        called = torch.compile(model, backend="eager") if compiled else model
+        for x, y in loader:
+            advance(called, opt, x, y)
+        return parameters(model)
+
+    wanted = alone(lambda run: body(run, False))
+    for found in workers(2, lambda run: body(run, True)):
+        assert distance(found, wanted) < 1e-12

@@ -290,14 +290,16 @@ def test_stop_asked_for_by_one_ends_the_loops_of_all(plain: bool) -> None:
     def body(run: Run) -> tuple[int, int, int]:
         model, opt, loader = ready(run)
         test = run.prepare(batches(9, 4), train=False)
-        epochs = rows = 0
+        epochs = rows = turns = 0
         for epoch in range(60) if plain else run.epochs(60):
-            epochs += 1
+            epochs, turns = epochs + 1, 0
             for n, (x, y) in enumerate(loader):
+                turns += 1
                 advance(model, opt, x, y)
                 if epoch == 2 and n == 1 and run.rank == 1:
                     run.stop()
             rows = sum(len(run.gather(u)) for u, _ in test)
+        assert turns == 0 or not plain  # no loop over a training loader does anything any more
         return epochs, run.steps, rows
 
     first, second = workers(2, body)
@@ -594,7 +596,11 @@ def test_the_hash_of_parameters_is_that_of_their_bits(tmp_path: Path) -> None:
 def test_the_summary_counts_the_steps_of_this_run_alone(tmp_path: Path) -> None:
     found, _ = interrupted(tmp_path, 2, 2, 12, lambda at: at == 12)
     assert found[0]["steps"] == 18
-    assert summary(tmp_path / "test-2")["steps"] == 6
+    half = summary(tmp_path / "test-2")
+    workers(2, lambda run: training(run, save=lambda step: False), folder=tmp_path / "whole")
+    whole = summary(tmp_path / "whole/test")
+    assert (half["steps"], whole["steps"], half["samples"], whole["samples"]) == (6, 18, 21, 63)
+    assert half["bytes_sent"]["within"] == pytest.approx(whole["bytes_sent"]["within"], rel=0.05)  # in a step of this run
 
 
 def test_an_error_leaves_no_summary_and_ends_the_others(tmp_path: Path) -> None:

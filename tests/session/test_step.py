@@ -478,6 +478,21 @@ def test_two_training_loaders(how: str) -> None:
     same(body)
 
 
+def test_clipping_joins_where_a_worker_has_no_gradient() -> None:
+    def body(run: Run) -> Tensor:
+        model, opt, loader = ready(run)
+        for number, (x, y) in enumerate(loader):
+            opt.zero_grad()
+            if run.rank == 0 or number % 2 == 0:
+                F.mse_loss(model(x), y).backward()
+            assert float(run.clip(model, 0.01) or 0) > 0.01
+            opt.step()
+        return parameters(model)
+
+    first, second = workers(2, body)
+    assert torch.equal(first, second)
+
+
 def test_a_worker_without_a_gradient_after_an_inner_loop_joins() -> None:
     def body(run: Run) -> Tensor:
         model = net()
