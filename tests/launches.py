@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from paceline.cluster import guard
+
 ROOT = Path(__file__).parents[1]
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
@@ -140,7 +142,8 @@ class Jobs:
         processes = [str(process) for job in self._started for process in job.processes()]
         files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(TORCHS_OWN)]
         ports = [f"port {port}" for port in sorted(self.ports & listening())]
-        return [*processes, *sorted(shared_memory() - self._before), *files, *ports]
+        shared = [name for name in sorted(shared_memory() - self._before) if processes or not guard.in_use(SHARED / name)]  # else another's
+        return [*processes, *shared, *files, *ports]
 
     def kill(self) -> None:
         """End what a failing test has left."""

@@ -144,7 +144,7 @@ def _abandoned(killed: set[int], since: float) -> Iterator[Path]:
                 status = path.lstat()
             except FileNotFoundError:
                 continue
-            if status.st_uid == os.getuid() and status.st_ctime >= since and not _in_use(path):
+            if status.st_uid == os.getuid() and status.st_ctime >= since and not in_use(path):
                 yield path
 
 
@@ -155,7 +155,7 @@ def _ended(process: int) -> bool:
         return True
 
 
-def _in_use(path: Path) -> bool:
+def in_use(path: Path) -> bool:
     """Whether a process that this one can see has the file open or mapped."""
     for process in processes():
         try:

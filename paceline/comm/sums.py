@@ -27,6 +27,8 @@ from paceline.comm.group import Op, pieces
 from paceline.comm.reduction import admit, combine, finish, wide
 
 DEPTH = SLOTS // 2  # phases between staging and adding, and between adding and collecting
+INPLACE = True
+REGCOPY = False
 LINE = 64  # bytes: parts begin on cache lines
 REGISTERED = 256 << 10  # bytes of a block of registered memory
 PAIRS: dict[Op, Callable[..., Tensor]] = {
@@ -99,13 +101,19 @@ def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Step
         if high < stop:
             memmove(to + high, at + high, stop - high)
 
+    here = source == target and INPLACE  # then my part is summed where it lies, else in the stage: it is written twice, but read once
     def add(k: int) -> None:
         low, high, _, parts, _ = whole if k < last else rest
         if parts:
             views = parts[k % SLOTS].copy()
             summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
-            fold(views, summed, op)
-            memmove(target + k * span + low, mine[k % SLOTS] + low, high - low)
+            staged, lies = mine[k % SLOTS] + low, target + k * span + low
+            if here:
+                fold(views, views[me], op, spare=summed)
+                memmove(staged, lies, high - low)
+            else:
+                fold(views, summed, op)
+                memmove(lies, staged, high - low)
 
     def collect(k: int) -> None:
         to, slot = target + k * span, k % SLOTS
@@ -198,26 +206,32 @@ def all_reduce_registered(board: Board, x: Tensor, plan: Plan, op: Op, call: Cal
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
-        for other in others:
+        if REGCOPY:
+            for o in parts[1:]: o.copy_(parts[0])
+        else:
+          for other in others:
             memmove(other, total, nbytes)
     board.post()
     yield board.posted
 
 
-def fold(parts: Sequence[Tensor], out: Tensor, op: Op) -> None:
-    """out = the reduction of `parts` in their order, rounded once; `out` may be one of them only if it is the first."""
-    first, *rest = parts
-    held = wide(first.dtype, op)
-    if held != first.dtype:
-        total = first.to(held)
-        for part in rest:
+def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = None) -> None:
+    """out = the reduction of `parts` in their order, rounded once.
+
+    `out` may be one of them; if it is neither of the first two, `spare` holds what is summed before.
+    """
+    held = wide(parts[0].dtype, op)
+    if held != parts[0].dtype:
+        total = parts[0].to(held)
+        for part in parts[1:]:
             combine(op, total, part if op != "product" else part.to(held))
         out.copy_(finish(op, total, len(parts)))
         return
-    if rest:
-        PAIRS[op](first, rest[0], out=out)
-    elif out.data_ptr() != first.data_ptr():
-        out.copy_(first)
-    for part in rest[1:]:
-        combine(op, out, part)
+    total, pair = parts[0], PAIRS[op]
+    safe = spare is None
+    for part in parts[1:]:
+        safe = safe or part is out or total is out
+        total = pair(total, part, out=out if safe else spare)
+    if total is not out and total.data_ptr() != out.data_ptr():
+        out.copy_(total)
     finish(op, out, len(parts))

@@ -176,13 +176,9 @@ def test_reshare_deals_again_what_was_prefetched(workers, accumulate):
     assert shares[:4] == [[4, 4]] * 4 and shares[4:7] == [[2, 6]] * 3 and shares[7:] == [[0, 8]] * 5 + [[0, 4]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("step", [0, 3, 12])
 def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, step):
-    if persistent and not workers:
-        pytest.skip("persistent workers need workers")
-
     def body(group):
         loader = deal(seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group))
         seen, repeated = [], 0
