@@ -98,9 +98,19 @@ class Job:
                 continue
         return found
 
+    def workers(self) -> list[psutil.Process]:
+        """Its workers that have been started, by rank (children of the launcher that are programs of their own by now)."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children():
+            try:
+                found[int(process.environ()["RANK"])] = process
+            except (KeyError, psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                continue
+        return [found[rank] for rank in sorted(found)]
+
     def worker(self, rank: int) -> psutil.Process:
-        """The process of this rank (a child of the launcher)."""
-        return next(p for p in psutil.Process(self.process.pid).children() if p.environ().get("RANK") == str(rank))
+        """The process of this rank."""
+        return next(process for process in self.workers() if process.environ()["RANK"] == str(rank))
 
     def ports(self) -> set[int]:
         """The ports on which its processes listen."""

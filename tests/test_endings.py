@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.launches import Ended, Job, Jobs, jobs, wait_for
@@ -165,10 +164,9 @@ def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
     """End a job in this way, this long after its start; nothing may be left within two seconds of its launcher's end."""
     launched = job.run(endless(start="deadline=2"))
     time.sleep(seconds)
-    started = psutil.Process(launched.process.pid).children() if launched.process.poll() is None else []
-    workers = [process for process in started if "script.py" in " ".join(process.cmdline())]
+    workers = launched.workers() if launched.process.poll() is None else []
     if kind.startswith("worker") and workers:
-        (workers[-1].kill if kind == "worker killed" else workers[-1].suspend)()
+        workers[-1].send_signal(signal.SIGKILL if kind == "worker killed" else signal.SIGSTOP)
     elif kind == "launcher killed":
         launched.process.kill()
     else:

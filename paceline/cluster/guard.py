@@ -25,12 +25,18 @@ _ROUNDS = 20  # sweeps: a process may fork between two looks
 
 def end_group(group: int) -> None:
     """SIGKILL to all processes of a group, and their litter with them; none left is no error."""
-    folders = litter(members(group))
+    if _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
+        folders = litter(members(group))
+        _signal_group(group, signal.SIGKILL)
+        clear(folders)
+
+
+def _signal_group(group: int, number: int) -> bool:
     try:
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
-        return
-    clear(folders)
+        return False
+    return True
 
 
 def members(group: int) -> list[int]:
@@ -105,14 +111,19 @@ def sweep(mark: str, groups: list[int]) -> None:
         left = marked(mark)
         if not left:
             return
+        _signal_each(left, signal.SIGSTOP)
         folders = litter(left)
-        for process in left:
-            try:
-                os.kill(process, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+        _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
+
+
+def _signal_each(group: list[int], number: int) -> None:
+    for process in group:
+        try:
+            os.kill(process, number)
+        except (ProcessLookupError, PermissionError):
+            continue
 
 
 def clear(folders: list[Path]) -> None:

@@ -17,7 +17,6 @@ import msgpack
 import torch
 from torch import Tensor
 
-from paceline.cluster.machine import cores
 from paceline.comm.fingerprint import Call, compare, digest
 from paceline.comm.memory import Segment, share
 from paceline.comm.watch import Awaited, Watch
@@ -35,7 +34,7 @@ SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
 OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
-PIECE = 256 << 10  # bytes that a rank works on at a time: its share of a stage stays in the cache of its core
+PIECE = 512 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
 
@@ -93,10 +92,9 @@ class Board:
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.watch = Watch(rank, names, Slate(self._cells, rank), deadline=deadline)
         self._cells[self._mine + PID] = os.getpid()
-        found = [struct.unpack("q", answer)[0] for answer in self.agree(struct.pack("q", cores()))]
+        self.agree(b"")  # now all pids are there
         self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
-        # With more ranks than cores each wait is a switch of processes: fewer, larger blocks.
-        self.block = min(STAGE, PIECE * size * (2 if min(found) < size else 1)) // (64 * size) * (64 * size)
+        self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)  # bytes of a block, each rank's part whole cache lines
 
     @classmethod
     def from_store(cls, store: Any, rank: int, names: Sequence[int], *, deadline: float, folder: str | None = None) -> Board:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.fingerprint import choosing, compare, dealing, reducing, rooted, rows
+from paceline.comm.fingerprint import choosing, compare, dealing, exchanging, matching, objects, parcel, reducing, rooted, rows
 from paceline.comm.group import Finished, Group, Op, Traffic, Work
 from paceline.comm.reduction import admit
-from paceline.errors import Mismatch, UsageError
+from paceline.errors import UsageError
 
 
 class SoloGroup:
@@ -25,10 +26,12 @@ class SoloGroup:
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         """See `Group.exchange`: messages to oneself."""
-        if [(to, tuple(x.shape)) for to, x in sends] != [(source, tuple(x.shape)) for source, x in recvs]:
-            raise Mismatch(f"rank 0 is alone and sends {len(sends)} messages to itself but awaits {len(recvs)}, or of other shapes")
-        for (_, x), (_, into) in zip(sends, recvs, strict=True):
-            into.copy_(x)
+        call = exchanging(sends, recvs, tag, 1)
+        compare([(str(call), call.flaw)])
+        matching([[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]], (self._global,))
+        arrived = [x.detach().clone(memory_format=torch.contiguous_format) for _, x in sends]
+        for (_, into), x in zip(recvs, arrived, strict=True):
+            into.detach().copy_(x.view(into.shape))
         return Finished()
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
@@ -36,7 +39,7 @@ class SoloGroup:
         _check(reducing("all_reduce", x, op, name, out).flaw)
         admit(op, x.dtype)
         if out is None:
-            return Finished(x.detach().clone())
+            return Finished(x.detach().clone(memory_format=torch.contiguous_format))
         return Finished(out if out is x else out.copy_(x.detach()))
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -48,7 +51,7 @@ class SoloGroup:
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_gather`."""
         _check(rows("all_gather", x, name).flaw)
-        return Finished([x.detach().clone()])
+        return Finished([x.detach().clone(memory_format=torch.contiguous_format)])
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         """See `Group.broadcast`."""
@@ -58,7 +61,7 @@ class SoloGroup:
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_to_all`."""
         _check(dealing(xs, 1, name).flaw)
-        return Finished([xs[0].detach().clone()])
+        return Finished([xs[0].detach().clone(memory_format=torch.contiguous_format)])
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """See `Group.barrier`."""
@@ -66,7 +69,9 @@ class SoloGroup:
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         """See `Group.gather_objects`."""
-        return [obj]
+        text, call = objects(obj, name)
+        compare([(str(call), call.flaw)])
+        return [json.loads(text)]
 
     def agree(self, payload: bytes) -> list[bytes]:
         """See `Group.agree`."""

@@ -3,13 +3,14 @@
     block k of an ordinary tensor, 2 ranks               phase     rank 0                                rank 1
     x -> stage   the others' parts of it                  k - 2    stage[0] = x0, the part of 1          stage[1] = x1, the part of 0
     add          my part, from x and all stages           k        stage[0] = out0 = x0 + stage[1]       stage[1] = out1 = stage[0] + x1
-    stage -> out the others' sums                         k + 2    out0 = stage[1]                       out1 = stage[0]
+    collect      the others' sums                         k + 2    out0 = stage[1]                       out1 = stage[0]
 
 In each phase a rank stages block k + 2, adds block k and collects block k - 2, then posts; it may be one phase ahead of the slowest, so
 that one late wake-up doesn't stop the others. Stages live in the cache; x and out are read and written once. Copies are the C library's:
 they write whole cache lines without reading them first, up to three times as fast as torch's.
 
-Registered memory (every rank sees that of all others) is added and handed out where it lies, between two posts.
+What is reduced in place is added in place, and copied to the stage then. Registered memory (every rank sees that of all others) is added
+and handed out where it lies, between two posts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from paceline.comm.group import Op, pieces
 from paceline.comm.reduction import admit, combine, finish, wide
 
 DEPTH = SLOTS // 2  # phases between staging and adding, and between adding and collecting
-INPLACE = True
-REGCOPY = False
 LINE = 64  # bytes: parts begin on cache lines
-REGISTERED = 256 << 10  # bytes of a block of registered memory
+REGISTERED = 512 << 10  # bytes of a block of registered memory
 PAIRS: dict[Op, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -62,7 +61,7 @@ def flow(board: Board, blocks: int, stage: Stage, add: Stage, collect: Stage | N
 
 
 class Cut(NamedTuple):
-    """How a block is cut into the parts of the ranks, in bytes from its begin; with the addresses and views of each of the SLOTS stages."""
+    """How a block is cut into the parts of the ranks, in bytes from its begin; with the addresses and views of each stage used."""
 
     low: int  # where my part begins
     high: int  # where it ends
@@ -71,9 +70,9 @@ class Cut(NamedTuple):
     others: list[tuple[int, int, list[int]]]  # the parts of the others: where it begins, its length, the stages of its rank
 
 
-def cut(board: Board, count: int, part: int, dtype: torch.dtype) -> Cut:
-    """A block of `count` elements whose parts have `part` elements, or what is left."""
-    item, turns = dtype.itemsize, range(board.turn, board.turn + SLOTS)
+def cut(board: Board, count: int, part: int, dtype: torch.dtype, slots: int) -> Cut:
+    """A block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
+    item, turns = dtype.itemsize, range(board.turn, board.turn + slots)
     spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(board.size)]
     low, high = spans[board.rank]
     parts = [[board.stage(r, turn, low, (high - low) // item, dtype) for r in range(board.size)] for turn in turns] if high > low else []
@@ -87,8 +86,9 @@ def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Step
     blocks = max(1, -(-total * item // board.block))
     line = LINE // item * board.size
     width = -(-total // (blocks * line)) * line  # elements of a block
-    whole = cut(board, min(width, total), width // board.size, x.dtype)
-    rest = cut(board, total - (blocks - 1) * width, width // board.size, x.dtype) if blocks > 1 else whole
+    slots, part = min(SLOTS, blocks), width // board.size
+    whole = cut(board, min(width, total), part, x.dtype, slots)
+    rest = cut(board, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else whole
     last, span = blocks - 1, width * item
     source, target = x.data_ptr(), out.data_ptr()
     mine = [board.stage_at(me, board.turn + slot) for slot in range(SLOTS)]
@@ -101,14 +101,13 @@ def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Step
         if high < stop:
             memmove(to + high, at + high, stop - high)
 
-    here = source == target and INPLACE  # then my part is summed where it lies, else in the stage: it is written twice, but read once
     def add(k: int) -> None:
         low, high, _, parts, _ = whole if k < last else rest
         if parts:
             views = parts[k % SLOTS].copy()
             summed, views[me] = views[me], x.narrow(0, k * width + low // item, (high - low) // item)
             staged, lies = mine[k % SLOTS] + low, target + k * span + low
-            if here:
+            if source == target:  # summed where it lies, which the cache has at hand by then
                 fold(views, views[me], op, spare=summed)
                 memmove(staged, lies, high - low)
             else:
@@ -206,10 +205,7 @@ def all_reduce_registered(board: Board, x: Tensor, plan: Plan, op: Op, call: Cal
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
-        if REGCOPY:
-            for o in parts[1:]: o.copy_(parts[0])
-        else:
-          for other in others:
+        for other in others:
             memmove(other, total, nbytes)
     board.post()
     yield board.posted

@@ -111,6 +111,11 @@ def test_fold_is_the_plain_reduction(dtype: torch.dtype, count: int) -> None:
         out = torch.empty_like(wanted)
         fold(parts, out, op)
         assert torch.equal(out, wanted), op
+        for me in range(count):
+            mine = [part.clone() for part in parts]
+            fold(mine, mine[me], op, spare=torch.empty_like(wanted))
+            assert torch.equal(mine[me], wanted), (op, me)
+            assert all(torch.equal(a, b) for r, (a, b) in enumerate(zip(mine, parts, strict=True)) if r != me), (op, me)
         fold(parts, parts[0], op)
         assert torch.equal(parts[0], wanted), op
 
