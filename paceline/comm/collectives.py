@@ -237,7 +237,6 @@ def edges(chunks: Sequence[float], numel: int) -> list[int]:
     return [0, *(min(numel, round(total * numel)) for total in list(accumulate(chunks))[:-1]), numel]
 
 
-
 @lru_cache(maxsize=256)
 def plan(schedule: Schedule) -> list[Round]:
     """The messages of each round, neighbouring chunks joined, and which chunks are complete after it on which rank; cached."""

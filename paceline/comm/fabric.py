@@ -1,8 +1,8 @@
 """Two Gloo groups and the waits on them: a wait ends with the result, or with an error of ours that names ranks.
 
-    data      collectives, and messages with tags of their own          a wait of more than a second is told to the others through the
-    control   small messages: what is about to be called, agreements    store; it ends when a connection is severed, when ranks turn out
-                                                                        to wait for each other, or at the deadline
+data      collectives, and messages with tags of their own          a wait of more than a second is told to the others through the
+control   small messages: what is about to be called, agreements    store; it ends when a connection is severed, when ranks turn out
+                                                                    to wait for each other, or at the deadline
 """
 
 from __future__ import annotations

@@ -152,4 +152,3 @@ def pieces(numel: int, size: int) -> list[tuple[int, int]]:
     base, extra = divmod(numel, size)
     starts = [r * base + min(r, extra) for r in range(size + 1)]
     return list(pairwise(starts))
-

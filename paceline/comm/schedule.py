@@ -1,11 +1,11 @@
 """All-reduce as plain data: which rank sends which chunk to whom in which round. Built, proved, priced and drawn without a process.
 
-    ring(3): chunks travel right; first every chunk gathers its sum, then the sums go round
+ring(3): chunks travel right; first every chunk gathers its sum, then the sums go round
 
-              round 0   round 1   round 2   round 3
-    rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds it
-    rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which keeps it
-    rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
+          round 0   round 1   round 2   round 3
+rank 0    0 +> 1    2 +> 1    1 -> 1    0 -> 1          0 +> 1   sends chunk 0 to rank 1, which adds it
+rank 1    1 +> 2    0 +> 2    2 -> 2    1 -> 2          1 -> 1   sends chunk 1 to rank 1, which keeps it
+rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Network(NamedTuple):
 def direct(size: int) -> Schedule:
     """Everyone sends everything to everyone, the naive way: one round, (n-1) times the tensor from each.
 
-        0 <-+> 1
-        0 <-+> 2      (all pairs at once)
-        1 <-+> 2
+    0 <-+> 1
+    0 <-+> 2      (all pairs at once)
+    1 <-+> 2
     """
     moves = [Move(src, dst, 0, True) for src in range(size) for dst in range(size) if src != dst]
     return Schedule("direct", size, (1.0,), _rounds([moves]))
@@ -69,8 +69,8 @@ def direct(size: int) -> Schedule:
 def ring(size: int) -> Schedule:
     """Reduce-scatter and all-gather round a ring: 2(n-1) rounds, 2(n-1)/n of the tensor from each. Patarasuk and Yuan, 2009.
 
-        0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
-        0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
+    0 -+> 1 -+> 2 -+> 0     rank r sends chunk r-t in round t; n-1 rounds
+    0 --> 1 --> 2 --> 0     then chunk r+1-t;                  n-1 rounds
     """
     add = [[Move(r, (r + 1) % size, (r - t) % size, True) for r in range(size)] for t in range(size - 1)]
     keep = [[Move(r, (r + 1) % size, (r + 1 - t) % size, False) for r in range(size)] for t in range(size - 1)]
@@ -80,8 +80,8 @@ def ring(size: int) -> Schedule:
 def owners(size: int) -> Schedule:
     """Every rank owns a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
 
-        1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
-        0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
+    1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
+    0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
     """
     add = [Move(src, dst, dst, True) for src in range(size) for dst in range(size) if src != dst]
     keep = [Move(src, dst, src, False) for src in range(size) for dst in range(size) if src != dst]
@@ -107,9 +107,9 @@ def tree(size: int) -> Schedule:
 def halving_doubling(size: int) -> Schedule:
     """Pairs swap halves, quarters, ... and back: 2 log2(n) rounds, 2(n-1)/n of the tensor from each. Thakur et al., 2005.
 
-        4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones fold in),
-                   0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
-                   and the same way back                        last 0 -> 4 and 1 -> 5
+    4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones fold in),
+               0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
+               and the same way back                        last 0 -> 4 and 1 -> 5
     """
     power = 1 << (size.bit_length() - 1)
     distances = [power >> k for k in range(1, power.bit_length())]

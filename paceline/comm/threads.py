@@ -1,8 +1,8 @@
 """A Group whose ranks are threads of one process: strategies are tested on it in milliseconds, with the errors of real processes.
 
-    channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the last one to post
-    channel "agree"    0: ...                                   does the work for all of them, and the waiters wake up
-    channel "agreed"   0: ...
+channel "calls"    0: all_reduce   1: barrier   2: ...      every rank posts its part of call k; the last one to post
+channel "agree"    0: ...                                   does the work for all of them, and the waiters wake up
+channel "agreed"   0: ...
 """
 
 from __future__ import annotations

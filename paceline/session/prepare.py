@@ -30,7 +30,7 @@ Scaler = torch.amp.GradScaler
 
 
 def kind(value: Any) -> str:
-    """"model", "optimizer", "loader", "scheduler" or "scaler"; `UsageError` for anything else."""
+    """ "model", "optimizer", "loader", "scheduler" or "scaler"; `UsageError` for anything else."""
     if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         name = type(value).__name__
         raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")

@@ -345,4 +345,3 @@ def _put(view: Tensor, grad: Tensor, scale: float) -> None:
         view.copy_(grad)
     else:
         torch.mul(grad, scale, out=view)
-

@@ -13,7 +13,6 @@ from paceline.errors import UsageError
 UNEVEN = [[0], [0, 0, 1], [0, 1, 2], [1, 0, 1, 0], [0, 1, 1, 1, 1, 2], [2, 2, 0, 1, 0, 2, 2], [0] * 5 + [1] * 3]
 
 
-
 def broken(size: int, chunks: tuple[float, ...], rounds: list[list[Move]]) -> Schedule:
     return Schedule("x", size, chunks, tuple(tuple(moves) for moves in rounds))
 

@@ -153,7 +153,7 @@ def test_a_step_of_one_worker_costs_what_the_plain_one_does(tmp_path: Path) -> N
     assert statistics.median(ratios) < SLOWER, ratios
 
 
-SHARING = '''
+SHARING = """
 def weights(model):
     return [float(p.detach().double().sum()) for p in model.parameters()] + [float(p.detach().double().norm()) for p in model.parameters()]
 
@@ -174,7 +174,7 @@ with pl.start(name=sys.argv[1]) as run:
     if run.is_first:
         import json
         json.dump([everyone, rows], open(sys.argv[1] + ".json", "w"))
-'''
+"""
 
 
 @pytest.fixture

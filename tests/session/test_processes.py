@@ -10,7 +10,7 @@ import pytest
 
 from tests.launches import Jobs, jobs
 
-BODY = '''
+BODY = """
 import hashlib, json, random
 import numpy as np
 
@@ -48,7 +48,7 @@ if run.is_first:
         json.dump([results, first], file)
 without = pl.start(folder="bare", name="bare")               # without `with`: closed at exit
 parts(without)
-'''
+"""
 
 
 @pytest.fixture
