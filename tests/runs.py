@@ -61,7 +61,7 @@ def workers(
     with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
-            say = (lambda text: said.append(text)) if said is not None and group.rank == 0 else (lambda text: None)
+            say = said.append if said is not None and group.rank == 0 else _nothing
             with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), str(folder or temporary), say, on_nan) as run:
                 return body(run)
 
@@ -71,6 +71,10 @@ def workers(
 def alone(body: Callable[[Run], T]) -> T:
     """What `body(run)` gives on one worker."""
     return workers(1, body)[0]
+
+
+def _nothing(text: str) -> None:
+    """Say it to nobody."""
 
 
 class Numbered(Dataset[Any]):

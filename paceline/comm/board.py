@@ -34,7 +34,7 @@ SMALLS = MAILS + 2 * MAIL
 STAGES = SMALLS + 2 * SMALL
 SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
 OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
-PIECE = 512 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
+PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
 
