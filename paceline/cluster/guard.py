@@ -18,7 +18,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
-_LOOK_SECONDS = 1.0  # between two looks at the children of the workers
+_LOOK_SECONDS = 0.5  # between two looks at the children of the workers
 _SECOND_LOOK = 0.05  # seconds
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 
@@ -184,9 +184,12 @@ def watch(mark: str) -> None:
     began = time.time()
     groups: set[int] = set()
     known: set[int] = set()
+    folders: dict[int, list[Path]] = {}  # readers whose worker was killed may end before they are looked at
     rest = b""
     while True:
-        known |= {child for group in groups for child in (group, *children(group))}
+        present = {child for group in groups for child in (group, *children(group))}
+        folders |= {child: found for child in present - folders.keys() if (found := litter([child]))}
+        known |= present
         if not select.select([0], [], [], _LOOK_SECONDS)[0]:
             continue
         data = os.read(0, 1 << 16)
@@ -198,6 +201,7 @@ def watch(mark: str) -> None:
         if not data:
             break
     sweep(mark, sorted(groups))
+    clear([folder for found in folders.values() for folder in found])
     reclaim(known | groups, began)
 
 
