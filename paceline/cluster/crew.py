@@ -142,6 +142,8 @@ class Crew:
         now = time.monotonic()
         for worker in self._workers:
             self._look(worker)
+        for worker in self._workers:
+            self._reap(worker)
             for stream in worker.streams:
                 stream.idle(now)
         self._collect(now)
@@ -162,10 +164,15 @@ class Crew:
                     self._litter[child] = folders
 
     def _look(self, worker: Worker) -> None:
-        """Find out whether it has ended; its process group, and what it last wrote, go with it."""
-        if worker.ended is not None or os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        """Find out whether it has ended; all are looked at before one is reaped, which takes time: the order tells the culprit."""
+        if worker.ended is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            worker.ended = time.time()
+
+    def _reap(self, worker: Worker) -> None:
+        """Take leave of a worker that has ended; its process group, and what it last wrote, go with it."""
+        if worker.ended is None or worker.reaped:
             return
-        worker.ended = time.time()
+        worker.reaped = True
         guard.end_group(worker.process.pid)  # before it is reaped: until then nobody else gets its number
         status = worker.process.wait()
         self._inform(self._deputy, f"-{worker.process.pid}")
@@ -228,7 +235,7 @@ class Crew:
         if not suspects:
             return
         self._signed_at = self._signed_at or now
-        first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
+        first = _cause(suspects)
         grace = _ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS
         if now - self._signed_at > grace or all(worker.ended is not None for worker in self._workers):
             self._failure, self._told_at = first, now
@@ -315,6 +322,15 @@ class Crew:
             return 128 + self._asked
         verdict = self._final()
         return 0 if verdict is None else verdict.code
+
+
+def _cause(suspects: list[Failure]) -> Failure:
+    """The failure that came first; of several without a record that came together, one by a signal: the others noticed its death."""
+    first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
+    if first.words != ending(first.code):
+        return first
+    together = [f for f in suspects if f.words == ending(f.code) and first.age - f.age < _SLACK_SECONDS]
+    return next((f for f in together if f.code > 128 and f.code != 128 + signal.SIGABRT), first)
 
 
 def _readable(descriptor: int, seconds: float) -> bool:

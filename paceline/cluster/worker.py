@@ -36,6 +36,7 @@ class Worker:
     records_fd: int
     records: list[dict[str, object]] = field(default_factory=list)
     ended: float | None = None  # time.time() of its end
+    reaped: bool = False
     code: int = 0  # as a shell would give it
     was_sent: set[int] = field(default_factory=set)
     _line: bytes = b""
