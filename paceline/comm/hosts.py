@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,9 +29,22 @@ from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
 from paceline.comm.watch import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
-CHUNK = 256 << 10  # elements that go through the stages together
+NARROW, WIDE = 256 << 10, 1 << 20  # elements that go through the stages together: at both ends, and between
 AHEAD = 4  # chunks that are on the network at once
 TICK = 0.1  # seconds after which a wait looks up
+
+
+def cut(numel: int) -> list[tuple[int, int]]:
+    """(start, stop) of the chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
+    if not numel:
+        return []
+    width, front, back = NARROW, [0], [numel]
+    while width < WIDE and back[-1] - front[-1] > 4 * width:
+        front.append(front[-1] + width)
+        back.append(back[-1] - width)
+        width *= 2
+    edges = [*front, *range(front[-1] + width, back[-1], width), *reversed(back)]
+    return list(pairwise(edges))
 
 
 @runtime_checkable
@@ -95,6 +109,7 @@ class HostsGroup:
         self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
         if len(self.hosts) != self.size:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
+        self._crowded = len(set(self.hosts)) < self.size  # some host has several workers: there are stages that can overlap
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: deque[_Job] = deque()
@@ -160,31 +175,47 @@ class HostsGroup:
         target = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out.detach()
 
         def act() -> Tensor:
-            held = reduction.wide(x.dtype, op)
-            direct = held == x.dtype and target.is_contiguous()
-            flat = target.view(-1) if direct else torch.empty(x.numel(), dtype=held)
-            if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
-                flat.view(x.shape).copy_(x)
-            self._pass(flat, "sum" if op == "mean" else op)
-            reduction.finish(op, flat, self.size)
-            if not direct:
+            source = x.reshape(-1)
+            straight = target.is_contiguous()
+            flat = target.view(-1) if straight else torch.empty_like(source)
+            self._pass(source, flat, op)
+            if not straight:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
 
         return self._start(act, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts")
 
-    def _pass(self, flat: Tensor, op: Op) -> None:
-        """Send `flat` through the three stages, chunk after chunk."""
-        chunks = [flat[at : at + CHUNK] for at in range(0, flat.numel(), CHUNK)]
-        under_way: deque[tuple[Tensor, Work[Tensor] | None]] = deque()
-        for chunk in chunks:
+    def _pass(self, source: Tensor, flat: Tensor, op: Op) -> None:
+        """Send `source` through the three stages, chunk after chunk, into `flat`; what isn't reduced in its own dtype goes through a wider copy."""
+        held, summed = reduction.wide(source.dtype, op), "sum" if op == "mean" else op
+        under_way: deque[tuple[Tensor, Tensor, Work[Tensor] | None]] = deque()
+
+        def hand_out() -> None:
+            chunk, room, work = under_way.popleft()
+            self._hand_out(room, work)
+            reduction.finish(op, room, self.size)
+            if room is not chunk:
+                chunk.copy_(room)
+
+        for start, stop in self._chunks(flat.numel()):
+            mine, chunk = source[start:stop], flat[start:stop]
+            room = chunk if held == flat.dtype else torch.empty(chunk.numel(), dtype=held)
+            if held != mine.dtype or self.inner.size == 1:
+                if room.data_ptr() != mine.data_ptr():
+                    room.copy_(mine)
+                mine = room
             if self.inner.size > 1:
-                self.inner.all_reduce(chunk, op=op, out=chunk).wait()
-            under_way.append((chunk, self._cross(chunk, op)))
+                self.inner.all_reduce(mine, op=summed, out=room).wait()
+            under_way.append((chunk, room, self._cross(room, summed)))
             if len(under_way) > AHEAD:
-                self._hand_out(*under_way.popleft())
+                hand_out()
         while under_way:
-            self._hand_out(*under_way.popleft())
+            hand_out()
+
+    def _chunks(self, numel: int) -> list[tuple[int, int]]:
+        if self._crowded:
+            return cut(numel)
+        return [(0, numel)] if numel else []
 
     def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
         """The leaders' exchange of a chunk, under way."""

@@ -137,7 +137,7 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=max(3.0, deadline))
-    options._threads = 1
+    options._threads = 2  # two operations at a time: one sums while the other is on the wire
     try:
         group = ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:

@@ -34,7 +34,8 @@ def made(group: ThreadGroup, hosts: tuple[int, ...]) -> HostsGroup:
 @pytest.mark.parametrize("hosts", DEALT)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000])
 def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 64)  # many chunks
+    monkeypatch.setattr(module, "NARROW", 64)  # many chunks
+    monkeypatch.setattr(module, "WIDE", 256)
 
     def data(rank: int) -> torch.Tensor:
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
