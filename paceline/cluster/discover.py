@@ -49,6 +49,7 @@ class Place:
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
+    progress: str | None = None  # the page where this worker says how far it is (paceline run)
 
 
 def environment() -> dict[str, str]:
@@ -246,6 +247,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         interface=environ.get("PACELINE_INTERFACE") or None,
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
+        progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
     )
 
 

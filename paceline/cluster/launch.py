@@ -12,16 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster import machine, network, secret
+from paceline.cluster import machine, network, progress, secret
 from paceline.cluster.crew import Crew
 from paceline.cluster.discover import environment, seconds
 from paceline.cluster.meeting import Meeting, Offer, assemble
 from paceline.cluster.peers import Nobody, Peers
+from paceline.cluster.progress import Page
 from paceline.cluster.worker import Task
 from paceline.errors import PacelineError, PlaceError, UsageError
 
 USAGE = 2  # the exit code for what was asked wrongly
-_NOT_INHERITED = ("TORCHELASTIC_", "PACELINE_SECRET", "PACELINE_STORE", "PACELINE_REPORT_FD", "PACELINE_ONE_MACHINE")
+_NOT_INHERITED = ("TORCHELASTIC_", "PACELINE_SECRET", "PACELINE_STORE", "PACELINE_REPORT_FD", "PACELINE_ONE_MACHINE", "PACELINE_PROGRESS")
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,20 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
         if first + local == 0:
             mine["PACELINE_STORE_FD"] = str(listening.fileno())
             descriptors.append(listening.fileno())
-        tasks.append(Task(first + local, [sys.executable, job.script, *job.args], shared | mine, tuple(descriptors)))
+        page = _page(environ.get("PACELINE_PROGRESS"), first + local, shared)
+        mine |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        tasks.append(Task(first + local, [sys.executable, job.script, *job.args], shared | mine, tuple(descriptors), page))
     return tasks, peers, host
+
+
+def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
+    """The page of a worker, where somebody wants to watch it."""
+    if not folder:
+        return None
+    page = Page(progress.path(Path(folder).absolute(), rank))
+    threads = shared["OMP_NUM_THREADS"].partition(",")[0]  # it may list the levels of nested teams
+    page.describe(rank, int(shared["GROUP_RANK"]), int(threads) if threads.isdigit() else 1)
+    return page
 
 
 def _shared_variables(job: Job, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:

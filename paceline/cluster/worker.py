@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.output import Screen, Stream
+from paceline.cluster.progress import Page
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Task:
-    """One worker to be started: its rank, command, environment, and the descriptors that it inherits."""
+    """One worker to be started: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
 
     rank: int
     command: Sequence[str]
     environ: dict[str, str]
     descriptors: tuple[int, ...]
+    page: Page | None = None
 
 
 @dataclass
@@ -80,6 +82,8 @@ def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen,
         )
     finally:
         os.close(theirs)
+    if task.page is not None:
+        task.page.started(process.pid)
     assert process.stdout is not None and process.stderr is not None
     pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
     process.stdout.close()

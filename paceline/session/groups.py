@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.cluster.discover import Place
+from paceline.cluster.progress import Page
 from paceline.cluster.store import Store, address
 from paceline.cluster.topology import Cluster
 from paceline.comm.group import Group
@@ -33,6 +34,7 @@ class Surroundings:
     deadline: float
     say: Callable[[str], None]
     natives: int = 0
+    page: Page | None = None
 
     @property
     def local(self) -> int:

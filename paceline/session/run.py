@@ -57,7 +57,7 @@ class Run:
         self.state = Versioned()
         self._around, self._scene, self._agreement = around, scene, scene.agreement
         self._backward = Backward(strategy.begin(scene), scene)
-        self._turns = Turns(scene, self._backward, self)
+        self._turns = Turns(scene, self._backward, self, around.page)
         self._models: list[tuple[str, nn.Module]] = []
         self._optimizers: list[Optimizer] = []
         self._loaders: list[ShareLoader] = []

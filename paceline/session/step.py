@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.cluster.progress import Page
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
@@ -55,8 +56,8 @@ class Course:
 class Turns:
     """Follows the loaders of a run (their `Watcher`) and keeps the `Moment` of the scene."""
 
-    def __init__(self, scene: Scene, backward: Backward, beat: Beat) -> None:
-        self.scene, self.backward, self.beat = scene, backward, beat
+    def __init__(self, scene: Scene, backward: Backward, beat: Beat, page: Page | None = None) -> None:
+        self.scene, self.backward, self.beat, self._page = scene, backward, beat, page
         self.steps = 0
         self.quiet = 0  # depth of no_sync
         self.over = False  # all have agreed to stop: training loaders give no more steps
@@ -137,6 +138,8 @@ class Turns:
         self.settle()
         if course is self._leader:
             self._begin_clock(now)
+            if self._page is not None and turn.micro == 0:
+                self._began += self._page.reach(self.steps)  # a held worker neither computes nor waits for others
 
     def turn_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
@@ -175,6 +178,8 @@ class Turns:
     def _count(self, turn: Turn) -> None:
         self.steps += 1
         self.scene.moment.step = self.scene.trace.step = self.steps
+        if self._page is not None:
+            self._page.passed(self.steps)
         self.backward.sync.commit()
         seconds, self._step = dict(self._step), defaultdict(float)
         self.beat.step_ended(turn, seconds)

@@ -1,0 +1,171 @@
+"""Where a worker is, for whoever watches from outside: a page of a few numbers in a file, with a breakpoint before a step.
+
+    launcher   who: rank, host, pid, threads ---+
+    session    where: began, step, holding -----+--> FOLDER/rank-N (mapped by all three)
+    watcher    hold: the step to wait before ---+
+
+Each number has one writer. A page may be there before its worker is: a watcher that writes `hold` into it first misses no step.
+`paceline run` makes a page for each of its workers where PACELINE_PROGRESS names a folder; a step costs two accesses to memory then.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import DeadlineExceeded, ResourceError
+
+_POLL_SECONDS = 0.001  # a worker that waits looks this often whether it may go on
+_SILENT_SECONDS = 1.0  # a wait that is longer is announced
+_RANK, _HOST, _THREADS, _PID, _BORN, _BEGAN, _STEP, _HOLD, _HOLDING = range(9)  # 64-bit numbers, each plus one: 0 is "unset"
+_NBYTES: Final = 8 * 9
+
+
+def path(folder: str | Path, rank: int) -> Path:
+    """The page of this rank's worker."""
+    return Path(folder) / f"rank-{rank}"
+
+
+def birth(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks since it booted: with the number it names a process for ever. None: it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+class Page:
+    """The page of one worker. Numbers that nobody has written yet read as -1.
+
+    `deadline` is how long (seconds) a worker waits at a breakpoint.
+    """
+
+    def __init__(self, file: Path, *, deadline: float = 120.0) -> None:
+        self.file, self._deadline = file, deadline
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(descriptor).st_size < _NBYTES:
+                    os.ftruncate(descriptor, _NBYTES)
+                self._memory = mmap.mmap(descriptor, _NBYTES)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ResourceError(
+                f"the page {file} for a worker's progress can't be made ({error.strerror}); let PACELINE_PROGRESS name a folder "
+                "that is there and can be written, or unset it"
+            ) from error
+        self._cells = memoryview(self._memory).cast("q")
+
+    def close(self) -> None:
+        """Let go of the file. Twice is harmless."""
+        self._cells.release()
+        self._memory.close()
+
+    # ---- written by the launcher
+
+    def describe(self, rank: int, host: int, threads: int) -> None:
+        """A worker is about to be started: its rank, the number of its host in the job, and its threads. `hold` stays."""
+        for cell in (_PID, _BORN, _BEGAN, _STEP, _HOLDING):
+            self._cells[cell] = 0
+        self._cells[_RANK], self._cells[_HOST], self._cells[_THREADS] = rank + 1, host + 1, threads + 1
+
+    def started(self, pid: int) -> None:
+        """Its process is there."""
+        born = birth(pid)
+        self._cells[_BORN] = 0 if born is None else born + 1
+        self._cells[_PID] = pid + 1
+
+    # ---- written by the worker
+
+    def joined(self, began: float) -> None:
+        """The worker's run began at this `time.time()`."""
+        self._cells[_BEGAN] = int(began * 1e9) + 1
+
+    def reach(self, step: int) -> float:
+        """This many steps are taken and the next is about to begin; waits here if asked to. Gives the seconds spent waiting.
+
+        Raises `DeadlineExceeded` when nobody lets the worker go on.
+        """
+        cells = self._cells
+        cells[_STEP] = step + 1
+        return self._wait(step) if 0 < cells[_HOLD] <= step + 1 else 0.0
+
+    def passed(self, step: int) -> None:
+        """This many steps are taken now."""
+        self._cells[_STEP] = step + 1
+
+    def _wait(self, step: int) -> float:
+        cells, began, said = self._cells, time.monotonic(), False
+        cells[_HOLDING] = 2
+        try:
+            while 0 < cells[_HOLD] <= step + 1:
+                waited = time.monotonic() - began
+                if waited > self._deadline:
+                    raise DeadlineExceeded(
+                        f"rank {self.rank} was held before step {step} for {self._deadline:g} s by {self.file}, and nobody let it go on; "
+                        "whoever holds a worker has to call release() on its page"
+                    )
+                if waited > _SILENT_SECONDS and not said:
+                    said = True
+                    print(f"paceline: rank {self.rank} is held before step {step}, as {self.file} asks", file=sys.stderr, flush=True)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            cells[_HOLDING] = 1
+        return time.monotonic() - began
+
+    # ---- written by who watches
+
+    def hold(self, step: int) -> None:
+        """Let the worker wait before it begins this step (counted from 0), or the next it comes to if it is past that."""
+        self._cells[_HOLD] = step + 1
+
+    def release(self) -> None:
+        """Let it go on, and wait nowhere."""
+        self._cells[_HOLD] = 0
+
+    # ---- read by who watches
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank."""
+        return self._cells[_RANK] - 1
+
+    @property
+    def host(self) -> int:
+        """The number of its host in the job."""
+        return self._cells[_HOST] - 1
+
+    @property
+    def threads(self) -> int:
+        """How many threads its launcher has given it."""
+        return self._cells[_THREADS] - 1
+
+    @property
+    def pid(self) -> int:
+        """Its process; leads a process group of its own."""
+        return self._cells[_PID] - 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process is still there (a zombie is)."""
+        return self.pid > 0 and birth(self.pid) == self._cells[_BORN] - 1
+
+    @property
+    def began(self) -> float | None:
+        """When its run began (`time.time()`); None before."""
+        return (self._cells[_BEGAN] - 1) / 1e9 if self._cells[_BEGAN] else None
+
+    @property
+    def step(self) -> int:
+        """Steps taken; -1 before the first is begun, and for scripts that don't use paceline's loader."""
+        return self._cells[_STEP] - 1
+
+    @property
+    def holding(self) -> bool:
+        """Whether it waits at a breakpoint now, before step `step`."""
+        return self._cells[_HOLDING] == 2
