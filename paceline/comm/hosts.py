@@ -186,7 +186,7 @@ class HostsGroup:
         return self._start(act, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts")
 
     def _pass(self, source: Tensor, flat: Tensor, op: Op) -> None:
-        """Send `source` through the three stages, chunk after chunk, into `flat`; what isn't reduced in its own dtype goes through a wider copy."""
+        """Send `source` through the three stages into `flat`, chunk after chunk; what is added in a wider dtype goes through a copy."""
         held, summed = reduction.wide(source.dtype, op), "sum" if op == "mean" else op
         under_way: deque[tuple[Tensor, Tensor, Work[Tensor] | None]] = deque()
 
