@@ -39,12 +39,12 @@ class Call:
 
 def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
     """The object that `text` describes; raises `NotationError` with what was found, what is possible, and what to do."""
-    return _make(_read(_tree(text), text, vocabulary), vocabulary)
+    return _make(_read(_tree(text, vocabulary), text, vocabulary), vocabulary)
 
 
 def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
     """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so arguments are not checked yet."""
-    _read(_tree(text), text, vocabulary)
+    _read(_tree(text, vocabulary), text, vocabulary)
 
 
 def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
@@ -56,12 +56,13 @@ def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
     return written
 
 
-def _tree(text: str) -> ast.expr:
+def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise NotationError(f"{_short(text)} can't be read: {reason}. Write it as in Python, for example AllReduce(via='ring')") from None
+        example = "AllReduce(via='ring')" if vocabulary is VOCABULARY else f"{min(vocabulary)}(...)"
+        raise NotationError(f"{_short(text)} can't be read: {reason}. Write it as in Python, for example {example}") from None
     return tree.body
 
 
@@ -89,7 +90,8 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
             raise NotationError(f"{_segment(node.func, text)} has a module before it: leave it out and write {word}(...)")
     raise NotationError(
         f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, names, numbers, strings, True, False,"
-        " None, tuples and lists. Anything else has to be made in Python and given to pl.start(sync=...)"
+        " None, tuples and lists. Anything else has to be made in Python"
+        + (" and given to pl.start(sync=...)" if vocabulary is VOCABULARY else "")
     )
 
 

@@ -38,6 +38,15 @@ def birth(pid: int) -> int | None:
         return None
 
 
+def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
+    """The page that a worker was given, if it was: its run began at this `time.time()`, and waits nowhere longer than `deadline` seconds."""
+    if file is None:
+        return None
+    page = Page(Path(file), deadline=deadline)
+    page.joined(began)
+    return page
+
+
 class Page:
     """The page of one worker. Numbers that nobody has written yet read as -1.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.cluster import report
 from paceline.cluster.discover import discover
-from paceline.cluster.progress import Page
+from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
@@ -73,9 +73,7 @@ def start(
     announcer = Announcer(first=place.rank == 0)
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
-            page = None if place.progress is None else Page(Path(place.progress), deadline=seconds)
-            if page is not None:
-                page.joined(began)
+            page = enter(place.progress, began, deadline=seconds)
             store = connect(place, deadline=seconds)
             cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
             local = cluster.of(place.rank).ranks.index(place.rank)
