@@ -6,6 +6,8 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any
 
 _PIECES = re.compile(rb"[^\r\n]*[\r\n]")
 _WRITE_BYTES = 4096  # what a pipe that is ready takes without blocking (PIPE_BUF)
@@ -15,13 +17,21 @@ _TAIL_BYTES = 1 << 16
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
 
 
-class Screen:
-    """Where output goes: standard output or error of the launcher. Never blocks; `full` asks its writers to wait."""
+def _by_rank(rank: Hashable) -> bytes:
+    return b"[%d] " % rank if isinstance(rank, int) else b""
 
-    def __init__(self, descriptor: int) -> None:
+
+class Screen:
+    """Where output goes: standard output or error of the launcher. Never blocks; `full` asks its writers to wait.
+
+    `prefix` gives what stands before the lines of each writer, `copy` is given all that is shown.
+    """
+
+    def __init__(self, descriptor: int, prefix: Callable[[Any], bytes] = _by_rank, copy: Callable[[bytes], object] | None = None) -> None:
         self.descriptor = descriptor
         self.broken = False
-        self.last: int | None = None  # who wrote last; None: the launcher
+        self.last: Hashable = None  # who wrote last; None: the launcher
+        self._prefix, self._copy = prefix, copy
         self._pending: deque[bytes] = deque()
         self._size = 0
         self._ending = b"\n"  # the last byte that was put: a line is under way unless it is a newline
@@ -34,14 +44,14 @@ class Screen:
     def pending(self) -> bool:
         return self._size > 0
 
-    def put(self, rank: int, piece: bytes) -> None:
-        """Show a line, or a part of one, of this worker."""
+    def put(self, rank: Hashable, piece: bytes) -> None:
+        """Show a line, or a part of one, of this writer: a worker by its rank."""
         if self._ending != b"\n" and rank != self.last:
             self._add(b"\n")
         # A carriage return goes back to the start of the line: what follows it needs the prefix again, itself needs none.
         bare = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
         fresh = self._ending == b"\n"
-        self._add((b"" if bare or self._ending not in {b"\n", b"\r"} else b"[%d] " % rank) + piece)
+        self._add((b"" if bare or self._ending not in {b"\n", b"\r"} else self._prefix(rank)) + piece)
         if bare and fresh:
             self._ending = b"\n"  # nothing is on the line yet
         self.last = rank
@@ -76,6 +86,8 @@ class Screen:
 
     def _add(self, data: bytes) -> None:
         self._ending = data[-1:]
+        if self._copy is not None:
+            self._copy(data)
         if not self.broken:
             self._pending.append(data)
             self._size += len(data)

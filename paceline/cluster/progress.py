@@ -47,6 +47,15 @@ def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
     return page
 
 
+def wrote_to(file: Path) -> Path | None:
+    """The run folder of the worker with this page; None where it had none."""
+    return Path(_beside(file).read_text(encoding="utf-8")) if _beside(file).exists() else None
+
+
+def _beside(page: Path) -> Path:
+    return page.with_name(f"{page.name}.folder")
+
+
 class Page:
     """The page of one worker. Numbers that nobody has written yet read as -1.
 
@@ -94,6 +103,10 @@ class Page:
     def joined(self, began: float) -> None:
         """The worker's run began at this `time.time()`."""
         self._cells[_BEGAN] = int(began * 1e9) + 1
+
+    def writes_to(self, folder: Path) -> None:
+        """The worker's run has this folder; `wrote_to` gives it, also when the run is over."""
+        _beside(self.file).write_text(str(folder.absolute()), encoding="utf-8")
 
     def reach(self, step: int) -> float:
         """This many steps are taken and the next is about to begin; waits here if asked to. Gives the seconds spent waiting.

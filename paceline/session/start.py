@@ -86,6 +86,8 @@ def start(
             scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
             run = Run(around, scene, strategy, seed=seed, began=began)
             where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
+            if page is not None:
+                page.writes_to(where.path)
             book = Book(where, Line()) if place.rank == 0 else None
             run.open(where, Log(book, on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()

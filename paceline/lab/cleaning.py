@@ -1,0 +1,39 @@
+"""Removing what labs have left that were killed together with their keepers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from paceline.errors import ResourceError
+from paceline.lab import cgroups, remains
+
+
+def clean() -> list[str]:
+    """Remove all that dead labs of this user have left; gives a line for each lab and group. Labs that run are left alone."""
+    done = []
+    records = remains.read_all()
+    for record in records:
+        if remains.alive(record):
+            continue
+        left = remains.sweep(record, trusted=False)
+        if left:
+            raise ResourceError(
+                f"of lab {record['identity']} ({record['name']}) this can't be removed: {', '.join(left)}; end it, and clean again"
+            )
+        done.append(f"lab {record['identity']} ({record['name']}) was killed: its processes, control groups and files are removed")
+    known = {record["identity"] for record in remains.read_all()}
+    for folder in cgroups.orphans(_bases()):
+        identity = folder.name.removeprefix(cgroups.PREFIX).partition("-")[0]
+        if identity not in known:
+            with suppress(FileNotFoundError):  # somebody else cleans too
+                cgroups.remove(folder)
+            done.append(f"control group {folder} is removed")
+    return done
+
+
+def _bases() -> list[cgroups.Base]:
+    found = []
+    for controller in ("cpu", "memory"):
+        with suppress(ResourceError):
+            found.append(cgroups.find(controller))
+    return found

@@ -1,0 +1,275 @@
+"""What a cluster looks like, as frozen data: hosts, their links, and racks; read from TOML or taken from those that ship with paceline."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast
+
+from paceline.errors import UsageError
+from paceline.wording import choices
+
+Rate: TypeAlias = int  # bits per second
+Placement: TypeAlias = Literal["block", "round-robin"]
+
+PLACEMENTS: Final = ("block", "round-robin")
+MOST_HOSTS: Final = 200
+CLUSTERS: Final = Path(__file__).parent / "clusters"
+_SLOWEST, _FASTEST = 8_000, 34_000_000_000  # bits per second; tbf counts bytes per second in 32 bits
+_UNITS: Final[dict[str, dict[str, int]]] = {
+    "rate": {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9},
+    "size": {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
+    "time": {"us": 1, "ms": 10**3, "s": 10**6},
+}
+_EXAMPLES: Final = {"rate": "100mbit", "size": "2GB", "time": "20ms"}
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+_LEAST_MEMORY: Final = 2**20
+_LEAST_PROCESSORS: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a cluster. `up` is what it can send and `down` what it can receive (None: as fast as the machine is).
+
+    `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each packet from this host is under way.
+    """
+
+    name: str
+    workers: int = 1
+    processors: float | None = None
+    memory: int | None = None
+    up: Rate | None = None
+    down: Rate | None = None
+    delay: float | None = None
+
+
+@dataclass(frozen=True)
+class Rack:
+    """Hosts behind one link: `up` limits what leaves the rack, `down` what comes in. Inside there is no limit but the hosts' own."""
+
+    name: str
+    hosts: tuple[str, ...]
+    up: Rate | None = None
+    down: Rate | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """A whole cluster. `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where netem is missing.
+
+    Making one checks it: `UsageError` names what can't be.
+    """
+
+    name: str
+    hosts: tuple[Host, ...]
+    racks: tuple[Rack, ...] = ()
+    placement: Placement = "block"
+    needs_delay: bool = True
+    source: str = field(default="", compare=False)  # where it was read, for messages
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers of all hosts."""
+        return sum(host.workers for host in self.hosts)
+
+    def find(self, name: str) -> int:
+        """The number of the host with this name, or of this number."""
+        names = [host.name for host in self.hosts]
+        if name in names:
+            return names.index(name)
+        if name.isdigit() and int(name) < len(names):
+            return int(name)
+        raise UsageError(f"there is no host {name} in {self.name}; {choices(name, names)}")
+
+
+def rate(value: str | int, where: str = "the bandwidth") -> Rate:
+    """Bits per second, from text such as `100mbit` or from a number of bits per second."""
+    found = value if isinstance(value, int) and not isinstance(value, bool) else round(_measure(value, "rate", where))
+    if not _SLOWEST <= found <= _FASTEST:
+        raise UsageError(f"{where} is {value}, and has to be 8kbit to 34gbit")
+    return found
+
+
+def spell(value: Rate | None) -> str:
+    """A rate as it is written: `1gbit`."""
+    if value is None:
+        return "unlimited"
+    unit = max((unit for unit, size in _UNITS["rate"].items() if value >= size), key=lambda unit: _UNITS["rate"][unit])
+    return f"{value / _UNITS['rate'][unit]:g}{unit}"
+
+
+def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any) -> Description:
+    """A cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth, up, down, delay, processors, memory."""
+    if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
+        raise UsageError(f"hosts is {hosts!r}, and has to be 1 to {MOST_HOSTS}")
+    reader = _Reader("the cluster")
+    fields = reader.host({"workers": workers, **{name: value for name, value in each.items() if value is not None}}, "each host")
+    return Description(f"{hosts}x{workers}", tuple(Host(f"host{number}", **fields) for number in range(hosts)), (), placement)
+
+
+def names() -> list[str]:
+    """The clusters that ship with paceline."""
+    return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
+
+
+def ready(name: str) -> Description:
+    """A cluster that ships with paceline."""
+    if name not in names():
+        raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}. Or give the path of a .toml file")
+    return read(CLUSTERS / f"{name}.toml")
+
+
+def find(text: str) -> Description:
+    """A cluster by the name of a ready-made one, or by the path of its file."""
+    return read(text) if text.endswith(".toml") or "/" in text else ready(text)
+
+
+def read(path: str | Path) -> Description:
+    """The cluster in a TOML file; what can't be understood raises `UsageError` with file, key, value and what is possible."""
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: {', '.join(names())}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} isn't TOML: {error}") from error
+    return _Reader(str(path)).whole(content, Path(path).stem)
+
+
+def _measure(value: object, kind: str, where: str) -> float:
+    """A number with a unit, in the smallest one of its kind."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    units = _UNITS[kind]
+    if match is None or match[2] not in units:
+        raise UsageError(f"{where} is {value!r}, and has to be a number with one of {', '.join(units)}, such as {_EXAMPLES[kind]!r}")
+    return float(match[1]) * units[match[2]]
+
+
+class _Reader:
+    """Turns tables into data; every message begins with the file."""
+
+    _HOST: Final = ("workers", "processors", "memory", "bandwidth", "up", "down", "delay")
+    _RACK: Final = ("name", "hosts", "bandwidth", "up", "down")
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def whole(self, content: Mapping[str, Any], stem: str) -> Description:
+        self._known(content, ("name", "placement", "delays", "all", "host", "rack"), "")
+        shared = self._table(content.get("all", {}), "all")
+        self._known(shared, self._HOST, "all.")
+        hosts = []
+        for number, table in enumerate(self._tables(content, "host")):
+            where = f"host[{number}]"
+            self._known(table, ("name", *self._HOST), f"{where}.")
+            name = self._text(table.get("name", f"host{number}"), f"{where}.name")
+            hosts.append(Host(name, **(self.host(shared, "all") | self.host(table, where))))
+        racks = []
+        for number, table in enumerate(self._tables(content, "rack")):
+            where = f"rack[{number}]"
+            self._known(table, self._RACK, f"{where}.")
+            members = table.get("hosts", [])
+            if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+                raise self._wrong(f"{where}.hosts", members, "a list of names of hosts")
+            name = self._text(table.get("name", f"rack{number}"), f"{where}.name")
+            racks.append(Rack(name, tuple(members), **self._sides(table, where)))
+        delays = content.get("delays", "needed")
+        if delays not in ("needed", "where-possible"):
+            raise self._wrong("delays", delays, '"needed" or "where-possible"')
+        return Description(
+            self._text(content.get("name", stem), "name"),
+            tuple(hosts),
+            tuple(racks),
+            cast(Placement, content.get("placement", "block")),
+            delays == "needed",
+            self._source,
+        )
+
+    def host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields of `Host` that the table gives, its name left out."""
+        fields: dict[str, Any] = self._sides(table, where)
+        if "workers" in table:
+            fields["workers"] = workers = table["workers"]
+            if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+                raise self._wrong(f"{where}.workers", workers, "a whole number of at least 1")
+        if "processors" in table:
+            fields["processors"] = cores = table["processors"]
+            if not isinstance(cores, int | float) or isinstance(cores, bool) or not _LEAST_PROCESSORS <= cores < math.inf:
+                raise self._wrong(f"{where}.processors", cores, f"a number of cores, at least {_LEAST_PROCESSORS}")
+        if "memory" in table:
+            memory = table["memory"]
+            fields["memory"] = memory if isinstance(memory, int) else int(_measure(memory, "size", self._at(f"{where}.memory")))
+            if isinstance(memory, bool) or fields["memory"] < _LEAST_MEMORY:
+                raise self._wrong(f"{where}.memory", memory, "at least 1MiB")
+        if "delay" in table:
+            fields["delay"] = _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+        return fields
+
+    def _sides(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
+        """What leaves and what comes in, where it is given; `bandwidth` stands for both."""
+        given = {key: rate(table[key], self._at(f"{where}.{key}")) for key in ("bandwidth", "up", "down") if key in table}
+        both = given.pop("bandwidth", None)
+        return given if both is None else {"up": both, "down": both} | given
+
+    def _tables(self, content: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+        value = content.get(key, [])
+        if not isinstance(value, list):
+            raise self._wrong(key, value, f"tables, each headed by [[{key}]]")
+        return [self._table(table, key) for table in value]
+
+    def _table(self, value: object, key: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "a table")
+        return value
+
+    def _text(self, value: object, key: str) -> str:
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "text")
+        return value
+
+    def _known(self, table: Mapping[str, Any], possible: tuple[str, ...], prefix: str) -> None:
+        for key in table:
+            if key not in possible:
+                raise UsageError(f"{self._source}: there is no key {prefix}{key}; {choices(key, possible)}")
+
+    def _wrong(self, key: str, found: object, wanted: str) -> UsageError:
+        return UsageError(f"{self._at(key)} is {found!r}, and has to be {wanted}")
+
+    def _at(self, key: str) -> str:
+        return f"{self._source}: {key}"
+
+
+def _check(cluster: Description) -> None:
+    """What concerns more than one value."""
+    at = cluster.source or f"cluster {cluster.name}"
+    if cluster.placement not in PLACEMENTS:
+        raise UsageError(f"{at}: placement is {cluster.placement!r}; {choices(str(cluster.placement), PLACEMENTS)}")
+    if not 1 <= len(cluster.hosts) <= MOST_HOSTS:
+        raise UsageError(f"{at}: there are {len(cluster.hosts)} hosts, and there have to be 1 to {MOST_HOSTS}: add [[host]] tables")
+    for kind, found in (("host", [host.name for host in cluster.hosts]), ("rack", [rack.name for rack in cluster.racks])):
+        for name in found:
+            if not _NAME.fullmatch(name):
+                raise UsageError(f"{at}: a {kind} is called {name!r}; names have small letters, digits and dashes inside, at most 32")
+            if found.count(name) > 1:
+                raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
+    _check_racks(cluster, at)
+
+
+def _check_racks(cluster: Description, at: str) -> None:
+    known = [host.name for host in cluster.hosts]
+    where: dict[str, str] = {}
+    for rack in cluster.racks:
+        if not rack.hosts:
+            raise UsageError(f"{at}: rack {rack.name} has no hosts: name them in `hosts`")
+        for name in rack.hosts:
+            if name not in known:
+                raise UsageError(f"{at}: rack {rack.name} has a host {name}, which isn't there; {choices(name, known)}")
+            if name in where:
+                raise UsageError(f"{at}: host {name} is in rack {where[name]} and in rack {rack.name}: leave it out of one")
+            where[name] = rack.name

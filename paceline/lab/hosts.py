@@ -1,0 +1,319 @@
+"""A cluster that is built: a network, a name, shared memory and processors of its own for each host, on this machine."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.cluster import secret
+from paceline.cluster.discover import environment
+from paceline.errors import ResourceError, UsageError
+from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, spaces
+from paceline.lab.description import Description, Placement, Rate, find, rate, regular
+
+if TYPE_CHECKING:
+    from paceline.lab.running import Outcome
+
+PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
+_KINDS: Final = ("net", "uts", "ipc", "mnt")
+_QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One host of a built cluster. `space` holds its namespaces; `network` tells them in /proc; `port` is its interface at the switch."""
+
+    number: int
+    name: str
+    workers: int
+    address: str
+    interface: str
+    port: str
+    space: spaces.Space
+    group: cgroups.Group
+
+    @property
+    def network(self) -> str:
+        """What every process of this host has as /proc/PID/ns/net."""
+        return self.space.network
+
+
+class Cluster:
+    """A described cluster, built when it is entered and removed when it is left: `with Cluster(description) as cluster:`.
+
+    `identity` tells it from every other lab of this machine. `hosts` are its seats, in the order of the description. Everything that is
+    left by a lab that was killed is removed first. Raises `ResourceError` where this machine can't do what the description asks.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        self.identity = secrets.token_hex(4)
+        self.hosts: tuple[Seat, ...] = ()
+        self.folder = Path()  # temporary files of this lab
+        self.notes: list[str] = []  # what could not be built as described, though that was allowed
+        self._switch: spaces.Space | None = None
+        self._processors: dict[int, float | None] = {}
+        self._held = ExitStack()
+        self._runs = 0
+        self._start_host: Any = None
+
+    def __enter__(self) -> Cluster:
+        """Build it."""
+        cleaning.clean()
+        self.notes += kernel.ready_for(self.description)
+        with ExitStack() as held:
+            self.folder = Path(tempfile.mkdtemp(prefix="paceline-lab-"))
+            held.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._build(held)
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of every host, and remove it all. Twice is harmless."""
+        self._held.close()
+        self.hosts = ()
+
+    def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
+        """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `running.Start`."""
+        from paceline.lab.running import Start, run
+
+        self._built()
+        self._runs += 1
+        return run(self, Start(str(script), args, **options), self.folder / f"run{self._runs}")
+
+    def spawn(
+        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start any command on a host; `options` are those of `subprocess.Popen`. It ends with the cluster at the latest."""
+        seat = self._seat(host)
+        given = environment() if environ is None else dict(environ)
+        return subprocess.Popen(
+            [*self.door(host), *command],
+            env={**given, remains.MARK: self.identity, "TMPDIR": str(self.folder / seat.name)},
+            pass_fds=(*options.pop("pass_fds", ()), *seat.space.fds.values()),
+            **{**_QUIET, **options},
+        )
+
+    def door(self, host: int) -> list[str]:
+        """What stands before a command so that it runs on this host; its namespaces have to be inherited (`spawn` does it)."""
+        seat = self._seat(host)
+        namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
+        return [sys.executable, "-I", "-S", str(Path(enter.__file__)), namespaces, ",".join(map(str, seat.group.entrances())) or "-"]
+
+    def processes(self, host: int) -> list[int]:
+        """The processes that run on a host."""
+        return remains.inside([self._seat(host).network])
+
+    def cut(self, host: int) -> None:
+        """Pull the plug of its network: no packet gets in or out, and nobody is told."""
+        links.switch_on(self._hub, self._seat(host).port, on=False)
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        links.switch_on(self._hub, self._seat(host).port, on=True)
+
+    def limit(self, host: int, up: Rate | str | None, down: Rate | str | None) -> None:
+        """Change what the host may send and receive (None: all it can), from now on."""
+        seat = self._seat(host)
+        sides = [None if side is None else rate(side) for side in (up, down)]
+        delay = self.description.hosts[host].delay if not self.notes else None
+        links.limit(seat.space, seat.interface, sides[0], delay)
+        links.limit(self._hub, seat.port, sides[1])
+
+    def quota(self, host: int, processors: float | None) -> None:
+        """Let the host use so many cores from now on (None: all)."""
+        seat = self._seat(host)
+        if "cpu" not in seat.group.controllers:
+            cgroups.find("cpu")  # raises, and says why
+            raise ResourceError("this lab was built without processor quotas")
+        seat.group.limit_processors(processors)
+        self._processors[host] = processors
+
+    def quota_of(self, host: int) -> float | None:
+        """How many cores the host may use (None: all)."""
+        self._seat(host)
+        return self._processors.get(host)
+
+    def start(self, host: int) -> None:
+        """Start the launcher of a host that the run left out, or whose launcher has ended."""
+        seat = self._seat(host)
+        if self._start_host is None:
+            raise UsageError(f"no run is under way that {seat.name} could join: start it from a fault of cluster.run(...)")
+        self._start_host(host)
+
+    def crash(self, host: int) -> None:
+        """The host loses its power: its link goes down, then every process of it dies at once, so that nobody hears a last word."""
+        self.cut(host)
+        left = remains.end(lambda: self.processes(host))
+        if left:
+            raise ResourceError(f"processes {', '.join(map(str, left))} of {self._seat(host).name} don't end; look at them with ps")
+
+    @contextmanager
+    def starting(self, start_host: Any) -> Iterator[None]:
+        """While a run is under way, this is how `start` starts a host."""
+        self._start_host = start_host
+        try:
+            yield
+        finally:
+            self._start_host = None
+
+    @property
+    def _hub(self) -> spaces.Space:
+        self._built()
+        assert self._switch is not None
+        return self._switch
+
+    def _built(self) -> None:
+        if not self.hosts:
+            raise UsageError("this cluster isn't built (any more): use it inside `with Cluster(...) as cluster:`")
+
+    def _seat(self, host: int) -> Seat:
+        self._built()
+        if not 0 <= host < len(self.hosts):
+            raise UsageError(f"there is no host {host}: {self.description.name} has 0 to {len(self.hosts) - 1}")
+        return self.hosts[host]
+
+    def _build(self, held: ExitStack) -> None:
+        names = self.folder / "hosts"
+        # The second form is how torch looks up who has connected; it needs another name, or the host would seem to have two addresses.
+        table = [
+            f"{links.address(number)} {host.name}\n::ffff:{links.address(number)} {host.name}.lab"
+            for number, host in enumerate(self.description.hosts)
+        ]
+        names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *table]) + "\n")
+        names.chmod(0o644)
+        (self.folder / "secret").touch(mode=0o600)
+        (self.folder / "secret").write_bytes(secret.fresh())
+        self._switch = spaces.Space.make(["net"])
+        held.callback(self._switch.close)
+        seats = [self._furnish(number, names, held) for number in range(len(self.description.hosts))]
+        self._watch_over(seats, held)
+        for seat in seats:
+            seat.group.make()
+        self.hosts = tuple(seats)
+        self._wire()
+
+    def _furnish(self, number: int, names: Path, held: ExitStack) -> Seat:
+        host = self.description.hosts[number]
+        (self.folder / host.name).mkdir()
+        space = spaces.Space.make(_KINDS, spaces.furnish(host.name, names))
+        held.callback(space.close)
+        group = cgroups.Group(f"{cgroups.PREFIX}{self.identity}-{number}", _bases(host.processors, host.memory))
+        return Seat(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
+
+    def _watch_over(self, seats: Sequence[Seat], held: ExitStack) -> None:
+        """Write the record, and start the keeper, who waits for the death of this process."""
+        record: dict[str, Any] = {
+            "identity": self.identity,
+            "name": self.description.name,
+            "process": os.getpid(),
+            "began": remains.began(os.getpid()),
+            "keeper": 0,
+            "folder": str(self.folder),
+            "hosts": [
+                {
+                    "name": seat.name,
+                    "address": seat.address,
+                    "network": seat.network,
+                    "fds": seat.space.fds,
+                    "cgroups": [str(folder) for folder in seat.group.folders],
+                }
+                for seat in seats
+            ],
+        }
+        held.callback(remains.forget, self.identity)
+        try:
+            path = remains.write(record)
+        except OSError as error:
+            raise ResourceError(
+                f"the lab's record can't be written to {error.filename} ({error.strerror}): make that place yours"
+            ) from error
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(remains.__file__)), str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            pass_fds=[fd for seat in seats for fd in seat.space.fds.values()],  # so that no other lab gets these networks' numbers
+        )
+        held.callback(_dismiss, keeper)
+        remains.write(record | {"keeper": keeper.pid})
+        for seat in seats:
+            held.callback(seat.group.remove)
+        held.callback(remains.end, lambda: {*remains.inside(seat.network for seat in seats), *remains.marked(self.identity)} - {keeper.pid})
+
+    def _wire(self) -> None:
+        description = self.description
+        racks = {name: number for number, rack in enumerate(description.racks) for name in rack.hosts}
+        links.lay(self._hub, len(description.racks))
+        for number, rack in enumerate(description.racks):
+            links.limit(self._hub, f"top{number}", rack.up)
+            links.limit(self._hub, f"bottom{number}", rack.down)
+        for seat, host in zip(self.hosts, description.hosts, strict=True):
+            links.plug(self._hub, seat.space, seat.number, racks.get(host.name))
+            self.limit(seat.number, host.up, host.down)
+            if host.processors is not None:
+                self.quota(seat.number, host.processors)
+            if host.memory is not None:
+                seat.group.limit_memory(host.memory)
+
+
+def _bases(processors: float | None, memory: int | None) -> list[cgroups.Base]:
+    """Where the control groups of a host are: for the processors wherever that can be, since a fault may limit them later."""
+    bases = []
+    try:
+        bases.append(cgroups.find("cpu"))
+    except ResourceError:
+        if processors is not None:
+            raise
+    if memory is not None:
+        bases.append(cgroups.find("memory"))
+    return bases
+
+
+def _dismiss(keeper: subprocess.Popen[bytes]) -> None:
+    """Tell the keeper that there is nothing left for it."""
+    assert keeper.stdin is not None
+    try:
+        with keeper.stdin as pipe:
+            pipe.write(b"done")
+    except BrokenPipeError:
+        pass  # it was killed
+    keeper.wait()
+
+
+def cluster(
+    *,
+    hosts: int | None = None,
+    workers: int | None = None,
+    placement: Placement | None = None,
+    description: Description | str | None = None,
+    **each: Any,
+) -> Cluster:
+    """A cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster: cluster.run("train.py")`.
+
+    Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down ("1gbit"), delay ("20ms"), processors
+    (cores), memory ("2GB"). Or a `description`: an object, the name of a ready-made cluster, or the path of a TOML file; `placement` may
+    replace its own.
+    """
+    if description is None:
+        return Cluster(regular(hosts or 2, workers or 1, placement=placement or "block", **each))
+    given = [name for name, value in (("hosts", hosts), ("workers", workers), *each.items()) if value is not None]
+    if given:
+        raise UsageError(f"{', '.join(given)} and a description are given: write it into the description, or leave that out")
+    found = find(description) if isinstance(description, str) else description
+    return Cluster(found if placement is None else replace(found, placement=placement))

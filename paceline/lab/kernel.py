@@ -1,0 +1,97 @@
+"""What this machine can do for a lab: each ability is tried in a network that is thrown away, and what is missing has its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from paceline.errors import ResourceError
+from paceline.lab import cgroups, links
+from paceline.lab.description import Description
+from paceline.lab.spaces import Space
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Something that a lab wants of the machine. `reason` says why it is missing; empty if it is there."""
+
+    name: str
+    purpose: str
+    needed: bool
+    reason: str = ""
+
+
+_RATE: Final = 10**6
+
+
+def abilities() -> list[Ability]:
+    """All that a lab may want, tried out."""
+    found = []
+    for name, purpose, needed, attempt in _attempts():
+        try:
+            attempt()
+        except ResourceError as error:
+            found.append(Ability(name, purpose, needed, str(error)))
+        else:
+            found.append(Ability(name, purpose, needed))
+    return found
+
+
+def missing() -> str:
+    """Why no lab can run here, in one line; empty if one can."""
+    return "; ".join(f"{ability.name}: {ability.reason}" for ability in abilities() if ability.needed and ability.reason)
+
+
+def ready_for(description: Description) -> list[str]:
+    """Raise `ResourceError` for what this description wants and isn't there; gives what is left out, where it allows that."""
+    if all(host.delay is None for host in description.hosts):
+        return []
+    try:
+        _netem()
+    except ResourceError as error:
+        if description.needs_delay:
+            raise ResourceError(
+                f"{description.name} has links with delay, and this kernel has no netem: load the module sch_netem, remove `delay`, "
+                'or write delays = "where-possible" to do without'
+            ) from error
+        return [f"this kernel has no netem: the links of {description.name} have no delay here"]
+    return []
+
+
+def _attempts() -> Iterator[tuple[str, str, bool, Callable[[], object]]]:
+    yield "namespaces", "hosts with a network, a name and shared memory of their own", True, _namespaces
+    yield "veth, bridge", "links between hosts", True, _wires
+    yield "tbf", "bandwidth of links", True, partial(_discipline, "tbf", **links.shape(_RATE))
+    yield "htb", "(an alternative to tbf, which labs don't use)", False, partial(_discipline, "htb", default=0)
+    yield "netem", "delay of links", False, _netem
+    yield "control group cpu", "processors of a host", False, partial(cgroups.find, "cpu")
+    yield "control group memory", "memory of a host", False, partial(cgroups.find, "memory")
+
+
+def _namespaces() -> None:
+    Space.make(("net", "uts", "ipc", "mnt")).close()
+
+
+def _wires() -> None:
+    switch, host = Space.make(["net"]), Space.make(["net"])
+    try:
+        links.lay(switch, 0)
+        links.plug(switch, host, 0, None)
+    finally:
+        host.close()
+        switch.close()
+
+
+def _netem() -> None:
+    _discipline("netem", delay=1000, limit=10)
+
+
+def _discipline(kind: str, **options: int) -> None:
+    """Put a queueing discipline on to loopback, in a network of its own."""
+    space = Space.make(["net"])
+    try:
+        links.queue(space, "lo", kind, **options)
+    finally:
+        space.close()

@@ -1,0 +1,146 @@
+"""The wires of a lab: a pair of virtual interfaces for each host, bridges between them, and limits, all made through netlink.
+
+host0         host1              host2         host3         each in a network of its own
+eth0          eth0               eth0          eth0          egress: what the host may send (up)
+  |             |                  |             |
+port0         port1              port2         port3         egress: what it may receive (down)
++-- rack0 bridge --+             +-- rack1 bridge --+
+       top0                             top1                 egress: up of the rack
+       bottom0                          bottom1              egress: down of the rack
+       +------------ spine bridge ------------+              all bridges in one more network, the switch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from paceline.errors import ResourceError
+from paceline.lab.description import Rate, spell
+from paceline.lab.spaces import Space
+
+INTERFACE: Final = "eth0"  # of every host
+PREFIX: Final = 16  # bits of the address that all hosts share
+_SPINE: Final = "spine"
+_TBF, _NETEM, _INNER = 0x1_0000, 0x2_0000, 0x1_0001  # handles 1: and 2:, and the place inside of 1:
+_ROOT: Final = 0xFFFF_FFFF
+_BURST_SECONDS: Final = 0.001  # what may pass at once after a pause
+_LEAST_BURST: Final = 16_384  # bytes: some full packets
+_QUEUE_SECONDS: Final = 0.05  # how much waits in a queue before packets are lost
+_LEAST_QUEUE: Final = 262_144  # bytes
+_NETEM_PACKETS: Final = 100_000
+_MOST_BYTES: Final = 2**32 - 1  # of a queue
+
+
+def address(number: int) -> str:
+    """The address of a host: private, and routed nowhere."""
+    return f"10.77.{(number + 1) // 256}.{(number + 1) % 256}"
+
+
+def lay(switch: Space, racks: int) -> None:
+    """The bridges: one, or one for each rack and the spine between them."""
+
+    def build() -> None:
+        with _netlink("building the switch") as ip:
+            _up(ip, "lo")
+            _bridge(ip, _SPINE)
+            for rack in range(racks):
+                _bridge(ip, f"rack{rack}")
+                ip.link("add", ifname=f"top{rack}", kind="veth", peer={"ifname": f"bottom{rack}"})
+                for name, bridge in ((f"top{rack}", f"rack{rack}"), (f"bottom{rack}", _SPINE)):
+                    ip.link("set", index=_index(ip, name), master=_index(ip, bridge))
+                    _up(ip, name)
+
+    switch.inside(build)
+
+
+def plug(switch: Space, host: Space, number: int, rack: int | None) -> None:
+    """The wire of a host, into its rack's bridge or into the spine."""
+
+    def lead_in() -> None:
+        with _netlink(f"wiring host {number}") as ip:
+            ip.link("add", ifname=f"port{number}", kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.fds["net"]})
+            ip.link("set", index=_index(ip, f"port{number}"), master=_index(ip, _SPINE if rack is None else f"rack{rack}"))
+            _up(ip, f"port{number}")
+
+    def receive() -> None:
+        with _netlink(f"wiring host {number}") as ip:
+            _up(ip, "lo")
+            ip.addr("add", index=_index(ip, INTERFACE), address=address(number), prefixlen=PREFIX)
+            _up(ip, INTERFACE)
+
+    switch.inside(lead_in)
+    host.inside(receive)
+
+
+def limit(space: Space, interface: str, rate: Rate | None, delay: float | None = None) -> None:
+    """What leaves through this interface: at most `rate` bits a second, each packet `delay` seconds later. At once, also on one in use."""
+
+    def apply() -> None:
+        with _netlink(f"limiting {interface} to {spell(rate)}") as ip:
+            index = _index(ip, interface)
+            if any(entry["handle"] in {_TBF, _NETEM} for entry in ip.get_qdiscs(index=index)) and (rate is None or delay is not None):
+                ip.tc("del", index=index, parent=_ROOT)
+            if rate is not None:
+                ip.tc("replace", "tbf", index=index, handle=_TBF, parent=_ROOT, **shape(rate))
+            if delay is not None:
+                inner = _ROOT if rate is None else _INNER
+                ip.tc("add", "netem", index=index, handle=_NETEM, parent=inner, delay=round(delay * 1e6), limit=_NETEM_PACKETS)
+
+    space.inside(apply)
+
+
+def queue(space: Space, interface: str, kind: str, **options: int) -> None:
+    """Any queueing discipline at the exit of this interface."""
+
+    def add() -> None:
+        with _netlink(f"the queueing discipline {kind}") as ip:
+            ip.tc("add", kind, index=_index(ip, interface), handle=_TBF, parent=_ROOT, **options)
+
+    space.inside(add)
+
+
+def switch_on(space: Space, interface: str, *, on: bool) -> None:
+    """Plug the interface in, or pull it out: nothing passes any more, and nobody is told."""
+
+    def turn() -> None:
+        with _netlink(f"switching {interface}") as ip:
+            ip.link("set", index=_index(ip, interface), state="up" if on else "down")
+
+    space.inside(turn)
+
+
+def shape(rate: Rate) -> dict[str, int]:
+    """The numbers of a token bucket, in bytes (a second)."""
+    each_second = rate // 8
+    burst = max(_LEAST_BURST, round(each_second * _BURST_SECONDS))
+    return {"rate": each_second, "burst": burst, "limit": min(_MOST_BYTES, max(_LEAST_QUEUE, round(each_second * _QUEUE_SECONDS)) + burst)}
+
+
+@contextmanager
+def _netlink(doing: str) -> Iterator[Any]:
+    """A conversation with the kernel about the network that this thread is in."""
+    try:
+        with IPRoute() as ip:
+            yield ip
+    except NetlinkError as error:
+        raise ResourceError(
+            f"the kernel refused {doing} ({error.args[-1]}): run `paceline lab check`, which says what is missing"
+        ) from error
+
+
+def _bridge(ip: Any, name: str) -> None:
+    ip.link("add", ifname=name, kind="bridge", br_stp_state=0, br_forward_delay=0)
+    _up(ip, name)
+
+
+def _up(ip: Any, name: str) -> None:
+    ip.link("set", index=_index(ip, name), state="up")
+
+
+def _index(ip: Any, name: str) -> int:
+    return int(ip.link_lookup(ifname=name)[0])

@@ -1,0 +1,102 @@
+"""The output of many launchers on one screen: each line with its host and rank, and the reason of a failure once, at the end."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from paceline.cluster.output import Screen
+
+Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the host has None
+
+_RANK: Final = re.compile(rb"\[(\d+)\] ")
+_CLOSING: Final = re.compile(rb"paceline: what rank (\d+) said last:")
+_VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
+
+
+class Desk:
+    """Sorts what launchers write on to the screen. Every launcher ends with the same last words: they are kept, and shown once.
+
+    `names` are those of the hosts; `places` says on which host each rank is.
+    """
+
+    def __init__(self, names: Sequence[str], places: Sequence[int], descriptor: int | None) -> None:
+        self._names, self._places = names, places
+        self._shown: list[bytes] = []
+        self.screen = Screen(-1 if descriptor is None else descriptor, self._prefix, self._shown.append)
+        self.screen.broken = descriptor is None  # nobody looks: it is only remembered
+        self._said: dict[bytes, int] = {}  # lines of launchers, and who said them first
+        self._closings: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._verdicts: dict[int, bytes] = {}
+
+    @property
+    def text(self) -> str:
+        """All that was shown."""
+        return b"".join(self._shown).decode(errors="replace")
+
+    def put(self, host: int, rank: int | None, piece: bytes) -> None:
+        """Show a line, or a part of one. A launcher's own lines are without a rank; what all of them say is shown once."""
+        if _CLOSING.match(piece) and rank is None:
+            self._closings[host] = [piece]
+        elif _VERDICT.match(piece) and rank is None:
+            self._verdicts[host] = piece
+        elif host in self._closings:
+            self._closings[host].append(b"" if rank is None else piece)
+        elif rank is not None or self._said.setdefault(piece, host) == host:
+            self.screen.put((host, rank), piece)
+
+    def conclude(self) -> None:
+        """Show the last words that were kept."""
+        closing = next((lines for lines in self._closings.values() if lines), None)
+        if closing is not None and self._verdicts:
+            head = _CLOSING.match(closing[0])
+            assert head is not None
+            rank = int(head[1])
+            self.screen.say(closing[0].decode(errors="replace").rstrip("\n"))
+            for line in closing[1:]:
+                self.screen.put((self._places[rank] if rank < len(self._places) else 0, rank), line)
+        verdict = next(iter(self._verdicts.values()), None)
+        if verdict is not None:
+            self.screen.say(verdict.decode(errors="replace").rstrip("\n"))
+
+    def _prefix(self, who: Who) -> bytes:
+        host, rank = who
+        return f"[{self._names[host]}{'' if rank is None else f' {rank}'}] ".encode()
+
+
+class Source:
+    """One output of one launcher, in pieces that the desk can sort."""
+
+    PIECES: Final = re.compile(rb"[^\r\n]*[\r\n]")
+
+    def __init__(self, host: int, desk: Desk) -> None:
+        self._host, self._desk = host, desk
+        self._rest = b""
+        self._fresh = True  # at the start of a line
+        self._rank: int | None = None  # of the line under way
+
+    def take(self, data: bytes) -> None:
+        """Some more bytes."""
+        data = self._rest + data
+        end = 0
+        for match in self.PIECES.finditer(data):
+            self._pass(match[0])
+            end = match.end()
+        self._rest = data[end:]
+
+    def flush(self) -> None:
+        """Show a line whose end doesn't come."""
+        if self._rest:
+            self._pass(self._rest)
+            self._rest = b""
+
+    def _pass(self, piece: bytes) -> None:
+        if self._fresh:
+            match = _RANK.match(piece)
+            self._rank = None if match is None else int(match[1])
+            piece = piece if match is None else piece[match.end() :]
+        self._fresh = piece[-1:] in {b"\n", b"\r"}
+        if piece:
+            self._desk.put(self._host, self._rank, piece)

@@ -1,0 +1,199 @@
+"""What a lab leaves when it is killed, and the keeper that removes it: a process that outlives the lab by a moment.
+
+Started as a script of its own, with the standard library only: `remains.py RECORD`. Its input is a pipe from the lab. The end of
+input without `done` means that the lab was killed. Where the keeper was killed too, the next lab does its work, or `paceline lab clean`.
+
+A record is a JSON file for each lab that runs: its process, the network of each host, its control groups and folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MARK = "PACELINE_LAB"  # in the environment of everything that a lab starts
+_PROC = Path("/proc")
+_END_SECONDS = 5.0
+_ROUND_SECONDS = 0.005
+
+
+def records() -> Path:
+    """Where records are: one place for each user, whatever TMPDIR says, so that labs find each other's."""
+    user = outer_user()
+    if user == 0 and os.access("/run", os.W_OK):
+        return Path("/run/paceline-lab")
+    runtime = Path(f"/run/user/{user}")
+    return runtime / "paceline-lab" if os.access(runtime, os.W_OK) else Path(f"/tmp/paceline-lab-{user}")
+
+
+def outer_user() -> int:
+    """The number of this user outside of the user namespace that a lab may have entered."""
+    for line in (_PROC / "self/uid_map").read_text().splitlines():
+        inner, outer, count = map(int, line.split())
+        if inner <= os.geteuid() < inner + count:
+            return outer + os.geteuid() - inner
+    return os.geteuid()
+
+
+def write(record: dict[str, Any]) -> Path:
+    """Write the record of a lab, in full or not at all; gives its path. `PermissionError` if the place isn't ours alone."""
+    folder = records()
+    path = folder / f"{record['identity']}.json"
+    temporary = path.with_suffix(f".{os.getpid()}")
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder))
+        try:
+            temporary.write_text(json.dumps(record))
+            temporary.replace(path)
+        except FileNotFoundError:  # another lab that ended has removed the empty folder
+            continue
+        return path
+
+
+def read_all() -> list[dict[str, Any]]:
+    """The records of all labs of this user, alive or not."""
+    found = []
+    for path in sorted(records().glob("*.json")):
+        with suppress(FileNotFoundError):  # it has ended since
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+def forget(identity: str) -> None:
+    """Remove the record of a lab, and the folder of records if it was the last."""
+    (records() / f"{identity}.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        records().rmdir()
+
+
+def began(process: int) -> str:
+    """When a process began, in ticks since the machine did; empty if there is none. Numbers are used again, these pairs are not."""
+    try:
+        fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in {"Z", "X"} else fields[19]
+
+
+def alive(record: dict[str, Any]) -> bool:
+    """Whether the lab of this record still runs."""
+    return bool(began(record["process"])) and began(record["process"]) == record["began"]
+
+
+def inside(networks: Iterable[str]) -> list[int]:
+    """The processes in these networks ("net:[4026532184]"), as far as this one can see them."""
+    wanted = set(networks)
+    return [process for process in processes() if wanted and _network(process) in wanted]
+
+
+def processes() -> list[int]:
+    """All processes but this one."""
+    return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()]
+
+
+def marked(identity: str) -> list[int]:
+    """The processes that were started by this lab, by their environment."""
+    wanted = f"{MARK}={identity}".encode()
+    found = []
+    for process in processes():
+        with suppress(OSError):
+            if wanted in (_PROC / str(process) / "environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
+
+
+def grouped(folders: Iterable[str]) -> list[int]:
+    """The processes in these control groups."""
+    found: list[int] = []
+    for folder in folders:
+        with suppress(OSError):
+            found += [int(number) for number in (Path(folder) / "cgroup.procs").read_text().split()]
+    return found
+
+
+def end(find: Any) -> list[int]:
+    """SIGKILL to all processes that `find()` gives, until it gives none; gives those that don't end."""
+    late = time.monotonic() + _END_SECONDS
+    while found := [process for process in find() if process != os.getpid()]:
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
+            for process in found:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, number)
+        if time.monotonic() > late:
+            return found
+        time.sleep(_ROUND_SECONDS)
+    return []
+
+
+def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
+    """Remove all that the lab of this record has left; gives what couldn't be removed.
+
+    `trusted` says that the networks of the record are still this lab's (whoever asks holds them): their numbers are used again.
+    """
+    groups = [folder for host in record["hosts"] for folder in host["cgroups"]]
+    networks = [host["network"] for host in record["hosts"]] if trusted else []
+
+    def lab() -> set[int]:
+        return {*inside(networks), *grouped(groups), *marked(record["identity"])} - {record["keeper"]}
+
+    left = [f"process {number}" for number in end(lab)]
+    for folder in groups:
+        if not _remove_group(Path(folder)):
+            left.append(folder)
+    shutil.rmtree(record["folder"], ignore_errors=True)
+    if os.path.exists(record["folder"]):
+        left.append(record["folder"])
+    if not left:
+        forget(record["identity"])
+    return left
+
+
+def _remove_group(folder: Path) -> bool:
+    late = time.monotonic() + _END_SECONDS
+    while time.monotonic() < late:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                return False
+            time.sleep(_ROUND_SECONDS)
+        else:
+            return True
+    return False
+
+
+def _network(process: int) -> str:
+    try:
+        return os.readlink(_PROC / str(process) / "ns/net")
+    except OSError:
+        return ""
+
+
+def watch(path: Path) -> None:
+    """Wait until the lab is done or dead; then sweep what its record, as it is by then, names."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    heard = b""
+    while data := os.read(0, 1 << 12):
+        heard = (heard + data)[-16:]
+    if b"done" not in heard and path.exists():
+        sweep(json.loads(path.read_text()), trusted=True)
+
+
+if __name__ == "__main__":
+    watch(Path(sys.argv[1]))

@@ -1,0 +1,288 @@
+"""A run in a lab: the launchers of all hosts started, shown, watched and ended together, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.cluster import launch, machine, progress
+from paceline.cluster.discover import environment
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.lab import remains
+from paceline.lab.chaos import absent
+from paceline.lab.chaos import script as plot
+from paceline.lab.output import Desk, Source
+
+if TYPE_CHECKING:
+    from paceline.lab.hosts import Cluster
+
+_LOOK_SECONDS: Final = 0.1  # between two looks at everything
+_IDLE_SECONDS: Final = 0.3  # a line without an end is shown after this time
+_PATIENCE_SECONDS: Final = 9.0  # for launchers that were asked to end; they need up to 6
+_KILL_SECONDS: Final = 4.0  # to read what the killed have left in their pipes
+_NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is to be run. `folder` is where (None: here), `deadline` ends a run that takes longer (seconds), `show` shows it on this screen.
+
+    `sync`, `name` and `threads` are those of `paceline run`. `environ` holds variables that are added to those of this process.
+    `faults` are objects, texts, or lists of both.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    faults: Any = ()
+    sync: str | None = None
+    name: str | None = None
+    threads: int | None = None
+    folder: str | Path | None = None
+    deadline: float | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    show: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out."""
+
+    code: int
+    output: str
+    folder: Path | None
+    events: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass
+class _Launcher:
+    """`paceline run` on one host."""
+
+    host: int
+    process: subprocess.Popen[bytes]
+    sources: dict[int, Source]  # by descriptor, while it is open
+    heard: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        return not self.sources and self.process.poll() is not None
+
+
+def run(cluster: Cluster, start: Start, folder: Path) -> Outcome:
+    """Run it on every host and wait for the end; `folder` is for the pages that show where workers are.
+
+    Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended; `DeadlineExceeded` when it took too long.
+    """
+    faults = plot(start.faults, cluster.description)
+    check(start)
+    folder.mkdir()
+    return _Run(cluster, start, folder, absent(faults)).wait(faults)
+
+
+def check(start: Start) -> None:
+    """Raise `UsageError` for what makes no sense, before anything is built."""
+    script = start.script if start.folder is None else str(Path(start.folder) / start.script)
+    launch.check(launch.Job(script, start.args, threads=start.threads))
+    if start.deadline is not None and not start.deadline > 0:
+        raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
+
+
+class _Run:
+    """The launchers of one run."""
+
+    def __init__(self, cluster: Cluster, start: Start, folder: Path, late: frozenset[int]) -> None:
+        self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
+        self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
+        self._launchers: dict[int, _Launcher] = {}
+        self._signals: list[int] = []
+        self._asked: int | None = None
+        self._asked_at = 0.0
+        self._joining = threading.Lock()  # faults come from another thread
+        shown = 1 if start.show else None
+        self._desk = Desk([seat.name for seat in cluster.hosts], self._places(), shown)
+
+    def wait(self, faults: list[Any]) -> Outcome:
+        """Start it all, and stay to the end."""
+        began = time.monotonic()
+        events: tuple[dict[str, Any], ...] = ()
+        with ExitStack() as held:
+            held.enter_context(self._listening())
+            held.callback(self._end_all)
+            held.enter_context(self._cluster.starting(self._launch))
+            for host in self._present:
+                self._launch(host)
+            while not self._over():
+                self._turn()
+                self._decide(began)
+        self._desk.conclude()
+        self._flush()
+        path = progress.wrote_to(progress.path(self._folder, 0))
+        outcome = Outcome(self._code(), self._desk.text, path, events)
+        if self._asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._asked is not None:
+            raise SystemExit(128 + self._asked)
+        return outcome
+
+    def _launch(self, host: int) -> None:
+        """`paceline run` on this host, as a user would start it there."""
+        start, cluster = self._start, self._cluster
+        if host in self._launchers and not self._launchers[host].over:
+            raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
+        words = [sys.executable, "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
+        if len(self._present) > 1:
+            from paceline.lab.hosts import PORT
+
+            first = cluster.hosts[self._present[0]].address
+            words += ["--hosts", str(len(self._present)), "--join", f"{first}:{PORT}", "--secret-file", str(cluster.folder / "secret")]
+            words += ["--host-rank", str(self._present.index(host))] if host in self._present else []
+        for option in ("sync", "name", "threads"):
+            value = getattr(start, option)
+            words += [] if value is None else [f"--{option}", str(value)]
+        process = cluster.spawn(
+            host,
+            [*words, start.script, *start.args],
+            environ=self._environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=start.folder,
+        )
+        sources = {}
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            descriptor = os.dup(pipe.fileno())
+            pipe.close()
+            os.set_blocking(descriptor, False)
+            sources[descriptor] = Source(host, self._desk)
+        with self._joining:
+            self._launchers[host] = _Launcher(host, process, sources)
+
+    def _environ(self) -> dict[str, str]:
+        """As here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
+        kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
+        if all(host.processors is None for host in self._cluster.description.hosts):
+            kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
+        return kept | {"PACELINE_PROGRESS": str(self._folder)} | dict(self._start.environ)
+
+    def _places(self) -> list[int]:
+        """The host of each rank that is there from the start."""
+        counts = [(number, self._cluster.hosts[number].workers) for number in self._present]
+        if self._cluster.description.placement == "block":
+            return [number for number, workers in counts for _ in range(workers)]
+        rounds = max(workers for _, workers in counts)
+        return [number for turn in range(rounds) for number, workers in counts if turn < workers]
+
+    def _over(self) -> bool:
+        with self._joining:
+            return all(launcher.over for launcher in self._launchers.values())
+
+    def _turn(self) -> None:
+        """Wait for something to happen; take in what was written, and show it."""
+        with self._joining:
+            launchers = list(self._launchers.values())
+        poll = select.poll()
+        reading: dict[int, _Launcher] = {}
+        if not self._desk.screen.full:
+            reading = {descriptor: launcher for launcher in launchers for descriptor in launcher.sources}
+        for descriptor in reading:
+            poll.register(descriptor, select.POLLIN)
+        if self._desk.screen.pending:
+            poll.register(self._desk.screen.descriptor, select.POLLOUT)
+        for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+            if descriptor in reading:
+                _read(reading[descriptor], descriptor)
+            else:
+                self._desk.screen.write()
+        now = time.monotonic()
+        for launcher in launchers:
+            if now - launcher.heard > _IDLE_SECONDS:
+                for source in launcher.sources.values():
+                    source.flush()
+
+    def _decide(self, began: float) -> None:
+        """Pass on signals, and end what takes too long."""
+        now = time.monotonic()
+        if self._desk.screen.broken and self._start.show:
+            self._desk.screen.broken = False
+            self._signals.append(signal.SIGPIPE)  # nobody reads any more
+        for number in self._signals:
+            self._asked_at = self._asked_at if self._asked is not None else now
+            self._asked = self._asked or number
+            self._send(number)
+        self._signals.clear()
+        if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
+            self._kill()
+        if self._start.deadline is not None and self._asked is None and now - began > self._start.deadline:
+            running = [self._cluster.hosts[host].name for host, launcher in self._launchers.items() if not launcher.over]
+            self._kill()
+            raise DeadlineExceeded(
+                f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; still running on {', '.join(running)}. "
+                f"Last output:\n{self._desk.text[-2000:]}"
+            )
+
+    def _send(self, number: int) -> None:
+        for launcher in self._launchers.values():
+            if launcher.process.poll() is None:
+                launcher.process.send_signal(number)
+
+    def _kill(self) -> None:
+        remains.end(lambda: [process for seat in self._cluster.hosts for process in self._cluster.processes(seat.number)])
+
+    def _end_all(self) -> None:
+        """Whatever the reason for leaving: no process of this run goes on."""
+        self._kill()
+        for launcher in self._launchers.values():
+            launcher.process.kill()
+            launcher.process.wait()
+            for descriptor, source in launcher.sources.items():
+                source.flush()
+                os.close(descriptor)
+            launcher.sources.clear()
+
+    def _flush(self) -> None:
+        end = time.monotonic() + _KILL_SECONDS
+        while self._desk.screen.pending and time.monotonic() < end:
+            if select.select([], [self._desk.screen.descriptor], [], _LOOK_SECONDS)[1]:
+                self._desk.screen.write()
+
+    def _code(self) -> int:
+        """What the launchers say; those of hosts that crashed say nothing, unless all did."""
+        codes = [launcher.process.returncode for _, launcher in sorted(self._launchers.items())]
+        spoken = [code for code in codes if code >= 0] or [128 - code for code in codes]
+        return next((code for code in spoken if code != 0), 0)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Ctrl-C and its like are noted while the run lasts; in other threads than the first they can't come."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda number, frame: self._signals.append(number)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _read(launcher: _Launcher, descriptor: int) -> None:
+    try:
+        data = os.read(descriptor, 1 << 16)
+    except BlockingIOError:
+        return
+    launcher.heard = time.monotonic()
+    if data:
+        launcher.sources[descriptor].take(data)
+        return
+    launcher.sources.pop(descriptor).flush()
+    os.close(descriptor)

@@ -1,0 +1,101 @@
+"""Linux namespaces without names: made in a thread, held by descriptors, gone when nobody holds them any more."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from paceline.errors import ResourceError
+
+T = TypeVar("T")
+
+# linux/sched.h
+KINDS: Final = {"mnt": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000, "user": 0x1000_0000, "net": 0x4000_0000}
+_MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # linux/mount.h
+
+
+class Space:
+    """Namespaces of one host (or of a switch, which has only a network). `fds` holds them, by kind."""
+
+    def __init__(self, fds: dict[str, int]) -> None:
+        self.fds = fds
+        self.network = os.readlink(f"/proc/self/fd/{fds['net']}")  # "net:[4026532184]": the same for every process in it
+
+    @staticmethod
+    def make(kinds: Sequence[str], prepare: Callable[[], None] = lambda: None) -> Space:
+        """New namespaces of these kinds. `prepare` runs once inside. Raises `ResourceError` where the kernel says no."""
+
+        def open_all() -> dict[str, int]:
+            unshare(kinds)
+            prepare()
+            return {kind: os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds}
+
+        return Space(_aside(open_all))
+
+    def inside(self, do: Callable[[], T]) -> T:
+        """Call `do` in this network; it runs in a thread of its own, and what it raises is raised here."""
+
+        def enter() -> T:
+            _call("setns", self.fds["net"], KINDS["net"])
+            return do()
+
+        return _aside(enter)
+
+    def close(self) -> None:
+        """Let go: the namespaces end with the last process in them. Twice is harmless."""
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+
+def unshare(kinds: Sequence[str]) -> None:
+    """Put the calling thread into new namespaces of these kinds."""
+    flags = 0
+    for kind in kinds:
+        flags |= KINDS[kind]
+    _call("unshare", flags)
+
+
+def furnish(hostname: str, names: Path) -> Callable[[], None]:
+    """What makes new namespaces a host: its name, the table `names` as /etc/hosts, and shared memory of its own, which goes with it."""
+
+    def prepare() -> None:
+        socket.sethostname(hostname)
+        _call("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)  # nothing mounted here is seen outside
+        if os.path.isdir("/dev/shm"):
+            _call("mount", b"paceline-lab", b"/dev/shm", b"tmpfs", 0, b"mode=1777")
+        if os.path.exists("/etc/hosts"):
+            _call("mount", os.fsencode(names), b"/etc/hosts", None, _MS_BIND, None)
+
+    return prepare
+
+
+def single() -> bool:
+    """Whether this process has one thread, as entering a user namespace wants it."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def become_root() -> None:
+    """Put this process into a user namespace in which it is root, for good; it must have one thread. Nothing outside gets easier for it."""
+    user, group = os.geteuid(), os.getegid()
+    unshare(["user"])
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def _aside(do: Callable[[], T]) -> T:
+    """Call `do` in a new thread, which takes the namespaces that it enters with it when it ends."""
+    with ThreadPoolExecutor(1, "paceline-lab-namespace") as thread:
+        return thread.submit(do).result()
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A function of the C library that gives 0 or sets errno."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise ResourceError(f"the kernel refused {name} ({os.strerror(number)}): run `paceline lab check`, which says what is missing")
