@@ -1,0 +1,337 @@
+"""Faults as data: what is to go wrong, to whom, and when; written the same way in Python, on the command line and in `repr`.
+
+    verb    what happens                                                   undone
+    kill    SIGKILL to one worker                                          never
+    stop    SIGSTOP to one worker and its readers                          SIGCONT after `seconds`
+    cut     a host's network is unplugged                                  after `seconds`
+    slow    a host gets `factor` of its processors                         after `seconds`, if given
+    link    a host's network gets another bandwidth                        after `seconds`, if given
+    crash   a host loses its power: its processes and its network go       never
+    join    a host that the job was started without starts its launcher    never
+    storm   faults drawn from a seed
+
+A fault comes when the worker it concerns (of a host, the first) has taken `step` steps and is about to begin the next: 0 is before the
+first. That worker is held there until the fault has been carried out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, ClassVar, Final, TypeAlias
+
+from paceline import notation
+from paceline.errors import NotationError, UsageError
+from paceline.lab.description import Description, Rate, rate
+from paceline.lab.description import spell as spell_rate
+from paceline.wording import choices
+
+
+class _Written:
+    """`repr` is the notation: the verb, with every argument that isn't the default by its name."""
+
+    verb: ClassVar[str]
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [(field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default]
+        return f"{self.verb}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name in _CHECKS and (value is not None or field.default is MISSING):
+                holds, wanted = _CHECKS[field.name]
+                if not holds(value):
+                    raise UsageError(f"{self!r}: {field.name} is {value!r}, and has to be {wanted}")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Kill(_Written):
+    """See `kill`."""
+
+    verb: ClassVar[str] = "kill"
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Stop(_Written):
+    """See `stop`."""
+
+    verb: ClassVar[str] = "stop"
+    rank: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Cut(_Written):
+    """See `cut`."""
+
+    verb: ClassVar[str] = "cut"
+    host: int
+    seconds: float
+    step: int = 0
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Slow(_Written):
+    """See `slow`."""
+
+    verb: ClassVar[str] = "slow"
+    host: int
+    factor: float
+    step: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Link(_Written):
+    """See `link`."""
+
+    verb: ClassVar[str] = "link"
+    host: int
+    bandwidth: str | int | None = None
+    up: str | int | None = None
+    down: str | int | None = None
+    step: int
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sides = self.up is not None or self.down is not None
+        if self.bandwidth is None and not sides:
+            raise UsageError(f"{self!r} changes nothing: give bandwidth='10mbit', or one of up and down")
+        if self.bandwidth is not None and sides:
+            raise UsageError(f"{self!r} has a bandwidth, which is that of both directions, and up or down besides: leave one out")
+        for name in ("bandwidth", "up", "down"):
+            if getattr(self, name) is not None:
+                rate(getattr(self, name), f"{self!r}: {name}")
+
+    def sides(self) -> tuple[Rate | None, Rate | None]:
+        """What the host may send and receive in bits per second; None: as before."""
+        up, down = (side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down))
+        return None if up is None else rate(up), None if down is None else rate(down)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Crash(_Written):
+    """See `crash`."""
+
+    verb: ClassVar[str] = "crash"
+    host: int
+    step: int = 0
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Join(_Written):
+    """See `join`."""
+
+    verb: ClassVar[str] = "join"
+    host: int
+    step: int
+
+
+Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Storm(_Written):
+    """See `storm`."""
+
+    verb: ClassVar[str] = "storm"
+    seed: int
+    faults: int = 5
+    steps: int = 100
+    kinds: tuple[str, ...] | list[str] = ("stop", "cut", "slow", "link")
+    seconds: tuple[float, float] | list[float] = (0.5, 3.0)
+
+    def __post_init__(self) -> None:
+        for name, least in (("seed", 0), ("faults", 1), ("steps", 1)):
+            value = getattr(self, name)
+            if not _whole(value) or value < least:
+                raise UsageError(f"{self!r}: {name} is {value!r}, and has to be a whole number of at least {least}")
+        for kind in self.kinds:
+            if kind not in _DRAWN:
+                raise UsageError(f"{self!r}: there is no kind {kind!r} in a storm; {choices(str(kind), _DRAWN)}")
+        if not self.kinds:
+            raise UsageError(f"{self!r} has no kinds; possible: {', '.join(_DRAWN)}")
+        if len(self.seconds) != 2 or not all(map(_positive, self.seconds)) or self.seconds[0] > self.seconds[1]:
+            raise UsageError(f"{self!r}: seconds is {self.seconds!r}, and has to be the shortest and the longest, such as (0.5, 3.0)")
+
+    def draw(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
+        """The faults of this storm in that cluster, by step; the same every time. Hosts that are `late` are spared."""
+        generator = random.Random(self.seed)
+        hosts = [number for number in range(len(cluster.hosts)) if number not in late]
+        drawn = [self._one(generator, cluster, hosts) for _ in range(self.faults)]
+        return sorted(drawn, key=lambda fault: fault.step)
+
+    def _one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
+        kind, step = self.kinds[_below(generator, len(self.kinds))], _below(generator, self.steps)
+        host, rank = hosts[_below(generator, len(hosts))], _below(generator, sum(cluster.hosts[number].workers for number in hosts))
+        shortest, longest = self.seconds
+        seconds, part = round(shortest + (longest - shortest) * generator.random(), 2), round(0.1 + 0.8 * generator.random(), 2)
+        match kind:
+            case "kill":
+                return Kill(rank=rank, step=step)
+            case "stop":
+                return Stop(rank=rank, step=step, seconds=seconds)
+            case "cut":
+                return Cut(host=host, seconds=seconds, step=step)
+            case "slow":
+                return Slow(host=host, factor=part, step=step, seconds=seconds)
+            case "link":
+                most = min((side for side in (cluster.hosts[host].up, cluster.hosts[host].down) if side is not None), default=_UNLIMITED)
+                return Link(host=host, bandwidth=spell_rate(max(int(most * part / 1e3) * 1000, _SLOWEST)), step=step, seconds=seconds)
+            case _:
+                return Crash(host=host, step=step)
+
+
+def kill(*, rank: int, step: int) -> Kill:
+    """SIGKILL to this rank's process."""
+    return Kill(rank=rank, step=step)
+
+
+def stop(*, rank: int, step: int, seconds: float) -> Stop:
+    """This rank's process, and its readers, don't get a processor for so many seconds (SIGSTOP, then SIGCONT)."""
+    return Stop(rank=rank, step=step, seconds=seconds)
+
+
+def cut(*, host: int, seconds: float, step: int = 0) -> Cut:
+    """For so many seconds no packet gets from or to this host, and nobody is told."""
+    return Cut(host=host, seconds=seconds, step=step)
+
+
+def slow(*, host: int, factor: float, step: int, seconds: float | None = None) -> Slow:
+    """This host has `factor` of its processors, for so many seconds or to the end.
+
+    It is a factor of the quota in the cluster's description; a host without one counts as having as many cores as its workers have
+    threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
+    """
+    return Slow(host=host, factor=factor, step=step, seconds=seconds)
+
+
+def link(
+    *,
+    host: int,
+    bandwidth: str | int | None = None,
+    up: str | int | None = None,
+    down: str | int | None = None,
+    step: int,
+    seconds: float | None = None,
+) -> Link:
+    """This host sends and receives at another rate ("10mbit", or bits per second), for so many seconds or to the end.
+
+    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
+    """
+    return Link(host=host, bandwidth=bandwidth, up=up, down=down, step=step, seconds=seconds)
+
+
+def crash(*, host: int, step: int = 0) -> Crash:
+    """This host loses its power: nothing more leaves it, and its processes are gone, the launcher's too."""
+    return Crash(host=host, step=step)
+
+
+def join(*, host: int, step: int) -> Join:
+    """This host is there from the start, but its launcher starts only when the first worker of the job is at that step."""
+    return Join(host=host, step=step)
+
+
+def storm(
+    *,
+    seed: int,
+    faults: int = 5,
+    steps: int = 100,
+    kinds: Sequence[str] = ("stop", "cut", "slow", "link"),
+    seconds: Sequence[float] = (0.5, 3.0),
+) -> Storm:
+    """So many faults of these kinds, drawn at random over the first `steps` steps: the same seed gives the same faults in the same cluster.
+
+    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
+    """
+    return Storm(seed=seed, faults=faults, steps=steps, kinds=tuple(kinds), seconds=tuple(seconds))  # type: ignore[arg-type]
+
+
+VERBS: Final[notation.Vocabulary] = {verb.__name__: verb for verb in (kill, stop, cut, slow, link, crash, join, storm)}
+
+
+def parse(text: str) -> list[Fault | Storm]:
+    """The faults that `text` describes: one, or several in brackets. Raises `UsageError` with text, found and possible."""
+    try:
+        found = notation.parse(text, VERBS)
+    except NotationError as error:
+        raise NotationError(f"the fault {text!r}: {error}") from None
+    return collect([found], text)
+
+
+def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
+    """Faults in one flat list, from objects, texts and lists of both. Raises `UsageError` for what is none of them."""
+    if isinstance(given, str):
+        return parse(given)
+    if isinstance(given, list | tuple):
+        return [fault for item in given for fault in collect(item, text)]
+    if not isinstance(given, Fault | Storm):
+        raise UsageError(
+            f"{given!r}{'' if text is None else f' in {text!r}'} is no fault: write it as kill(rank=2, step=5); verbs: {', '.join(VERBS)}"
+        )
+    return [given]
+
+
+def script(given: Any, cluster: Description) -> list[Fault]:
+    """All faults for a run in that cluster, storms drawn. Raises `UsageError` for a rank or host that it doesn't have."""
+    asked = collect(given)
+    late = absent(asked)
+    if len(late) == len(cluster.hosts):
+        raise UsageError(f"every host of {cluster.name} is to join later, so there is no job to join: leave one join(...) out")
+    faults = [fault for item in asked for fault in (item.draw(cluster, late) if isinstance(item, Storm) else [item])]
+    workers = sum(host.workers for number, host in enumerate(cluster.hosts) if number not in late)
+    for fault in faults:
+        if isinstance(fault, Kill | Stop):
+            found, count, kind = fault.rank, workers, "rank"
+        else:
+            found, count, kind = fault.host, len(cluster.hosts), "host"
+        if found >= count:
+            start = " at the start" if late and kind == "rank" else ""
+            raise UsageError(f"{fault!r}: there is no {kind} {found}: {cluster.name} has {kind}s 0 to {count - 1}{start}")
+    joining = [fault.host for fault in faults if isinstance(fault, Join)]
+    for host in joining:
+        if joining.count(host) > 1:
+            raise UsageError(f"join(host={host}, ...) is there {joining.count(host)} times: a host joins once")
+    return faults
+
+
+def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
+    """The hosts that the job starts without, since they join later."""
+    return frozenset(fault.host for fault in faults if isinstance(fault, Join))
+
+
+def _below(generator: random.Random, limit: int) -> int:
+    return int(generator.random() * limit)  # what Python promises to stay the same from one version to the next
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _counted(value: Any) -> bool:
+    return _whole(value) and value >= 0
+
+
+_CHECKS: Final = {
+    "rank": (_counted, "the number of a worker, from 0 on"),
+    "host": (_counted, "the number of a host, from 0 on"),
+    "step": (_counted, "a number of steps taken, from 0 on"),
+    "seconds": (_positive, "a time in seconds, above 0"),
+    "factor": (lambda value: _positive(value) and value <= 1, "above 0, and 1 at most"),
+}
+_DRAWN: Final = ("stop", "cut", "slow", "link", "kill", "crash")  # the kinds of a storm: whoever joins was left out from the start
+_UNLIMITED: Final = 10**9  # what a link without a limit counts as in a storm (bits per second)
+_SLOWEST: Final = 100_000

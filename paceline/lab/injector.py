@@ -1,0 +1,309 @@
+"""Carries faults out in a cluster where a job is running, each exactly when its worker begins its step, and notes when.
+
+    worker 2    |-- step 3 --|-- step 4 --|  held before step 5  |-- step 5, if it still can --
+    injector                               kill(rank=2, step=5)     next: hold before step 20
+
+Whoever the next fault concerns waits at a breakpoint of its progress page, so a fault misses no step however fast the steps are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, TypeVar
+
+from paceline.cluster import machine, progress
+from paceline.cluster.progress import Page
+from paceline.errors import PacelineError, ResourceError
+from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
+from paceline.lab.description import Description, Rate
+from paceline.session.folder import Folder, tame, write_whole
+
+_TICK_SECONDS: Final = 0.005
+_EVENTS: Final = "events.json"  # beside a summary that was never written
+
+Lasts = TypeVar("Lasts", Cut, Slow, Link)
+Seats = Sequence[Sequence[int]]  # the ranks on each host; none on a host that joins later
+
+
+class Cluster(Protocol):
+    """What faults are carried out on. Hosts are numbered as in the description; every method may be called twice."""
+
+    @property
+    def description(self) -> Description:
+        """What was built."""
+        ...
+
+    def cut(self, host: int) -> None:
+        """Unplug its network."""
+        ...
+
+    def mend(self, host: int) -> None:
+        """Plug it in again."""
+        ...
+
+    def limit(self, host: int, up: Rate | None, down: Rate | None) -> None:
+        """Change its bandwidth (None: unlimited)."""
+        ...
+
+    def quota(self, host: int, processors: float | None) -> None:
+        """Let it use so many cores (None: all)."""
+        ...
+
+    def quota_of(self, host: int) -> float | None:
+        """How many it may use."""
+        ...
+
+    def start(self, host: int) -> None:
+        """Start its launcher."""
+        ...
+
+    def crash(self, host: int) -> None:
+        """Take its power away."""
+        ...
+
+
+@dataclass
+class _Lasting:
+    """A fault that is in force; `until` is a time of the monotonic clock (None: to the end of the run)."""
+
+    fault: Stop | Cut | Slow | Link
+    until: float | None
+    page: Page | None = None  # of the worker that is stopped
+
+
+def deal(description: Description, late: frozenset[int] = frozenset()) -> Seats:
+    """The ranks on each host: in blocks, or one to each host in turn. Hosts that are `late` have none."""
+    workers = [0 if number in late else host.workers for number, host in enumerate(description.hosts)]
+    if description.placement == "block":
+        return [range(sum(workers[:number]), sum(workers[: number + 1])) for number in range(len(workers))]
+    turns = [(local, number) for number, count in enumerate(workers) for local in range(count)]
+    seats: list[list[int]] = [[] for _ in workers]
+    for rank, (_, number) in enumerate(sorted(turns)):
+        seats[number].append(rank)
+    return seats
+
+
+class Chaos:
+    """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose launchers have PACELINE_PROGRESS=folder.
+
+    `faults` come from `chaos.script`, which has checked them; `folder` is there and empty. `events` says afterwards what happened when.
+    In the end all is undone that can be: stopped workers go on, links and processors are as described. A fault that could not be
+    carried out raises its error then.
+    """
+
+    def __init__(self, cluster: Cluster, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
+        self._cluster, self._folder, self._say = cluster, folder, say or _say
+        self._seats = deal(cluster.description, absent(faults))
+        self._pages = {rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks}
+        self._due: dict[int, list[Fault]] = {}  # by the rank that is held for them, the next one first
+        self._lasting: list[_Lasting] = []
+        self._crashed: set[int] = set()
+        self._noted: list[tuple[float, dict[str, Any]]] = []  # by time.time()
+        self._failed: PacelineError | None = None
+        self._began = time.time()
+        self._quotas = {fault.host: cluster.quota_of(fault.host) for fault in faults if isinstance(fault, Slow)}
+        for host, cores in self._quotas.items():
+            cluster.quota(host, cores)  # changes nothing; where there are no quotas it raises, before anything runs
+        for fault in sorted(faults, key=lambda fault: fault.step):
+            self._due.setdefault(self._holder(fault), []).append(fault)
+        for rank, due in self._due.items():
+            self._pages[rank].hold(due[0].step)
+        self._over = threading.Event()
+        self._threads = ThreadPoolExecutor(1, "paceline-chaos")
+        self._watching: Future[None] | None = None
+
+    def __enter__(self) -> Chaos:
+        self._watching = self._threads.submit(self._watch)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+        if self._failed is not None and error is None:
+            raise self._failed
+
+    def close(self) -> None:
+        """The run is over: undo what is in force, and note what never came due. Twice is harmless."""
+        self._over.set()
+        self._threads.shutdown()
+        while self._lasting:
+            self._try(self._end, self._lasting[-1])
+        while self._crashed:
+            self._try(self._cluster.mend, self._crashed.pop())
+        steps = self._steps
+        when = f"the run ended after {steps} steps" if steps > 0 else "the run ended before its first step was over"
+        if steps < 0:
+            when = "the run ended before the first step of a loader that paceline has prepared"
+        for fault in sorted((fault for due in self._due.values() for fault in due), key=lambda fault: fault.step):
+            self._note("fault not carried out", fault, why=when)
+            self._say(f"not carried out: {fault!r}: {when}")
+        self._due.clear()
+        if self._watching is not None:
+            self._watching.result()  # raises what it has died of
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order: "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the fault)."""
+        joined = self._pages[0].began
+        began = self._began if joined is None else joined
+        return [{"time": round(when - began, 6), **event} for when, event in sorted(self._noted, key=lambda noted: noted[0])]
+
+    # ---- when
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.wait(_TICK_SECONDS):
+                self.tick()
+        finally:
+            for page in self._pages.values():  # nobody would come any more
+                page.release()
+
+    def tick(self) -> None:
+        """Carry out what is due now, and end what has lasted long enough."""
+        for rank, due in self._due.items():
+            page = self._pages[rank]
+            if not due or not page.holding or due[0].step > page.step or not page.alive:
+                continue
+            while due and due[0].step <= page.step:
+                self._try(self._carry_out, due.pop(0), page)
+            if due:
+                page.hold(due[0].step)
+            else:
+                page.release()
+        now = time.monotonic()
+        for lasting in [lasting for lasting in self._lasting if lasting.until is not None and lasting.until <= now]:
+            self._try(self._end, lasting)
+
+    def _holder(self, fault: Fault) -> int:
+        """The rank that waits for the fault: the one it names, or the first of its host (of all, if that host is still to join)."""
+        if isinstance(fault, Kill | Stop):
+            return fault.rank
+        return self._seats[fault.host][0] if self._seats[fault.host] else 0
+
+    @property
+    def _steps(self) -> int:
+        return max(page.step for page in self._pages.values())
+
+    # ---- what
+
+    def _carry_out(self, fault: Fault, page: Page) -> None:
+        step = page.step
+        match fault:
+            case Kill():
+                _send(page, signal.SIGKILL)
+            case Stop():
+                _send(page, signal.SIGSTOP, group=True)
+            case Crash():
+                self._crashed.add(fault.host)
+                self._cluster.crash(fault.host)
+            case Join():
+                self._cluster.start(fault.host)
+        if isinstance(fault, Stop | Cut | Slow | Link):
+            until = None if fault.seconds is None else time.monotonic() + fault.seconds
+            self._lasting.append(_Lasting(fault, until, page))
+            self._settle(fault)
+        self._note("fault", fault, step)
+        self._say(f"{fault!r}: done before step {step}")
+
+    def _end(self, lasting: _Lasting) -> None:
+        """A fault is over: what it had changed is as it was, or as another one that is still in force wants it."""
+        fault = lasting.fault
+        self._lasting.remove(lasting)
+        if isinstance(fault, Stop) and lasting.page is not None and not self._stopped(lasting.page):
+            _send(lasting.page, signal.SIGCONT, group=True, gone=True)
+        self._settle(fault)
+        if lasting.until is not None:
+            self._note("fault over", fault)
+            self._say(f"{fault!r}: over")
+
+    def _stopped(self, page: Page) -> bool:
+        return any(lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop))
+
+    def _settle(self, changed: Fault) -> None:
+        """Let a host be as all faults in force want it; of two that contradict each other the later one holds."""
+        match changed:
+            case Cut(host=host):
+                isolated = host in self._crashed or any(fault.host == host for fault in self._in_force(Cut))
+                (self._cluster.cut if isolated else self._cluster.mend)(host)
+            case Slow(host=host):
+                factors = [fault.factor for fault in self._in_force(Slow) if fault.host == host]
+                self._cluster.quota(host, self._cores(host) * factors[-1] if factors else self._quotas[host])
+            case Link(host=host):
+                described = self._cluster.description.hosts[host]
+                up, down = described.up, described.down
+                for fault in self._in_force(Link):
+                    if fault.host == host:
+                        sides = fault.sides()
+                        up, down = up if sides[0] is None else sides[0], down if sides[1] is None else sides[1]
+                self._cluster.limit(host, up, down)
+
+    def _in_force(self, kind: type[Lasts]) -> list[Lasts]:
+        return [lasting.fault for lasting in self._lasting if isinstance(lasting.fault, kind)]
+
+    def _cores(self, host: int) -> float:
+        """What a factor of the host's processors is a factor of."""
+        quota = self._quotas[host]
+        if quota is not None:
+            return quota
+        threads = sum(max(1, self._pages[rank].threads) for rank in self._seats[host]) or self._cluster.description.hosts[host].workers
+        return min(threads, machine.cores())
+
+    # ---- notes
+
+    def _try(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
+        """A fault that fails is noted; its error is raised when the run is over, which goes on until then."""
+        try:
+            do(subject, *more)
+        except PacelineError as error:
+            self._failed = self._failed or error
+            fault = subject.fault if isinstance(subject, _Lasting) else subject
+            self._note("fault failed", fault, why=str(error))
+            self._say(f"{fault!r} failed: {error}")
+
+    def _note(self, event: str, fault: object, step: int | None = None, **more: str) -> None:
+        self._noted.append((time.time(), {"step": self._steps if step is None else step, "event": event, "what": repr(fault), **more}))
+
+
+def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
+    """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Gives the file."""
+    run, found = Folder(folder), list(events)
+    if not run.summary.exists():
+        write_whole(folder / _EVENTS, json.dumps(tame(found), indent=2) + "\n")
+        return folder / _EVENTS
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    summary["events"] = sorted([*summary.get("events", []), *found], key=lambda event: float(event["time"]))
+    write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
+    return run.summary
+
+
+def _send(page: Page, number: int, *, group: bool = False, gone: bool = False) -> None:
+    """A signal to the page's process (or its whole process group), and to no other that has its number now; `gone`: it needn't live."""
+    if not page.alive:
+        if gone:
+            return
+        raise ResourceError(f"rank {page.rank} (process {page.pid}) has ended already, so it can't be sent {signal.Signals(number).name}")
+    try:
+        if group:
+            os.killpg(page.pid, number)
+            return
+        descriptor = os.pidfd_open(page.pid)  # names the process for ever, so that it can be looked at once more
+        try:
+            if page.alive:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+    except ProcessLookupError:
+        return  # it has ended this very moment
+
+
+def _say(text: str) -> None:
+    print(f"paceline: fault: {text}", file=sys.stderr, flush=True)
