@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
 
-from paceline.cluster import machine, progress
+from paceline.cluster import launch, machine, progress
 from paceline.cluster.progress import Page
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
@@ -32,7 +32,6 @@ _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written
 
 Lasts = TypeVar("Lasts", Cut, Slow, Link)
-Seats = Sequence[Sequence[int]]  # the ranks on each host; none on a host that joins later
 
 
 class Cluster(Protocol):
@@ -81,18 +80,6 @@ class _Lasting:
     page: Page | None = None  # of the worker that is stopped
 
 
-def deal(description: Description, late: frozenset[int] = frozenset()) -> Seats:
-    """The ranks on each host: in blocks, or one to each host in turn. Hosts that are `late` have none."""
-    workers = [0 if number in late else host.workers for number, host in enumerate(description.hosts)]
-    if description.placement == "block":
-        return [range(sum(workers[:number]), sum(workers[: number + 1])) for number in range(len(workers))]
-    turns = [(local, number) for number, count in enumerate(workers) for local in range(count)]
-    seats: list[list[int]] = [[] for _ in workers]
-    for rank, (_, number) in enumerate(sorted(turns)):
-        seats[number].append(rank)
-    return seats
-
-
 class Chaos:
     """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose launchers have PACELINE_PROGRESS=folder.
 
@@ -103,7 +90,9 @@ class Chaos:
 
     def __init__(self, cluster: Cluster, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
         self._cluster, self._folder, self._say = cluster, folder, say or _say
-        self._seats = deal(cluster.description, absent(faults))
+        late, hosts = absent(faults), cluster.description.hosts
+        workers = [0 if number in late else host.workers for number, host in enumerate(hosts)]
+        self._seats = launch.deal(workers, cluster.description.placement)  # a host that joins later has no ranks yet
         self._pages = {rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks}
         self._due: dict[int, list[Fault]] = {}  # by the rank that is held for them, the next one first
         self._lasting: list[_Lasting] = []
@@ -161,7 +150,7 @@ class Chaos:
 
     def _watch(self) -> None:
         try:
-            while not self._over.wait(_TICK_SECONDS):
+            while (self._lasting or any(self._due.values())) and not self._over.wait(_TICK_SECONDS):
                 self.tick()
         finally:
             for page in self._pages.values():  # nobody would come any more

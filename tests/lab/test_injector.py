@@ -20,7 +20,7 @@ from paceline.cluster.progress import Page
 from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
 from paceline.lab.description import Description, Host, Placement, regular
-from paceline.lab.injector import Chaos, deal, record
+from paceline.lab.injector import Chaos, record
 from tests.cluster.launched import wait_for
 
 
@@ -105,7 +105,7 @@ def job(folder: Path, *workers: dict[str, Any]) -> Iterator[list[Worker]]:
 
 
 def unleash(cluster: Paper, faults: Any, folder: Path, said: list[str] | None = None) -> Chaos:
-    return Chaos(cluster, chaos.script(faults, cluster.description), folder, say=[].append if said is None else said.append)
+    return Chaos(cluster, chaos.script(faults, cluster.description), folder, say=([] if said is None else said).append)
 
 
 def happened(found: Chaos) -> list[tuple[str, str, int]]:
@@ -280,18 +280,11 @@ def test_no_worker_is_held_where_nothing_is_to_happen(tmp_path: Path) -> None:
     assert holds == [-1, 2, -1]
 
 
-@pytest.mark.parametrize(
-    ("placement", "late", "seats"),
-    [
-        ("block", (), [[0, 1, 2], [3], [4, 5]]),
-        ("round-robin", (), [[0, 3, 5], [1], [2, 4]]),
-        ("block", (1,), [[0, 1, 2], [], [3, 4]]),
-        ("round-robin", (0,), [[], [0], [1, 2]]),
-    ],
-)
-def test_ranks_are_dealt_as_the_launchers_deal_them(placement: Placement, late: tuple[int, ...], seats: list[list[int]]) -> None:
-    cluster = Description("three", (Host("a", 3), Host("b", 1), Host("c", 2)), placement=placement)
-    assert [list(ranks) for ranks in deal(cluster, frozenset(late))] == seats
+@pytest.mark.parametrize(("placement", "rank"), [("block", 3), ("round-robin", 1)])
+def test_the_first_worker_of_a_host_depends_on_placement(tmp_path: Path, placement: Placement, rank: int) -> None:
+    cluster = Paper(Description("three", (Host("a", 3), Host("b", 1), Host("c", 2)), placement=placement))
+    unleash(cluster, "crash(host=1, step=7)", tmp_path)
+    assert [Page(progress.path(tmp_path, number))._cells[progress._HOLD] - 1 for number in range(6)].index(7) == rank
 
 
 def test_events_go_into_the_summary_by_time(tmp_path: Path) -> None:
