@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from paceline.comm.collectives import Trusting
 from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
 from paceline.comm.watch import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
+from paceline.trace import Trace
 
 NARROW, WIDE = 256 << 10, 1 << 20  # elements that go through the stages together: at both ends, and between
 AHEAD = 4  # chunks that are on the network at once
@@ -97,19 +98,38 @@ class _Job:
         return self._error if self._ended.is_set() else None
 
 
+class _Chunk(NamedTuple):
+    """What is between the hosts, where it ends, and since when (nanoseconds); no work on those that don't lead their host."""
+
+    end: Tensor
+    room: Tensor
+    begun: int
+    work: Work[Tensor] | None
+
+
 class HostsGroup:
     """The workers of several hosts (a `Group`).
 
     `inner`: those of my host; `outer`: the first of each host, None on the others; `flat`: all of them, for everything but all-reduce.
-    `hosts`: the host of each rank. Takes charge of all three groups.
+    `hosts`: the host of each rank. Takes charge of all three groups. `trace` is told when chunks are summed and handed out `within` the
+    host, and how long the leaders have them `between` hosts.
     """
 
-    def __init__(self, inner: Group, outer: Group | None, flat: Group, hosts: Sequence[int], *, deadline: float = 120.0) -> None:
+    def __init__(
+        self,
+        inner: Group,
+        outer: Group | None,
+        flat: Group,
+        hosts: Sequence[int],
+        *,
+        deadline: float = 120.0,
+        trace: Trace | None = None,
+    ) -> None:
         self.rank, self.size, self.view = flat.rank, flat.size, flat.view
         self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
         if len(self.hosts) != self.size:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
-        self._crowded = len(set(self.hosts)) < self.size  # some host has several workers: there are stages that can overlap
+        self.trace = Trace(0) if trace is None else trace
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: deque[_Job] = deque()
@@ -178,7 +198,8 @@ class HostsGroup:
             source = x.reshape(-1)
             straight = target.is_contiguous()
             flat = target.view(-1) if straight else torch.empty_like(source)
-            self._pass(source, flat, op)
+            self._pass(source, flat, "sum" if op == "mean" else op)
+            reduction.finish(op, flat, self.size)
             if not straight:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
@@ -186,36 +207,26 @@ class HostsGroup:
         return self._start(act, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts")
 
     def _pass(self, source: Tensor, flat: Tensor, op: Op) -> None:
-        """Send `source` through the three stages into `flat`, chunk after chunk; what is added in a wider dtype goes through a copy."""
-        held, summed = reduction.wide(source.dtype, op), "sum" if op == "mean" else op
-        under_way: deque[tuple[Tensor, Tensor, Work[Tensor] | None]] = deque()
-
-        def hand_out() -> None:
-            chunk, room, work = under_way.popleft()
-            self._hand_out(room, work)
-            reduction.finish(op, room, self.size)
-            if room is not chunk:
-                chunk.copy_(room)
-
-        for start, stop in self._chunks(flat.numel()):
-            mine, chunk = source[start:stop], flat[start:stop]
-            room = chunk if held == flat.dtype else torch.empty(chunk.numel(), dtype=held)
-            if held != mine.dtype or self.inner.size == 1:
-                if room.data_ptr() != mine.data_ptr():
-                    room.copy_(mine)
-                mine = room
-            if self.inner.size > 1:
-                self.inner.all_reduce(mine, op=summed, out=room).wait()
-            under_way.append((chunk, room, self._cross(room, summed)))
+        """Send `source` through the three stages into `flat`, chunk after chunk; halves are added, and travel, in float32."""
+        held = reduction.wide(source.dtype, op)
+        under_way: deque[_Chunk] = deque()
+        for start, stop in cut(flat.numel()):
+            mine, end = source[start:stop], flat[start:stop]
+            room = end if held == flat.dtype else torch.empty(stop - start, dtype=held)
+            self._gather(mine, room, op)
+            under_way.append(_Chunk(end, room, time.perf_counter_ns(), self._cross(room, op)))
             if len(under_way) > AHEAD:
-                hand_out()
+                self._hand_out(under_way.popleft(), op)
         while under_way:
-            hand_out()
+            self._hand_out(under_way.popleft(), op)
 
-    def _chunks(self, numel: int) -> list[tuple[int, int]]:
-        if self._crowded:
-            return cut(numel)
-        return [(0, numel)] if numel else []
+    def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
+        """The sum of my host, in `room` of its ranks."""
+        if mine.dtype != room.dtype or (self.inner.size == 1 and mine.data_ptr() != room.data_ptr()):
+            mine = room.copy_(mine)
+        if self.inner.size > 1:
+            with self.trace.span("sum", "within"):
+                self.inner.all_reduce(mine, op=op, out=room).wait()
 
     def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
         """The leaders' exchange of a chunk, under way."""
@@ -225,11 +236,15 @@ class HostsGroup:
             return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
-    def _hand_out(self, chunk: Tensor, work: Work[Tensor] | None) -> None:
-        if work is not None:
-            work.wait()
+    def _hand_out(self, chunk: _Chunk, op: Op) -> None:
+        if chunk.work is not None:
+            chunk.work.wait()
+            self.trace.record("all-reduce", "between", chunk.begun, time.perf_counter_ns())
         if self.inner.size > 1:
-            self.inner.broadcast(chunk, root=0).wait()
+            with self.trace.span("hand out", "within"):
+                self.inner.broadcast(chunk.room, root=0).wait()
+        if chunk.room is not chunk.end:
+            chunk.end.copy_(chunk.room)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Group.empty`: registered with the group of my host."""

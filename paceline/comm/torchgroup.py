@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from paceline.comm.fingerprint import DIGEST, Call
 from paceline.comm.group import Finished, Op, Traffic, Work
 from paceline.comm.meter import Meter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
+from paceline.trace import Trace
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
     from torch._C._distributed_c10d import PrefixStore
@@ -54,6 +56,7 @@ class TorchGroup:
         self.traffic: Traffic = meter.traffic
         self._subs = self._tags = 0
         self._address = "127.0.0.1"
+        self.trace = Trace(0)  # told of native all-reduces
 
     @classmethod
     def from_store(
@@ -134,9 +137,11 @@ class TorchGroup:
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
         """Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
         real = torch.view_as_real(held) if held.is_complex() else held
+        began = time.perf_counter_ns()
         self._meter.ring(held.numel() * held.element_size())  # both go round a ring: 2(n-1)/n of the tensor from each rank
 
         def finish() -> Tensor:
+            self.trace.record("all-reduce", "between" if len(set(self._meter.hosts)) > 1 else "within", began, time.perf_counter_ns())
             reduction.finish(op, held, self.size)
             if held.data_ptr() != out.data_ptr():
                 out.detach().copy_(held)

@@ -57,7 +57,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         events=outcome.events,
     ).write(folder)
     if any(spans.values()):
-        timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead))
+        timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead), offsets=ahead)
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,7 @@ from paceline.comm.shared import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
+from paceline.trace import Trace
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
 
@@ -33,6 +34,7 @@ class Surroundings:
     device: torch.device
     deadline: float
     say: Callable[[str], None]
+    trace: Trace = field(default_factory=Trace)
     natives: int = 0
     page: Page | None = None
 
@@ -91,7 +93,7 @@ def everyone(around: Surroundings) -> Group:
 
 def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchGroup:
     """All workers over torch.distributed; collective, `name` once."""
-    return TorchGroup.from_store(
+    group = TorchGroup.from_store(
         around.store.sub(name).torch,
         around.place.rank,
         around.place.size,
@@ -100,6 +102,8 @@ def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchG
         deadline=around.deadline,
         hosts=around.cluster.where(),
     )
+    group.trace = around.trace
+    return group
 
 
 def _own_devices(around: Surroundings) -> bool:
@@ -114,9 +118,11 @@ def _own_devices(around: Surroundings) -> bool:
 
 
 def _over_hosts(around: Surroundings) -> Group:
-    """One shared group in each host, one of the first workers of the hosts, one of all."""
+    """One shared group in each host, one of the first workers of the hosts, one of all; with one worker a host, the last is enough."""
     place, cluster = around.place, around.cluster
     flat = network(around, "flat")
+    if all(len(host.ranks) == 1 for host in cluster.hosts):
+        return flat
     mine = cluster.of(place.rank)
     inner: Group = SoloGroup(rank=place.rank)
     error = ""
@@ -135,4 +141,4 @@ def _over_hosts(around: Surroundings) -> Group:
         return flat
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.sub(leaders)
-    return HostsGroup(inner, outer, flat, cluster.where())
+    return HostsGroup(inner, outer, flat, cluster.where(), deadline=around.deadline, trace=around.trace)

@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from paceline.cluster import report
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import Place, discover
 from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
@@ -74,16 +75,14 @@ def start(
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
             page = enter(place.progress, began, deadline=seconds)
-            store = connect(place, deadline=seconds)
-            cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
-            local = cluster.of(place.rank).ranks.index(place.rank)
-            around = Surroundings(place, store, cluster, choose_device(device, local), seconds, announcer.say, page=page)
+            around = _surroundings(place, device, seconds, announcer.say)
+            around.page, around.trace = page, Trace(TRACES[trace])
             group = everyone(around)
             undo.callback(group.close)
             undo.callback(group.abort)
             moment = Moment(scale=1.0 / group.size)
-            agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
-            scene = Scene(group, agreement, moment, Trace(TRACES[trace]), cluster.where(), announcer.say, around.native)
+            agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
+            scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), announcer.say, around.native)
             run = Run(around, scene, strategy, seed=seed, began=began)
             where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
             if page is not None:
@@ -96,6 +95,14 @@ def start(
         raise
     Ending(run).arm()
     return run
+
+
+def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> Surroundings:
+    """Meet the others, and find out where all stand."""
+    store = connect(place, deadline=seconds)
+    cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
+    local = cluster.of(place.rank).ranks.index(place.rank)
+    return Surroundings(place, store, cluster, choose_device(device, local), seconds, say)
 
 
 def _strategy(asked: Any) -> Strategy:

@@ -275,6 +275,7 @@ class Turns:
         self._step["data"] += now - self._asked
         self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
+        self.backward.since = int(now * 1e9)
         self._exposed, self._waited, self._sent = self.backward.seconds, self.scene.waited, self.scene.traffic
 
     def _stop_clock(self) -> None:
@@ -288,6 +289,7 @@ class Turns:
         self._step["wait"] += waited
         self._step["exchange"] += exchange
         self._step["compute"] += whole - waited - exchange
+        self.backward.computed(int(now * 1e9))
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:

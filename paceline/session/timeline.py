@@ -3,9 +3,11 @@
 A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap:
 
     rank 0 on A   step      [ turn          ][ turn         ]
-                  exchange      [ bucket 0 ]
-                  exchange 2        [ bucket 1 ]
-                  data     [ ]              [ ]
+                  compute     [      ]       [      ]
+                  exchange            [     ]        [     ]
+                  bucket          [ 0  ]         [ 0 ]
+                  bucket 2           [ 1  ]         [ 1  ]
+                  between          [][][][]       [][][][]
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from paceline.trace import Span
 if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.ordered import Agreement
 
-KINDS: Final = ("step", "compute", "exchange", "wait", "data")  # the order of the rows; others come after
+KINDS: Final = ("step", "compute", "exchange", "wait", "data", "bucket", "within", "between")  # the order of the rows; others come after
 _MEETINGS = 16  # that clocks are compared at
 
 Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
@@ -94,10 +96,11 @@ def merge(spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), off
                 }
 
 
-def write(path: Path, events: Iterator[dict[str, Any]]) -> None:
-    """Write the events as a trace that Perfetto and chrome://tracing read."""
+def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[int] = ()) -> None:
+    """Write the events as a trace that Perfetto and chrome://tracing read; `offsets` (ns) are how far each rank's clock was found ahead."""
     lines = ",\n".join(json.dumps(event) for event in events)
-    write_whole(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
+    about = json.dumps({"clock_ahead_us": [offset / 1000 for offset in offsets]})
+    write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Backward:
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.seconds = 0.0  # exposed: time spent at the end of passes
+        self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, Tap] = {}
         self._open = False
         self._silent = False
@@ -171,6 +172,7 @@ class Backward:
             self._show()
             return
         started = time.perf_counter_ns()
+        self.computed(started)
         for tap in self.taps:
             if tap.touched:
                 continue
@@ -195,9 +197,15 @@ class Backward:
         self._reset()
         self.passes += 1
         self.owing = False
-        ended = time.perf_counter_ns()
+        ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.scene.trace.record(where, "exchange", started, ended)
+
+    def computed(self, until: int) -> None:
+        """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
+        if self.since:
+            self.scene.trace.record("compute", "compute", self.since, until)
+            self.since = 0
 
     def _show(self) -> None:
         """A silent pass has ended: p.grad shows what this rank has added up so far."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
+from paceline.trace import Trace
 from tests.comm.processes import Crew, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
@@ -221,3 +224,25 @@ def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]
     assert results[3] is None
     for ranks, seconds in results[:3]:
         assert ranks == (3,) and seconds < 5
+
+
+def test_the_trace_tells_the_phases_within_and_between_hosts() -> None:
+    def body(group: ThreadGroup) -> Counter[str]:
+        whole = made(group, (0, 0, 1, 1))
+        whole.trace = Trace()
+        whole.all_reduce(torch.ones(3 * module.NARROW)).wait()
+        whole.close()
+        return Counter(span.kind for span in whole.trace.spans())
+
+    leader, other = {"within": 6, "between": 3}, {"within": 6}
+    assert spawn(4, body) == [leader, other, leader, other]
+
+
+@pytest.mark.parametrize("numel", [0, 1, module.NARROW, 5 * module.NARROW, 25_000_000])
+def test_chunks_are_narrow_at_both_ends(numel: int) -> None:
+    found = module.cut(numel)
+    assert sum(stop - start for start, stop in found) == numel
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(found))
+    if numel == 25_000_000:
+        widths = [stop - start for start, stop in found]
+        assert widths[0] == widths[-1] == module.NARROW and max(widths) == module.WIDE

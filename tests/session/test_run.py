@@ -574,7 +574,14 @@ def test_summary_and_trace(tmp_path: Path) -> None:
         events = json.loads((tmp_path / f"{size}/test/trace.json").read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]
         assert {event["pid"] for event in spans} == set(range(size)) and all(event["dur"] >= 0 for event in spans)
-        assert len([event for event in spans if event["name"] == "turn"]) == 6 * size
+        turns = [event for event in spans if event["name"] == "turn"]
+        assert len(turns) == 6 * size
+        for turn in turns:  # is compute and exchange, and nothing else
+            inside = [e for e in spans if e["cat"] in ("compute", "exchange") and (e["pid"], e["args"]) == (turn["pid"], turn["args"])]
+            assert [e["cat"] for e in sorted(inside, key=lambda e: e["ts"])] == (
+                ["compute", "exchange", "compute"] if size > 1 else ["compute"]
+            )
+            assert sum(e["dur"] for e in inside) == pytest.approx(turn["dur"], abs=10)
     model = net()
     payload = sum(p.numel() for p in model.parameters()) * 8
     assert found["bytes_sent"]["within"] >= payload  # each step, over both workers
