@@ -6,9 +6,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 import paceline
 from paceline import notation
@@ -24,12 +25,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+lab = typer.Typer(help="A cluster on this machine: hosts, slow links and faults.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(lab, name="lab")
 bench = typer.Typer(help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 BENCH = Path(__file__).parent / "bench"
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Workers on this host.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of each worker; default: its part of the cores, or OMP_NUM_THREADS.")]
+Script = Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
+Name = Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
 
 
@@ -49,8 +55,8 @@ def root(*, version: Version = False) -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    script: Script,
+    args: Arguments = None,
     *,
     workers: Workers = 1,
     hosts: Annotated[int, typer.Option(help="Hosts in the job; run the same line on each.")] = 1,
@@ -60,7 +66,8 @@ def run(
     threads: Threads = None,
     interface: Annotated[str | None, typer.Option(help="Network interface, by name or address; default: the route to the others.")] = None,
     sync: Sync = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")] = None,
+    name: Name = None,
+    placement: Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")] = "block",
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = launch.Job(
@@ -74,6 +81,7 @@ def run(
         threads=threads,
         sync=sync,
         name=name,
+        placement=placement,
     )
     raise typer.Exit(_start(job, interface))
 
@@ -147,6 +155,73 @@ def _measure(script: str, args: Sequence[str], workers: int, threads: int | None
     """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         return _start(launch.Job(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
+
+
+class ScriptLast(TyperCommand):
+    """A command whose options may stand before and after its first argument, but not after its second, the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        before, positional = self._options(ctx, args)
+        between, rest = self._options(ctx, positional[1:])
+        return super().parse_args(ctx, [*before, *between, *positional[:1], *rest])
+
+    def _options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
+        """The options that `args` begins with, and the rest."""
+        parser = type(self.make_parser(ctx))(ctx)
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "option":
+                parameter.add_to_parser(parser, ctx)
+        rest = parser.parse_args(list(args))[1]
+        return args[: len(args) - len(rest)], rest
+
+
+@lab.command("run", cls=ScriptLast, context_settings={"allow_interspersed_args": False})
+def run_in_lab(
+    cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
+    script: Script,
+    args: Arguments = None,
+    *,
+    fault: Annotated[list[str] | None, typer.Option(help="What is to go wrong, such as 'kill(rank=2, step=5)'; may be repeated.")] = None,
+    sync: Sync = None,
+    name: Name = None,
+    placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
+) -> None:
+    """Build a cluster, run a script on all of its hosts, and take the cluster down."""
+    from paceline.lab import terminal
+    from paceline.lab.running import Start
+
+    if sync is not None:
+        notation.check(sync)
+    raise typer.Exit(terminal.run(cluster, placement, Start(str(script), tuple(args or ()), fault or (), sync, name, show=True)))
+
+
+@lab.command("check")
+def check_lab() -> None:
+    """Say what this machine can do for a lab, and what is missing, and why."""
+    from paceline.lab import terminal
+
+    raise typer.Exit(terminal.check())
+
+
+@lab.command("shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def shell_in_lab(
+    host: Annotated[str, typer.Argument(help="Name or number of a host of the lab that runs.")],
+    command: Annotated[list[str] | None, typer.Argument(help="A command and its arguments; default: a shell.")] = None,
+    *,
+    identity: Annotated[str | None, typer.Option("--lab", help="Which lab, if several run.")] = None,
+) -> None:
+    """Open a shell in a host of a lab that runs, or run a command there."""
+    from paceline.lab import terminal
+
+    terminal.shell(host, command or [], identity)
+
+
+@lab.command("clean")
+def clean_lab() -> None:
+    """Remove what labs have left that were killed."""
+    from paceline.lab import terminal
+
+    raise typer.Exit(terminal.clean())
 
 
 @app.command()

@@ -63,6 +63,7 @@ def test_what_stands_after_the_script_is_the_scripts(monkeypatch: pytest.MonkeyP
         (["--threads", "7"], "threads", 7),
         (["--sync", "AllReduce(via='ring')"], "sync", "AllReduce(via='ring')"),
         (["--name", "x"], "name", "x"),
+        (["--placement", "round-robin"], "placement", "round-robin"),
     ],
 )
 def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str], field: str, value: Any) -> None:

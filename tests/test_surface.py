@@ -26,7 +26,11 @@ NAMES = [
     "start",
 ]
 COMMANDS = {
-    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name",
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement",
+    "lab run": "cluster script args --fault --sync --name --placement",
+    "lab check": "",
+    "lab shell": "host command --lab",
+    "lab clean": "",
     "demo": "--workers --steps --alone --folder --text",
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench training": "--workers --threads --model --batch --steps --sync",

@@ -7,7 +7,7 @@ import secrets as random
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,9 @@ from paceline.cluster.peers import Nobody, Peers
 from paceline.cluster.progress import Page
 from paceline.cluster.worker import Task
 from paceline.errors import PacelineError, PlaceError, UsageError
+from paceline.wording import choices
 
+PLACEMENTS = ("block", "round-robin")
 USAGE = 2  # the exit code for what was asked wrongly
 _NOT_INHERITED = ("TORCHELASTIC_", "PACELINE_SECRET", "PACELINE_STORE", "PACELINE_REPORT_FD", "PACELINE_ONE_MACHINE", "PACELINE_PROGRESS")
 
@@ -30,7 +32,8 @@ class Job:
     """What `paceline run` was asked for. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync` and `name` reach `start()` as PACELINE_SYNC and PACELINE_NAME.
+    OMP_NUM_THREADS where it is set); `sync` and `name` reach `start()` as PACELINE_SYNC and PACELINE_NAME. `placement` says how ranks are
+    dealt to hosts (see `deal`).
     """
 
     script: str
@@ -44,6 +47,7 @@ class Job:
     deadline: float | None = None
     sync: str | None = None
     name: str | None = None
+    placement: str = "block"
 
 
 def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
@@ -77,12 +81,28 @@ def check(job: Job) -> None:
     for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
+    if job.placement not in PLACEMENTS:
+        raise UsageError(f"--placement is {job.placement}; {choices(job.placement, PLACEMENTS)}")
     if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
         raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
     if job.hosts > 1 and job.join is None:
         raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
     if job.hosts == 1 and job.join is not None:
         raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there")
+
+
+def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
+    """The ranks of each host, from the number of its workers: in blocks, or one to each host in turn while it has workers left.
+
+    Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
+    """
+    seats = [(host, local) for host, count in enumerate(workers) for local in range(count)]
+    if placement == "round-robin":
+        seats.sort(key=lambda seat: (seat[1], seat[0]))
+    dealt: list[list[int]] = [[] for _ in workers]
+    for rank, (host, _) in enumerate(seats):
+        dealt[host].append(rank)
+    return dealt
 
 
 def meeting_point(join: str) -> tuple[str, int]:
@@ -117,7 +137,8 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
         address = network.route(network.resolve(join[0])[0])
     listening = inherited.enter_context(network.listen(address))
     reserved = held.enter_context(_reserve(address))
-    offer = Offer(host, job.workers, address, machine.fingerprint(), listening.getsockname()[1], reserved.getsockname()[1])
+    ports = (listening.getsockname()[1], reserved.getsockname()[1])
+    offer = Offer(host, job.workers, address, machine.fingerprint(), *ports, job.placement)
     peers: Peers = Nobody()
     table: tuple[Offer, ...] = (offer,)
     rank = 0
@@ -130,17 +151,16 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
     inherited.callback(os.close, lent)
     environ["PACELINE_JOB"] = random.token_hex(16)
     shared = _shared_variables(job, environ, table, rank) | {"PACELINE_SECRET_FD": str(lent)}
-    first = sum(other.workers for other in table[:rank])
     tasks = []
-    for local in range(job.workers):
-        mine = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+    for local, number in enumerate(deal([other.workers for other in table], job.placement)[rank]):
+        mine = {"RANK": str(number), "LOCAL_RANK": str(local)}
         descriptors = [lent]
-        if first + local == 0:
+        if number == 0:
             mine["PACELINE_STORE_FD"] = str(listening.fileno())
             descriptors.append(listening.fileno())
-        page = _page(environ.get("PACELINE_PROGRESS"), first + local, shared)
+        page = _page(environ.get("PACELINE_PROGRESS"), number, shared)
         mine |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-        tasks.append(Task(first + local, [sys.executable, job.script, *job.args], shared | mine, tuple(descriptors), page))
+        tasks.append(Task(number, [sys.executable, job.script, *job.args], shared | mine, tuple(descriptors), page))
     return tasks, peers, host
 
 

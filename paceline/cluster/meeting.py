@@ -35,6 +35,7 @@ class Offer:
     machine: str  # fingerprint: equal for launchers on one machine
     store_port: int
     master_port: int
+    placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,12 @@ class _Host:
                 raise Mismatch(
                     f"{message['offer']['name']} was started with --hosts {message['hosts']}, and {self._meeting.offer.name} with "
                     f"--hosts {self._meeting.hosts}: use the same command on all hosts"
+                )
+            theirs, ours = str(message["offer"].get("placement", "block")), self._meeting.offer.placement
+            if theirs != ours:
+                raise Mismatch(
+                    f"{message['offer']['name']} was started with --placement {theirs}, and {self._meeting.offer.name} with "
+                    f"--placement {ours}: use the same command on all hosts"
                 )
         elif now > caller.late:
             self._callers.remove(caller)

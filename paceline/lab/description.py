@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
+from paceline.cluster.launch import PLACEMENTS
 from paceline.errors import UsageError
 from paceline.wording import choices
 
 Rate: TypeAlias = int  # bits per second
 Placement: TypeAlias = Literal["block", "round-robin"]
 
-PLACEMENTS: Final = ("block", "round-robin")
 MOST_HOSTS: Final = 200
 CLUSTERS: Final = Path(__file__).parent / "clusters"
 _SLOWEST, _FASTEST = 8_000, 34_000_000_000  # bits per second; tbf counts bytes per second in 32 bits

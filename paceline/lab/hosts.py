@@ -22,7 +22,7 @@ from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, space
 from paceline.lab.description import Description, Placement, Rate, find, rate, regular
 
 if TYPE_CHECKING:
-    from paceline.lab.running import Outcome
+    from paceline.lab.running import Outcome, Start
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _KINDS: Final = ("net", "uts", "ipc", "mnt")
@@ -69,6 +69,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         """Build it."""
+        kernel.check_rights()
         cleaning.clean()
         self.notes += kernel.ready_for(self.description)
         with ExitStack() as held:
@@ -88,11 +89,17 @@ class Cluster:
 
     def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
         """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `running.Start`."""
-        from paceline.lab.running import Start, run
+        from paceline.lab.running import Start
+
+        return self.perform(Start(str(script), args, **options))
+
+    def perform(self, start: Start) -> Outcome:
+        """The same, with all of it in one object."""
+        from paceline.lab.running import run
 
         self._built()
         self._runs += 1
-        return run(self, Start(str(script), args, **options), self.folder / f"run{self._runs}")
+        return run(self, start, self.folder / f"run{self._runs}")
 
     def spawn(
         self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any

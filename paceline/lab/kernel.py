@@ -10,7 +10,7 @@ from typing import Final
 from paceline.errors import ResourceError
 from paceline.lab import cgroups, links
 from paceline.lab.description import Description
-from paceline.lab.spaces import Space
+from paceline.lab.spaces import Space, become_root
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,41 @@ def abilities() -> list[Ability]:
 def missing() -> str:
     """Why no lab can run here, in one line; empty if one can."""
     return "; ".join(f"{ability.name}: {ability.reason}" for ability in abilities() if ability.needed and ability.reason)
+
+
+def check_rights() -> None:
+    """Raise `ResourceError` if this process may not make a network of its own."""
+    try:
+        Space.make(["net"]).close()
+    except ResourceError as error:
+        raise ResourceError(
+            "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which enters one, or start this program with "
+            f"`unshare --user --map-root-user` before it ({error})"
+        ) from error
+
+
+def seek_rights(*, needed: bool = True) -> str:
+    """Make sure that this process may build a lab: it enters a user namespace, for good, where it isn't root. Says in words how it stands.
+
+    The process must have one thread. Raises `ResourceError` if that is `needed` and can't be done.
+    """
+    try:
+        check_rights()
+    except ResourceError:
+        pass
+    else:
+        return "root, or root in a user namespace"
+    try:
+        become_root()
+    except ResourceError as error:
+        reason = f"this user isn't root, and may have no user namespace ({error})"
+        if needed:
+            raise ResourceError(
+                f"{reason}: allow them (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+                "kernel.apparmor_restrict_unprivileged_userns), or run as root"
+            ) from error
+        return reason
+    return "a user namespace, so without quotas of processors and memory"
 
 
 def ready_for(description: Description) -> list[str]:
@@ -93,5 +128,7 @@ def _discipline(kind: str, **options: int) -> None:
     space = Space.make(["net"])
     try:
         links.queue(space, "lo", kind, **options)
+    except ResourceError as error:
+        raise ResourceError(f"this kernel doesn't have it; the module sch_{kind} would bring it") from error
     finally:
         space.close()

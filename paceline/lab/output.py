@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from paceline.cluster.output import Screen
@@ -22,7 +22,7 @@ class Desk:
     `names` are those of the hosts; `places` says on which host each rank is.
     """
 
-    def __init__(self, names: Sequence[str], places: Sequence[int], descriptor: int | None) -> None:
+    def __init__(self, names: Sequence[str], places: Mapping[int, int], descriptor: int | None) -> None:
         self._names, self._places = names, places
         self._shown: list[bytes] = []
         self.screen = Screen(-1 if descriptor is None else descriptor, self._prefix, self._shown.append)
@@ -56,7 +56,7 @@ class Desk:
             rank = int(head[1])
             self.screen.say(closing[0].decode(errors="replace").rstrip("\n"))
             for line in closing[1:]:
-                self.screen.put((self._places[rank] if rank < len(self._places) else 0, rank), line)
+                self.screen.put((self._places.get(rank, 0), rank), line)
         verdict = next(iter(self._verdicts.values()), None)
         if verdict is not None:
             self.screen.say(verdict.decode(errors="replace").rstrip("\n"))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from paceline.lab.chaos import absent
 from paceline.lab.chaos import script as plot
+from paceline.lab.injector import Chaos, record
 from paceline.lab.output import Desk, Source
 
 if TYPE_CHECKING:
@@ -108,25 +110,31 @@ class _Run:
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
         shown = 1 if start.show else None
-        self._desk = Desk([seat.name for seat in cluster.hosts], self._places(), shown)
+        dealt = launch.deal([cluster.hosts[number].workers for number in self._present], cluster.description.placement)
+        places = {rank: number for number, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
+        self._desk = Desk([seat.name for seat in cluster.hosts], places, shown)
+        self._remarks: deque[str] = deque()  # of whoever carries out faults, in another thread
 
     def wait(self, faults: list[Any]) -> Outcome:
         """Start it all, and stay to the end."""
         began = time.monotonic()
-        events: tuple[dict[str, Any], ...] = ()
         with ExitStack() as held:
             held.enter_context(self._listening())
             held.callback(self._end_all)
             held.enter_context(self._cluster.starting(self._launch))
-            for host in self._present:
-                self._launch(host)
-            while not self._over():
-                self._turn()
-                self._decide(began)
+            with Chaos(self._cluster, faults, self._folder, say=self._remarks.append) as chaos:
+                for host in self._present:
+                    self._launch(host)
+                while not self._over():
+                    self._turn()
+                    self._decide(began)
+            self._turn()
         self._desk.conclude()
         self._flush()
         path = progress.wrote_to(progress.path(self._folder, 0))
-        outcome = Outcome(self._code(), self._desk.text, path, events)
+        if path is not None and chaos.events:
+            record(path, chaos.events)
+        outcome = Outcome(self._code(), self._desk.text, path, tuple(chaos.events))
         if self._asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self._asked is not None:
@@ -139,12 +147,13 @@ class _Run:
         if host in self._launchers and not self._launchers[host].over:
             raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
         words = [sys.executable, "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
-        if len(self._present) > 1:
+        if len(self._present) > 1 or host not in self._present:  # who comes later has to ask the others, and never runs alone
             from paceline.lab.hosts import PORT
 
             first = cluster.hosts[self._present[0]].address
-            words += ["--hosts", str(len(self._present)), "--join", f"{first}:{PORT}", "--secret-file", str(cluster.folder / "secret")]
+            words += ["--hosts", str(max(2, len(self._present))), "--join", f"{first}:{PORT}", "--secret-file", str(cluster.folder / "secret")]
             words += ["--host-rank", str(self._present.index(host))] if host in self._present else []
+            words += ["--placement", cluster.description.placement]
         for option in ("sync", "name", "threads"):
             value = getattr(start, option)
             words += [] if value is None else [f"--{option}", str(value)]
@@ -173,14 +182,6 @@ class _Run:
             kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
         return kept | {"PACELINE_PROGRESS": str(self._folder)} | dict(self._start.environ)
 
-    def _places(self) -> list[int]:
-        """The host of each rank that is there from the start."""
-        counts = [(number, self._cluster.hosts[number].workers) for number in self._present]
-        if self._cluster.description.placement == "block":
-            return [number for number, workers in counts for _ in range(workers)]
-        rounds = max(workers for _, workers in counts)
-        return [number for turn in range(rounds) for number, workers in counts if turn < workers]
-
     def _over(self) -> bool:
         with self._joining:
             return all(launcher.over for launcher in self._launchers.values())
@@ -197,7 +198,10 @@ class _Run:
             poll.register(descriptor, select.POLLIN)
         if self._desk.screen.pending:
             poll.register(self._desk.screen.descriptor, select.POLLOUT)
-        for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+        ready = poll.poll(1000 * _LOOK_SECONDS)
+        while self._remarks:
+            self._desk.screen.say(f"paceline: fault: {self._remarks.popleft()}")
+        for descriptor, _ in ready:
             if descriptor in reading:
                 _read(reading[descriptor], descriptor)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 # linux/sched.h
 KINDS: Final = {"mnt": 0x0002_0000, "uts": 0x0400_0000, "ipc": 0x0800_0000, "user": 0x1000_0000, "net": 0x4000_0000}
+_THREAD_SECONDS: Final = 1.0
 _MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # linux/mount.h
 
 
@@ -74,14 +76,12 @@ def furnish(hostname: str, names: Path) -> Callable[[], None]:
     return prepare
 
 
-def single() -> bool:
-    """Whether this process has one thread, as entering a user namespace wants it."""
-    return len(os.listdir("/proc/self/task")) == 1
-
-
 def become_root() -> None:
     """Put this process into a user namespace in which it is root, for good; it must have one thread. Nothing outside gets easier for it."""
     user, group = os.geteuid(), os.getegid()
+    end = time.monotonic() + _THREAD_SECONDS
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
+        time.sleep(0.001)  # a thread that was joined may still be ending
     unshare(["user"])
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")

@@ -1,0 +1,136 @@
+"""The commands of `paceline lab`: each gives its exit code, and says on this terminal what there is to say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+from paceline.cluster.discover import environment
+from paceline.cluster.launch import PLACEMENTS
+from paceline.errors import UsageError
+from paceline.lab import chaos, cleaning, enter, kernel, remains, running
+from paceline.lab.description import Description, Placement, find, spell
+from paceline.wording import choices
+
+_SHELL: Final = "/bin/sh"
+
+
+def run(cluster: str, placement: str | None, start: running.Start) -> int:
+    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline run` gives."""
+    from paceline.lab.hosts import Cluster
+
+    description = find(cluster)
+    if placement is not None:
+        if placement not in PLACEMENTS:
+            raise UsageError(f"--placement is {placement}; {choices(placement, PLACEMENTS)}")
+        description = replace(description, placement=cast(Placement, placement))
+    chaos.script(start.faults, description)
+    running.check(start)
+    kernel.seek_rights()
+    try:
+        with _endings(), Cluster(description) as built:
+            for line in (describe(description), *built.notes):
+                print(f"paceline: {line}", file=sys.stderr, flush=True)
+            outcome = built.perform(start)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if outcome.folder is not None:
+        print(f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def describe(description: Description) -> str:
+    """A cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`."""
+    sides = {(host.up, host.down) for host in description.hosts}
+    links = "links of " + spell(next(iter(sides))[0]) if len(sides) == 1 and len(set(*sides)) == 1 else "unequal links"
+    racks = f" in {len(description.racks)} racks" if description.racks else ""
+    dealt = "in blocks" if description.placement == "block" else description.placement
+    return f"lab {description.name}: {len(description.hosts)} hosts{racks}, {description.workers} workers dealt {dealt}, {links}"
+
+
+def check() -> int:
+    """Show what this machine can do; 0 if a lab can run here."""
+    rights = kernel.seek_rights(needed=False)
+    found = kernel.abilities()
+    width = max(len(ability.name) for ability in found)
+    print(f"rights: {rights}")
+    for ability in found:
+        state = "yes" if not ability.reason else "MISSING" if ability.needed else "no"
+        print(f"{ability.name:{width}}  {state:7}  {ability.reason or ability.purpose}")
+    able = not any(ability.needed and ability.reason for ability in found)
+    print("a lab can run here" if able else "no lab can run here")
+    return 0 if able else 1
+
+
+def clean() -> int:
+    """Remove what is left, and say what."""
+    for line in cleaning.clean() or ["nothing is left of any lab"]:
+        print(line)
+    return 0
+
+
+def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
+    """Become a shell in this host, or this command. One word with blanks is for a shell, as with ssh."""
+    record = _running(identity)
+    seat = _seat(record, host)
+    process = record["process"]
+    namespaces = [f"{kind}=/proc/{process}/fd/{fd}" for kind, fd in seat["fds"].items()]
+    if os.readlink(f"/proc/{process}/ns/user") != os.readlink("/proc/self/ns/user"):
+        namespaces.insert(0, f"user=/proc/{process}/ns/user")
+    groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
+    surroundings = environment()
+    own = surroundings.get("SHELL", _SHELL)
+    words = [own] if not command else [own, "-c", command[0]] if len(command) == 1 and " " in command[0] else list(command)
+    surroundings |= {remains.MARK: record["identity"], "TMPDIR": f"{record['folder']}/{seat['name']}"}
+    line = [sys.executable, "-I", "-S", str(Path(enter.__file__)), ",".join(namespaces), ",".join(groups) or "-", *words]
+    sys.stdout.flush()
+    os.execve(line[0], line, surroundings)
+
+
+def _running(identity: str | None) -> dict[str, Any]:
+    """The record of the lab that runs, or of the one that is asked for."""
+    found = {record["identity"]: record for record in remains.read_all() if remains.alive(record)}
+    if identity is not None:
+        if identity not in found:
+            raise UsageError(f"no lab {identity} runs; {choices(identity, found)}")
+        return found[identity]
+    if not found:
+        raise UsageError("no lab runs: start one in another terminal, with `paceline lab run CLUSTER SCRIPT`")
+    if len(found) > 1:
+        names = ", ".join(f"{number} ({record['name']})" for number, record in found.items())
+        raise UsageError(f"{len(found)} labs run: {names}; say which with --lab")
+    return next(iter(found.values()))
+
+
+def _seat(record: dict[str, Any], host: str) -> dict[str, Any]:
+    seats = {str(seat["name"]): seat for seat in record["hosts"]}
+    if host.isdigit() and int(host) < len(seats) and host not in seats:
+        return dict(record["hosts"][int(host)])
+    if host not in seats:
+        raise UsageError(f"lab {record['identity']} ({record['name']}) has no host {host}; {choices(host, seats)}")
+    return dict(seats[host])
+
+
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+@contextmanager
+def _endings() -> Iterator[None]:
+    """SIGTERM and SIGHUP take the cluster down, as Ctrl-C does, also while it is built."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
