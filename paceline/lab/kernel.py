@@ -51,7 +51,7 @@ def check_rights() -> None:
     except ResourceError as error:
         raise ResourceError(
             "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which enters one, or start this program with "
-            f"`unshare --user --map-root-user` before it ({error})"
+            "`unshare --user --map-root-user` before it"
         ) from error
 
 
@@ -69,7 +69,7 @@ def seek_rights(*, needed: bool = True) -> str:
     try:
         become_root()
     except ResourceError as error:
-        reason = f"this user isn't root, and may have no user namespace ({error})"
+        reason = f"this user hasn't root's rights, and may have no user namespace ({error})"
         if needed:
             raise ResourceError(
                 f"{reason}: allow them (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "

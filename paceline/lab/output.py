@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,13 @@ class Desk:
     `names` are those of the hosts; `places` says on which host each rank is.
     """
 
-    def __init__(self, names: Sequence[str], places: Mapping[int, int], descriptor: int | None) -> None:
+    def __init__(self, names: Sequence[str], places: Mapping[int, int], *, show: bool) -> None:
         self._names, self._places = names, places
         self._shown: list[bytes] = []
-        self.screen = Screen(-1 if descriptor is None else descriptor, self._prefix, self._shown.append)
-        self.screen.broken = descriptor is None  # nobody looks: it is only remembered
+        first = Screen(1, self._prefix, self._shown.append)
+        same = not show or os.path.sameopenfile(1, 2)  # then there is one, so that lines don't mix
+        self.screens = {1: first, 2: first if same else Screen(2, self._prefix, self._shown.append)}
+        first.broken = not show  # nobody looks: it is only remembered
         self._said: dict[bytes, int] = {}  # lines of launchers, and who said them first
         self._closings: defaultdict[int, list[bytes]] = defaultdict(list)
         self._verdicts: dict[int, bytes] = {}
@@ -36,8 +39,27 @@ class Desk:
         """All that was shown."""
         return b"".join(self._shown).decode(errors="replace")
 
-    def put(self, host: int, rank: int | None, piece: bytes) -> None:
+    @property
+    def broken(self) -> bool:
+        """Whether nobody reads any more what is shown."""
+        return any(screen.broken for screen in self.screens.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether launchers have to wait until more has been read."""
+        return any(screen.full for screen in self.screens.values())
+
+    def pending(self) -> dict[int, Screen]:
+        """The screens that have something to write, by descriptor."""
+        return {screen.descriptor: screen for screen in self.screens.values() if screen.pending}
+
+    def say(self, text: str) -> None:
+        """Show lines of the lab itself."""
+        self.screens[2].say(text)
+
+    def put(self, who: Who, piece: bytes, descriptor: int) -> None:
         """Show a line, or a part of one. A launcher's own lines are without a rank; what all of them say is shown once."""
+        host, rank = who
         if _CLOSING.match(piece) and rank is None:
             self._closings[host] = [piece]
         elif _VERDICT.match(piece) and rank is None:
@@ -45,7 +67,7 @@ class Desk:
         elif host in self._closings:
             self._closings[host].append(b"" if rank is None else piece)
         elif rank is not None or self._said.setdefault(piece, host) == host:
-            self.screen.put((host, rank), piece)
+            self.screens[descriptor].put(who, piece)
 
     def conclude(self) -> None:
         """Show the last words that were kept."""
@@ -54,12 +76,12 @@ class Desk:
             head = _CLOSING.match(closing[0])
             assert head is not None
             rank = int(head[1])
-            self.screen.say(closing[0].decode(errors="replace").rstrip("\n"))
+            self.say(closing[0].decode(errors="replace").rstrip("\n"))
             for line in closing[1:]:
-                self.screen.put((self._places.get(rank, 0), rank), line)
+                self.screens[2].put((self._places.get(rank, 0), rank), line)
         verdict = next(iter(self._verdicts.values()), None)
         if verdict is not None:
-            self.screen.say(verdict.decode(errors="replace").rstrip("\n"))
+            self.say(verdict.decode(errors="replace").rstrip("\n"))
 
     def _prefix(self, who: Who) -> bytes:
         host, rank = who
@@ -71,8 +93,8 @@ class Source:
 
     PIECES: Final = re.compile(rb"[^\r\n]*[\r\n]")
 
-    def __init__(self, host: int, desk: Desk) -> None:
-        self._host, self._desk = host, desk
+    def __init__(self, host: int, desk: Desk, descriptor: int) -> None:
+        self._host, self._desk, self._descriptor = host, desk, descriptor
         self._rest = b""
         self._fresh = True  # at the start of a line
         self._rank: int | None = None  # of the line under way
@@ -99,4 +121,4 @@ class Source:
             piece = piece if match is None else piece[match.end() :]
         self._fresh = piece[-1:] in {b"\n", b"\r"}
         if piece:
-            self._desk.put(self._host, self._rank, piece)
+            self._desk.put((self._host, self._rank), piece, self._descriptor)

@@ -109,10 +109,9 @@ class _Run:
         self._asked: int | None = None
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
-        shown = 1 if start.show else None
         dealt = launch.deal([cluster.hosts[number].workers for number in self._present], cluster.description.placement)
         places = {rank: number for number, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
-        self._desk = Desk([seat.name for seat in cluster.hosts], places, shown)
+        self._desk = Desk([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of whoever carries out faults, in another thread
 
     def wait(self, faults: list[Any]) -> Outcome:
@@ -123,6 +122,7 @@ class _Run:
             held.callback(self._end_all)
             held.enter_context(self._cluster.starting(self._launch))
             with Chaos(self._cluster, faults, self._folder, say=self._remarks.append) as chaos:
+                held.callback(self._collect, chaos)  # however the run ends
                 for host in self._present:
                     self._launch(host)
                 while not self._over():
@@ -132,14 +132,18 @@ class _Run:
         self._desk.conclude()
         self._flush()
         path = progress.wrote_to(progress.path(self._folder, 0))
-        if path is not None and chaos.events:
-            record(path, chaos.events)
         outcome = Outcome(self._code(), self._desk.text, path, tuple(chaos.events))
         if self._asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self._asked is not None:
             raise SystemExit(128 + self._asked)
         return outcome
+
+    def _collect(self, chaos: Chaos) -> None:
+        """Write what was done to the run into its folder, where it had one."""
+        path = progress.wrote_to(progress.path(self._folder, 0))
+        if path is not None and chaos.events:
+            record(path, chaos.events)
 
     def _launch(self, host: int) -> None:
         """`paceline run` on this host, as a user would start it there."""
@@ -151,7 +155,14 @@ class _Run:
             from paceline.lab.hosts import PORT
 
             first = cluster.hosts[self._present[0]].address
-            words += ["--hosts", str(max(2, len(self._present))), "--join", f"{first}:{PORT}", "--secret-file", str(cluster.folder / "secret")]
+            words += [
+                "--hosts",
+                str(max(2, len(self._present))),
+                "--join",
+                f"{first}:{PORT}",
+                "--secret-file",
+                str(cluster.folder / "secret"),
+            ]
             words += ["--host-rank", str(self._present.index(host))] if host in self._present else []
             words += ["--placement", cluster.description.placement]
         for option in ("sync", "name", "threads"):
@@ -166,12 +177,12 @@ class _Run:
             cwd=start.folder,
         )
         sources = {}
-        for pipe in (process.stdout, process.stderr):
+        for number, pipe in ((1, process.stdout), (2, process.stderr)):
             assert pipe is not None
             descriptor = os.dup(pipe.fileno())
             pipe.close()
             os.set_blocking(descriptor, False)
-            sources[descriptor] = Source(host, self._desk)
+            sources[descriptor] = Source(host, self._desk, number)
         with self._joining:
             self._launchers[host] = _Launcher(host, process, sources)
 
@@ -192,20 +203,21 @@ class _Run:
             launchers = list(self._launchers.values())
         poll = select.poll()
         reading: dict[int, _Launcher] = {}
-        if not self._desk.screen.full:
+        if not self._desk.full:
             reading = {descriptor: launcher for launcher in launchers for descriptor in launcher.sources}
         for descriptor in reading:
             poll.register(descriptor, select.POLLIN)
-        if self._desk.screen.pending:
-            poll.register(self._desk.screen.descriptor, select.POLLOUT)
+        writing = self._desk.pending()
+        for descriptor in writing:
+            poll.register(descriptor, select.POLLOUT)
         ready = poll.poll(1000 * _LOOK_SECONDS)
         while self._remarks:
-            self._desk.screen.say(f"paceline: fault: {self._remarks.popleft()}")
+            self._desk.say(f"paceline: fault: {self._remarks.popleft()}")
         for descriptor, _ in ready:
             if descriptor in reading:
                 _read(reading[descriptor], descriptor)
             else:
-                self._desk.screen.write()
+                writing[descriptor].write()
         now = time.monotonic()
         for launcher in launchers:
             if now - launcher.heard > _IDLE_SECONDS:
@@ -215,13 +227,12 @@ class _Run:
     def _decide(self, began: float) -> None:
         """Pass on signals, and end what takes too long."""
         now = time.monotonic()
-        if self._desk.screen.broken and self._start.show:
-            self._desk.screen.broken = False
+        if self._start.show and self._desk.broken and self._asked is None:
             self._signals.append(signal.SIGPIPE)  # nobody reads any more
         for number in self._signals:
             self._asked_at = self._asked_at if self._asked is not None else now
             self._asked = self._asked or number
-            self._send(number)
+            self._send(signal.SIGTERM if number == signal.SIGPIPE else number)
         self._signals.clear()
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
             self._kill()
@@ -254,9 +265,9 @@ class _Run:
 
     def _flush(self) -> None:
         end = time.monotonic() + _KILL_SECONDS
-        while self._desk.screen.pending and time.monotonic() < end:
-            if select.select([], [self._desk.screen.descriptor], [], _LOOK_SECONDS)[1]:
-                self._desk.screen.write()
+        while (writing := self._desk.pending()) and time.monotonic() < end:
+            for descriptor in select.select([], list(writing), [], _LOOK_SECONDS)[1]:
+                writing[descriptor].write()
 
     def _code(self) -> int:
         """What the launchers say; those of hosts that crashed say nothing, unless all did."""

@@ -77,15 +77,17 @@ def furnish(hostname: str, names: Path) -> Callable[[], None]:
 
 
 def become_root() -> None:
-    """Put this process into a user namespace in which it is root, for good; it must have one thread. Nothing outside gets easier for it."""
+    """Put this process into a user namespace in which it is root, for good; it must have one thread. Outside it may no more than before."""
     user, group = os.geteuid(), os.getegid()
     end = time.monotonic() + _THREAD_SECONDS
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
         time.sleep(0.001)  # a thread that was joined may still be ending
     unshare(["user"])
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        try:
+            Path(f"/proc/self/{file}").write_text(text)
+        except OSError as error:
+            raise ResourceError(f"the kernel refused {text!r} in /proc/self/{file} ({error.strerror})") from error
 
 
 def _aside(do: Callable[[], T]) -> T:

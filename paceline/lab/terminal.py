@@ -81,8 +81,11 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
     seat = _seat(record, host)
     process = record["process"]
     namespaces = [f"{kind}=/proc/{process}/fd/{fd}" for kind, fd in seat["fds"].items()]
-    if os.readlink(f"/proc/{process}/ns/user") != os.readlink("/proc/self/ns/user"):
-        namespaces.insert(0, f"user=/proc/{process}/ns/user")
+    try:
+        if os.readlink(f"/proc/{process}/ns/user") != os.readlink("/proc/self/ns/user"):
+            namespaces.insert(0, f"user=/proc/{process}/ns/user")
+    except PermissionError as error:
+        raise UsageError(f"the lab was started with other rights (process {process}): open the shell as the same user") from error
     groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
     surroundings = environment()
     own = surroundings.get("SHELL", _SHELL)
