@@ -7,7 +7,8 @@
     slow    a host gets `factor` of its processors                         after `seconds`, if given
     link    a host's network gets another bandwidth                        after `seconds`, if given
     crash   a host loses its power: its processes and its network go       never
-    join    a host that the job was started without starts its launcher    never
+    join    a host that the job was started without (or that has crashed)  never
+            starts its launcher
     storm   faults drawn from a seed
 
 A fault comes when the worker it concerns (of a host, the first) has taken `step` steps and is about to begin the next: 0 is before the
@@ -237,7 +238,10 @@ def crash(*, host: int, step: int = 0) -> Crash:
 
 
 def join(*, host: int, step: int) -> Join:
-    """This host is there from the start, but its launcher starts only when the first worker of the job is at that step."""
+    """This host is there from the start, but its launcher starts only when the first worker of the other hosts is at that step.
+
+    A host that has crashed before was in the job from the start; this is its return.
+    """
     return Join(host=host, step=step)
 
 
@@ -305,8 +309,10 @@ def script(given: Any, cluster: Description) -> list[Fault]:
 
 
 def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
-    """The hosts that the job starts without, since they join later."""
-    return frozenset(fault.host for fault in faults if isinstance(fault, Join))
+    """The hosts that the job starts without, since they join later: all that join, but for those that had crashed before."""
+    found = list(faults)
+    crashed = {fault.host: fault.step for fault in found if isinstance(fault, Crash)}
+    return frozenset(f.host for f in found if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step)
 
 
 def _below(generator: random.Random, limit: int) -> int:

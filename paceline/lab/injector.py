@@ -173,10 +173,12 @@ class Chaos:
             self._try(self._end, lasting)
 
     def _holder(self, fault: Fault) -> int:
-        """The rank that waits for the fault: the one it names, or the first of its host (of all, if that host is still to join)."""
+        """The rank that waits for the fault: the one it names, or the first of its host. Who joins isn't there: the first of the others."""
         if isinstance(fault, Kill | Stop):
             return fault.rank
-        return self._seats[fault.host][0] if self._seats[fault.host] else 0
+        if self._seats[fault.host] and not isinstance(fault, Join):
+            return self._seats[fault.host][0]
+        return next((ranks[0] for host, ranks in enumerate(self._seats) if ranks and host != fault.host), 0)
 
     @property
     def _steps(self) -> int:
@@ -195,6 +197,9 @@ class Chaos:
                 self._crashed.add(fault.host)
                 self._cluster.crash(fault.host)
             case Join():
+                if fault.host in self._crashed:
+                    self._cluster.mend(fault.host)
+                    self._crashed.discard(fault.host)
                 self._cluster.start(fault.host)
         if isinstance(fault, Stop | Cut | Slow | Link):
             until = None if fault.seconds is None else time.monotonic() + fault.seconds

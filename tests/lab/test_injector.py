@@ -228,6 +228,14 @@ def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
     assert happened(found) == [("fault", "join(host=0, step=3)", 3)]
 
 
+def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
+    cluster = Paper(regular(2))
+    found = unleash(cluster, "[join(host=0, step=3), crash(host=0, step=1)]", tmp_path)
+    with found, job(tmp_path, {"steps": 2}, {"steps": 5}) as (_, other):  # rank 0 is there: host 0 isn't late
+        assert other.end() == (0, [0, 1, 2, 3, 4])
+    assert cluster.done == [("crash", 0), ("mend", 0), ("start", 0)]
+
+
 def test_what_never_came_due_is_said_and_noted(tmp_path: Path) -> None:
     said: list[str] = []
     found = unleash(Paper(regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said)
