@@ -112,7 +112,8 @@ class Chaos:
         self._watching: Future[None] | None = None
 
     def __enter__(self) -> Chaos:
-        self._watching = self._threads.submit(self._watch)
+        if self._due:
+            self._watching = self._threads.submit(self._watch)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

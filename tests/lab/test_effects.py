@@ -1,0 +1,331 @@
+"""What faults do, seen from outside: on real hosts, by looking at their processes, their interfaces and the time they get.
+
+The scripts don't need torch: they do to their progress page what a loader does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import lab
+from paceline.cluster import progress
+from paceline.cluster.progress import Page
+from paceline.errors import UsageError
+from paceline.lab import kernel
+from paceline.lab.running import Outcome
+from tests.cluster.launched import wait_for
+from tests.launches import PRELUDE
+
+MEGA = 10**6
+
+# `step()` says when a step begins; `others` are the addresses of all hosts.
+BEGINNING = """
+import os, socket, sys, time
+from pathlib import Path
+from paceline.cluster.progress import Page
+rank, page, taken = int(os.environ["RANK"]), Page(Path(os.environ["PACELINE_PROGRESS_PAGE"]), deadline=60), 0
+def step():
+    global taken
+    page.passed(taken)
+    page.reach(taken)
+    print("step", taken, time.monotonic(), flush=True)
+    taken += 1
+def goes_on():
+    return not Path(sys.argv[1]).exists()
+"""
+STEPS = "for _ in range(20):\n    step()\n    time.sleep(0.02)\npage.passed(taken)\n"
+# rank 1 works as much as it may; rank 0 waits
+SPIN = """
+while goes_on():
+    step()
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end:
+        if rank == 0:
+            time.sleep(0.02)
+"""
+# packets from rank 0 to rank 1 and back, `mega` million bits a second if the link takes them; a step takes so many seconds
+TALK = """
+mega, seconds = float(sys.argv[2]), float(sys.argv[3])
+mine = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+mine.bind(("", 9999))
+mine.setblocking(False)
+began, sent = time.monotonic(), 0
+while goes_on():
+    if time.monotonic() - began >= taken * seconds:
+        step()
+    try:
+        mine.sendto(bytes(1200), (f"10.77.0.{2 - rank}", 9999))
+    except OSError:
+        pass  # the network is down, or the queue full
+    sent += 1
+    time.sleep(max(0.0, began + sent * 1228 * 8 / (mega * 1e6) - time.monotonic()))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    if reason := kernel.missing():
+        pytest.skip(f"no lab can run here: {reason}")
+
+
+class Watched:
+    """A run in a lab, in another thread, and what can be seen of it."""
+
+    def __init__(self, cluster: lab.Cluster, run: Future[Outcome], done: Path) -> None:
+        self.cluster, self._run, self._done = cluster, run, done
+
+    def page(self, rank: int) -> Page:
+        file = progress.path(self.cluster.folder / "run1", rank)
+        wait_for(lambda: self._run.done() or (file.exists() and Page(file).pid > 0))
+        assert file.exists(), self._run.result().output
+        return Page(file)
+
+    def reached(self, rank: int, step: int) -> Page:
+        page = self.page(rank)
+        wait_for(lambda: page.step >= step or self._run.done())
+        return page
+
+    def end(self) -> Outcome:
+        """Let the scripts end that look for it, and wait for the run."""
+        self._done.touch()
+        return self._run.result(timeout=60)
+
+
+@contextmanager
+def running(folder: Path, body: str, faults: Any, *args: str, environ: dict[str, str] | None = None, **options: Any) -> Iterator[Watched]:
+    done = folder / "done"
+    given = {"faults": faults, "folder": folder, "deadline": 60, "environ": environ or {}}
+    (folder / "script.py").write_text(BEGINNING + body)
+    with lab.cluster(**options) as cluster, ThreadPoolExecutor(1) as thread:
+        run = thread.submit(cluster.run, folder / "script.py", str(done), *args, **given)
+        try:
+            yield Watched(cluster, run, done)
+        finally:
+            done.touch()
+            run.exception(timeout=60)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def counters(pid: int) -> tuple[int, int]:
+    """The bytes that the host of this process has received and sent through its interface."""
+    line = next(line for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    fields = line.partition(":")[2].split()
+    return int(fields[0]), int(fields[8])
+
+
+def rates(pid: int, seconds: float = 1.0) -> tuple[float, float]:
+    """What it receives and sends, in Mbit/s."""
+    before, began = counters(pid), time.monotonic()
+    time.sleep(seconds)
+    after, spent = counters(pid), time.monotonic() - began
+    received, sent = ((b - a) * 8 / spent / MEGA for a, b in zip(before, after, strict=True))
+    return received, sent
+
+
+def share(pid: int, seconds: float = 1.5) -> float:
+    """The part of one core that a process gets."""
+    before, began = cpu_seconds(pid), time.monotonic()
+    time.sleep(seconds)
+    return (cpu_seconds(pid) - before) / (time.monotonic() - began)
+
+
+def steps(outcome: Outcome, rank: int) -> dict[int, float]:
+    """When each step of a rank began."""
+    return {int(number): float(when) for number, when in re.findall(rf"\[host\d+ {rank}\] step (\d+) (\S+)", outcome.output)}
+
+
+def events(outcome: Outcome) -> list[tuple[str, str]]:
+    return [(event["event"], event["what"]) for event in outcome.events]
+
+
+def test_kill(tmp_path: Path) -> None:
+    with running(tmp_path, STEPS, lab.kill(rank=1, step=5), hosts=2) as run:
+        outcome = run.end()
+    assert outcome.code == 128 + signal.SIGKILL
+    assert list(steps(outcome, 1)) == [0, 1, 2, 3, 4]
+    assert "rank 1 on host1 was killed by SIGKILL" in outcome.output.splitlines()[-1]
+    assert events(outcome) == [("fault", "kill(rank=1, step=5)")]
+
+
+def test_stop(tmp_path: Path) -> None:
+    with running(tmp_path, STEPS, "stop(rank=1, step=5, seconds=1.5)", hosts=2) as run:
+        page = run.page(1)
+        wait_for(lambda: state(page.pid) == "T")
+        assert state(run.page(0).pid) != "T"
+        assert page.step == 5
+        wait_for(lambda: state(page.pid) != "T", 10)
+        outcome = run.end()
+    assert outcome.code == 0, outcome.output
+    began = steps(outcome, 1)
+    assert len(began) == 20 and 1.4 < began[5] - began[4] < 6
+    assert events(outcome) == [("fault", "stop(rank=1, step=5, seconds=1.5)"), ("fault over", "stop(rank=1, step=5, seconds=1.5)")]
+    assert "paceline: fault: stop(rank=1, step=5, seconds=1.5): done before step 5" in outcome.output
+
+
+def test_cut(tmp_path: Path) -> None:
+    with running(tmp_path, TALK, lab.cut(host=1, seconds=1.5, step=3), "5", "0.4", hosts=2) as run:
+        pids = [run.page(rank).pid for rank in range(2)]
+        run.reached(1, 2)
+        assert counters(pids[1])[0] > 50_000
+        wait_for(lambda: rates(pids[1], 0.3)[0] == 0)  # nothing comes in
+        assert rates(pids[0], 0.5)[0] == 0  # and nothing gets out
+        wait_for(lambda: rates(pids[1], 0.3)[0] > 1 and rates(pids[0], 0.3)[0] > 1)
+        outcome = run.end()
+    assert outcome.code == 0, outcome.output
+    assert events(outcome) == [("fault", "cut(host=1, seconds=1.5, step=3)"), ("fault over", "cut(host=1, seconds=1.5, step=3)")]
+    assert 1.4 < outcome.events[1]["time"] - outcome.events[0]["time"] < 5
+
+
+@pytest.mark.slow
+def test_link(tmp_path: Path) -> None:
+    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=3)]"
+    with running(tmp_path, TALK, faults, "30", "2", hosts=2, bandwidth="20mbit") as run:
+        pid = run.reached(1, 0).pid
+        wait_for(lambda: near(rates(pid), (20, 20)))
+        run.reached(1, 2)
+        wait_for(lambda: near(rates(pid), (5, 5)))
+        run.reached(1, 4)
+        wait_for(lambda: near(rates(pid), (5, 2)))
+        wait_for(lambda: near(rates(pid), (5, 5)))  # the first one still holds
+        outcome = run.end()
+    assert [event for event, _ in events(outcome)] == ["fault", "fault", "fault over"]
+
+
+def near(found: tuple[float, float], wanted: tuple[float, float]) -> bool:
+    return all(0.85 * b < a < 1.15 * b for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.slow
+def test_slow(tmp_path: Path) -> None:
+    with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=60, seconds=4)", hosts=2, processors=0.6) as run:
+        page = run.reached(1, 5)
+        before = share(page.pid, 1.0)
+        run.reached(1, 61)
+        slow = share(page.pid)
+        assert run.cluster.quota_of(1) == pytest.approx(0.15)
+        assert run.cluster.quota_of(0) == pytest.approx(0.6)
+        wait_for(lambda: run.cluster.quota_of(1) == pytest.approx(0.6))
+        after = share(page.pid)
+        outcome = run.end()
+    assert slow < 0.22 and before < 0.7, (before, slow, after)
+    assert before > 1.5 * slow and after > 1.5 * slow, (before, slow, after)  # others use these cores, too
+    assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
+
+
+def test_slow_without_a_quota_counts_threads(tmp_path: Path) -> None:
+    with running(tmp_path, SPIN, "slow(host=1, factor=0.2, step=5)", hosts=2, environ={"OMP_NUM_THREADS": "1"}) as run:
+        page = run.reached(1, 6)
+        assert run.cluster.quota_of(1) == pytest.approx(0.2)
+        assert share(page.pid) < 0.28
+        run.end()
+        assert run.cluster.quota_of(1) is None  # as described, for the next run
+
+
+def test_crash_of_the_only_host(tmp_path: Path) -> None:
+    with running(tmp_path, STEPS, "crash(host=0, step=5)", hosts=1, workers=2) as run:
+        outcome = run.end()
+        assert run.cluster.processes(0) == []
+    assert outcome.code == 128 + signal.SIGKILL
+    assert list(steps(outcome, 0)) == [0, 1, 2, 3, 4]
+    assert events(outcome) == [("fault", "crash(host=0, step=5)")]
+
+
+@pytest.mark.slow
+def test_crash(tmp_path: Path) -> None:
+    """The launcher of the other host hears nothing more, and gives up after a while."""
+    with running(tmp_path, TALK, lab.crash(host=1, step=3), "5", "0.2", hosts=2) as run:
+        pids = [run.page(rank).pid for rank in range(2)]
+        run.reached(1, 3)
+        wait_for(lambda: run.cluster.processes(1) == [])
+        assert not Path(f"/proc/{pids[1]}").exists() or state(pids[1]) == "Z"  # whether it is buried is for the machine's init to say
+        assert rates(pids[0], 0.5)[0] == 0
+        assert len(run.cluster.processes(0)) >= 2  # it goes on
+        outcome = run.end()
+    assert outcome.code != 0 and "host1" in outcome.output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_join(tmp_path: Path) -> None:
+    """A job of a fixed size takes nobody in, and the launcher that came too late says so."""
+    with running(tmp_path, STEPS.replace("0.02", "0.1"), "join(host=1, step=5)", hosts=2, environ={"PACELINE_DEADLINE": "5"}) as run:
+        run.reached(0, 1)
+        assert run.cluster.processes(1) == []
+        run.reached(0, 7)
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in run.cluster.processes(1)]
+        assert any("paceline\0run" in command for command in commands)
+        outcome = run.end()
+    assert len(steps(outcome, 0)) == 20
+    assert outcome.code == 2 and re.search(r"\[host1\] paceline: the meeting point \S+ could not be reached", outcome.output)
+    assert events(outcome) == [("fault", "join(host=1, step=5)")]
+
+
+TRAIN = (
+    PRELUDE
+    + """
+with pl.start(folder="runs") as run:
+    model, optimizer, loader = parts(run, samples=160)
+    for x, y in loader:
+        step(run, model, optimizer, x, y)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_training_run_has_its_faults_among_its_events(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    script = tmp_path / "train.py"
+    faults = "[stop(rank=1, step=3, seconds=0.5), cut(host=1, seconds=0.5, step=6), kill(rank=0, step=500)]"
+    with lab.cluster(hosts=2) as cluster:
+        outcome = cluster.run(script, faults=faults, folder=tmp_path, deadline=100)
+        assert outcome.code == 0 and outcome.folder is not None, outcome.output
+        summary = json.loads((outcome.folder / "summary.json").read_text())
+        assert summary["steps"] == 20
+        assert summary["events"] == list(outcome.events)
+        assert [event["event"] for event in summary["events"]] == ["fault", "fault over", "fault", "fault over", "fault not carried out"]
+        assert [event["step"] for event in summary["events"]] == [3, 3, 6, 6, 20]
+        assert 0 < summary["events"][0]["time"] < summary["events"][-1]["time"] < summary["seconds"] + 2
+        assert "not carried out: kill(rank=0, step=500): the run ended after 20 steps" in outcome.output
+        broken = cluster.run(script, faults="kill(rank=1, step=5)", folder=tmp_path, deadline=100)  # the same cluster once more
+    assert broken.code == 128 + signal.SIGKILL and broken.folder is not None
+    assert not (broken.folder / "summary.json").exists()
+    noted = json.loads((broken.folder / "events.json").read_text())
+    assert noted == list(broken.events) and noted[0]["what"] == "kill(rank=1, step=5)"
+    assert len((broken.folder / "metrics.jsonl").read_text().splitlines()) <= 5  # no step after it
+
+
+@pytest.mark.parametrize("fault", ["kil(rank=1, step=2)", "kill(rank=7, step=2)", "cut(host=1, seconds=1)"])
+def test_a_wrong_fault_is_found_before_anything_runs(tmp_path: Path, fault: str) -> None:
+    (tmp_path / "script.py").write_text("open('started', 'w')\n")
+    with lab.cluster(hosts=1) as cluster, pytest.raises(UsageError, match=re.escape(fault.partition(",")[0])):
+        cluster.run(tmp_path / "script.py", faults=fault, folder=tmp_path)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_run_without_faults_has_no_injector(tmp_path: Path) -> None:
+    with running(tmp_path, STEPS, (), hosts=1) as run:
+        run.page(0)
+        names = {thread.name for thread in threading.enumerate()}
+        outcome = run.end()
+    assert not any("chaos" in name for name in names)
+    assert outcome.events == () and len(steps(outcome, 0)) == 20
