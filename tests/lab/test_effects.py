@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,12 +25,12 @@ from paceline import lab
 from paceline.cluster import progress
 from paceline.cluster.progress import Page
 from paceline.errors import UsageError
-from paceline.lab import kernel
 from paceline.lab.running import Outcome
 from tests.cluster.launched import wait_for
-from tests.launches import PRELUDE
+from tests.launches import PRELUDE, ROOT
 
 MEGA = 10**6
+QUIET = 0.05  # Mbit/s: bridges have a word with each other now and then
 
 # `step()` says when a step begins; `others` are the addresses of all hosts.
 BEGINNING = """
@@ -74,10 +76,7 @@ while goes_on():
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _possible() -> None:
-    if reason := kernel.missing():
-        pytest.skip(f"no lab can run here: {reason}")
+pytestmark = pytest.mark.usefixtures("clean")
 
 
 class Watched:
@@ -187,8 +186,8 @@ def test_cut(tmp_path: Path) -> None:
         pids = [run.page(rank).pid for rank in range(2)]
         run.reached(1, 2)
         assert counters(pids[1])[0] > 50_000
-        wait_for(lambda: rates(pids[1], 0.3)[0] == 0)  # nothing comes in
-        assert rates(pids[0], 0.5)[0] == 0  # and nothing gets out
+        wait_for(lambda: rates(pids[1], 0.3)[0] < QUIET)  # nothing comes in
+        assert rates(pids[0], 0.5)[0] < QUIET  # and nothing gets out
         wait_for(lambda: rates(pids[1], 0.3)[0] > 1 and rates(pids[0], 0.3)[0] > 1)
         outcome = run.end()
     assert outcome.code == 0, outcome.output
@@ -216,6 +215,7 @@ def near(found: tuple[float, float], wanted: tuple[float, float]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quotas")
 def test_slow(tmp_path: Path) -> None:
     with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=60, seconds=4)", hosts=2, processors=0.6) as run:
         page = run.reached(1, 5)
@@ -232,6 +232,7 @@ def test_slow(tmp_path: Path) -> None:
     assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
 
 
+@pytest.mark.usefixtures("quotas")
 def test_slow_without_a_quota_counts_threads(tmp_path: Path) -> None:
     with running(tmp_path, SPIN, "slow(host=1, factor=0.2, step=5)", hosts=2, environ={"OMP_NUM_THREADS": "1"}) as run:
         page = run.reached(1, 6)
@@ -258,7 +259,7 @@ def test_crash(tmp_path: Path) -> None:
         run.reached(1, 3)
         wait_for(lambda: run.cluster.processes(1) == [])
         assert not Path(f"/proc/{pids[1]}").exists() or state(pids[1]) == "Z"  # whether it is buried is for the machine's init to say
-        assert rates(pids[0], 0.5)[0] == 0
+        assert rates(pids[0], 0.5)[0] < QUIET
         assert len(run.cluster.processes(0)) >= 2  # it goes on
         outcome = run.end()
     assert outcome.code != 0 and "host1" in outcome.output.splitlines()[-1]
@@ -312,6 +313,30 @@ def test_a_training_run_has_its_faults_among_its_events(tmp_path: Path) -> None:
     noted = json.loads((broken.folder / "events.json").read_text())
     assert noted == list(broken.events) and noted[0]["what"] == "kill(rank=1, step=5)"
     assert len((broken.folder / "metrics.jsonl").read_text().splitlines()) <= 5  # no step after it
+
+
+def command(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
+    """`paceline lab run` with these faults, as a user types it."""
+    (folder / "script.py").write_text(BEGINNING + STEPS)
+    options = [word for fault in faults for word in ("--fault", fault)]
+    line = [sys.executable, "-m", "paceline", "lab", "run", *options, "two-hosts", "script.py", "done"]
+    return subprocess.run(
+        line, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_command_takes_faults(tmp_path: Path) -> None:
+    ended = command(tmp_path, "[stop(rank=0, step=2, seconds=0.1), cut(host=0, seconds=0.1)]", "kill(rank=3, step=4)")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 128 + signal.SIGKILL, said
+    assert re.findall(r"paceline: fault: (\w+)\(.*done before step (\d)", said) == [("cut", "0"), ("stop", "2"), ("kill", "4")]
+
+
+def test_the_command_finds_a_wrong_fault_at_once(tmp_path: Path) -> None:
+    ended = command(tmp_path, "kil(rank=1, step=2)")
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith("paceline: the fault 'kil(rank=1, step=2)'") and "did you mean kill?" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("fault", ["kil(rank=1, step=2)", "kill(rank=7, step=2)", "cut(host=1, seconds=1)"])
