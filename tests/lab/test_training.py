@@ -1,0 +1,99 @@
+"""Training on hosts that are apart: the same weights as one process, and a timeline of all ranks on one clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.lab.description import Description, Host, Placement
+from paceline.lab.hosts import Cluster
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import paceline as pl
+
+torch.manual_seed(0)
+x = torch.randn(95, 300, dtype=torch.float64)
+model = torch.nn.Sequential(torch.nn.Linear(300, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 3)).double()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=20, shuffle=True)
+with pl.start(seed=1, folder=sys.argv[1], name="test") as run:
+    model, opt, loader = run.prepare(model, opt, loader)
+    for _ in run.epochs(2):
+        for a, b in loader:
+            loss = torch.nn.functional.mse_loss(model(a), b)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            run.log(loss=loss)
+    if run.is_first:
+        torch.save(torch.nn.utils.parameters_to_vector(model.parameters()).detach(), sys.argv[1] + "/weights.pt")
+"""
+STEPS = 10
+PHASES = {"step", "data", "compute", "exchange", "bucket", "within"}
+MOST_MICROSECONDS = 1000.0  # that clocks may seem apart, which are one here
+
+
+def weights(folder: Path) -> Any:
+    import torch
+
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def described(workers: Sequence[int], placement: Placement) -> Description:
+    """Hosts with so many workers each, on links of 1 Gbit/s."""
+    hosts = [Host(f"h{number}", count, up=10**9, down=10**9) for number, count in enumerate(workers)]
+    return Description("test", tuple(hosts), placement=placement)
+
+
+@pytest.mark.parametrize(
+    "workers, placement", [((2, 2), "block"), ((2, 2), "round-robin"), ((1, 2, 1), "round-robin"), ((1, 1, 1), "block")]
+)
+def test_hosts_train_the_same_weights_as_one_process(
+    workers: tuple[int, ...], placement: Placement, build: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for name in ("alone", "together"):
+        (tmp_path / name).mkdir()
+    subprocess.run([sys.executable, script, tmp_path / "alone"], check=True, timeout=60, capture_output=True)
+    outcome = build(description=described(workers, placement)).run(script, str(tmp_path / "together"), deadline=90)
+    assert outcome.code == 0, outcome.output
+    alone, together = weights(tmp_path / "alone"), weights(tmp_path / "together")
+    assert float((alone - together).norm() / alone.norm()) < 1e-9
+    assert json.loads((tmp_path / "together/test/summary.json").read_text())["hosts"] == len(workers)
+
+
+def test_a_step_is_shown_with_all_its_phases_on_one_clock(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(script, str(tmp_path), deadline=90)
+    assert outcome.code == 0, outcome.output
+    trace = json.loads((tmp_path / "test/trace.json").read_text())
+    assert len(trace["otherData"]["clock_ahead_us"]) == 4
+    assert max(map(abs, trace["otherData"]["clock_ahead_us"])) < MOST_MICROSECONDS
+    kinds: dict[int, set[str]] = defaultdict(set)
+    exchanges: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] != "X":
+            continue
+        kinds[event["pid"]].add(event["cat"])
+        if event["cat"] == "bucket":
+            exchanges[event["args"]["step"], event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    leaders = (0, 2)
+    assert kinds == {rank: PHASES | ({"between"} if rank in leaders else set()) for rank in range(4)}
+    assert len(exchanges) >= STEPS
+    for spans in exchanges.values():  # nobody has the sum before everybody has sent, also by the clocks of others
+        assert len(spans) == 4
+        assert min(end for _, end in spans) > max(start for start, _ in spans) - MOST_MICROSECONDS
