@@ -206,7 +206,9 @@ def check_lab() -> None:
 @lab.command("shell", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def shell_in_lab(
     host: Annotated[str, typer.Argument(help="Name or number of a host of the lab that runs.")],
-    command: Annotated[list[str] | None, typer.Argument(help="A command and its arguments; default: a shell.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A command for a shell there, quoted as for ssh; default: the shell itself.")
+    ] = None,
     *,
     identity: Annotated[str | None, typer.Option("--lab", help="Which lab, if several run.")] = None,
 ) -> None:

@@ -110,7 +110,9 @@ def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **e
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
         raise UsageError(f"hosts is {hosts!r}, and has to be 1 to {MOST_HOSTS}")
     reader = _Reader("the cluster")
-    fields = reader.host({"workers": workers, **{name: value for name, value in each.items() if value is not None}}, "each host")
+    given = {"workers": workers, **{name: value for name, value in each.items() if value is not None}}
+    reader.known(given)
+    fields = reader.host(given, "each host")
     return Description(f"{hosts}x{workers}", tuple(Host(f"host{number}", **fields) for number in range(hosts)), (), placement)
 
 
@@ -163,7 +165,7 @@ class _Reader:
     def whole(self, content: Mapping[str, Any], stem: str) -> Description:
         self._known(content, ("name", "placement", "delays", "all", "host", "rack"), "")
         shared = self._table(content.get("all", {}), "all")
-        self._known(shared, self._HOST, "all.")
+        self.known(shared, "all.")
         hosts = []
         for number, table in enumerate(self._tables(content, "host")):
             where = f"host[{number}]"
@@ -190,6 +192,10 @@ class _Reader:
             delays == "needed",
             self._source,
         )
+
+    def known(self, table: Mapping[str, Any], prefix: str = "") -> None:
+        """Refuse keys that no host has."""
+        self._known(table, self._HOST, prefix)
 
     def host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The fields of `Host` that the table gives, its name left out."""

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 
+_INHERITED = "/proc/self/fd/"
 _FAILED = 126  # as a shell says that a command can't be run
 
 
@@ -21,7 +22,11 @@ def enter(namespaces: str, cgroups: str) -> None:
     for path in () if cgroups == "-" else cgroups.split(","):
         with open(path, "w", encoding="ascii") as file:
             file.write(str(os.getpid()))
-    opened = [os.open(entry.partition("=")[2], os.O_RDONLY) for entry in namespaces.split(",")]
+    paths = [entry.partition("=")[2] for entry in namespaces.split(",")]
+    opened = [os.open(path, os.O_RDONLY) for path in paths]
+    for path in paths:
+        if path.startswith(_INHERITED):
+            os.close(int(path.removeprefix(_INHERITED)))  # else the command would have it
     for descriptor in opened:
         if library.setns(descriptor, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -55,28 +55,23 @@ def check_rights() -> None:
         ) from error
 
 
-def seek_rights(*, needed: bool = True) -> str:
+def seek_rights() -> str:
     """Make sure that this process may build a lab: it enters a user namespace, for good, where it isn't root. Says in words how it stands.
 
-    The process must have one thread. Raises `ResourceError` if that is `needed` and can't be done.
+    The process must have one thread. Raises `ResourceError` if it can't be done.
     """
     try:
         check_rights()
     except ResourceError:
-        pass
-    else:
-        return "root, or root in a user namespace"
-    try:
-        become_root()
-    except ResourceError as error:
-        reason = f"this user hasn't root's rights, and may have no user namespace ({error})"
-        if needed:
+        try:
+            become_root()
+        except ResourceError as error:
             raise ResourceError(
-                f"{reason}: allow them (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-                "kernel.apparmor_restrict_unprivileged_userns), or run as root"
+                f"this user hasn't root's rights, and may have no user namespace ({error}): allow them (sysctl user.max_user_namespaces, "
+                "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns), or run as root"
             ) from error
-        return reason
-    return "a user namespace, so without quotas of processors and memory"
+        return "a user namespace, so without quotas of processors and memory"
+    return "root, or root in a user namespace"
 
 
 def ready_for(description: Description) -> list[str]:

@@ -64,7 +64,7 @@ class Desk:
             self._closings[host] = [piece]
         elif _VERDICT.match(piece) and rank is None:
             self._verdicts[host] = piece
-        elif host in self._closings:
+        elif host in self._closings and descriptor == 2:
             self._closings[host].append(b"" if rank is None else piece)
         elif rank is not None or self._said.setdefault(piece, host) == host:
             self.screens[descriptor].put(who, piece)
@@ -117,7 +117,8 @@ class Source:
     def _pass(self, piece: bytes) -> None:
         if self._fresh:
             match = _RANK.match(piece)
-            self._rank = None if match is None else int(match[1])
+            if piece not in {b"\n", b"\r"}:  # else it ends what the line before has left
+                self._rank = None if match is None else int(match[1])
             piece = piece if match is None else piece[match.end() :]
         self._fresh = piece[-1:] in {b"\n", b"\r"}
         if piece:

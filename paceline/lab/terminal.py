@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, cast
 
 from paceline.cluster.discover import environment
 from paceline.cluster.launch import PLACEMENTS
-from paceline.errors import UsageError
+from paceline.errors import ResourceError, UsageError
 from paceline.lab import chaos, cleaning, enter, kernel, remains, running
 from paceline.lab.description import Description, Placement, find, spell
 from paceline.wording import choices
@@ -48,7 +48,10 @@ def run(cluster: str, placement: str | None, start: running.Start) -> int:
 def describe(description: Description) -> str:
     """A cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`."""
     sides = {(host.up, host.down) for host in description.hosts}
-    links = "links of " + spell(next(iter(sides))[0]) if len(sides) == 1 and len(set(*sides)) == 1 else "unequal links"
+    links = "unequal links"
+    if len(sides) == 1 and len(set(*sides)) == 1:
+        rate = next(iter(sides))[0]
+        links = "unlimited links" if rate is None else f"links of {spell(rate)}"
     racks = f" in {len(description.racks)} racks" if description.racks else ""
     dealt = "in blocks" if description.placement == "block" else description.placement
     return f"lab {description.name}: {len(description.hosts)} hosts{racks}, {description.workers} workers dealt {dealt}, {links}"
@@ -56,10 +59,13 @@ def describe(description: Description) -> str:
 
 def check() -> int:
     """Show what this machine can do; 0 if a lab can run here."""
-    rights = kernel.seek_rights(needed=False)
+    try:
+        print(f"rights: {kernel.seek_rights()}")
+    except ResourceError as error:
+        print(f"rights: MISSING: {error}\nno lab can run here")
+        return 1
     found = kernel.abilities()
     width = max(len(ability.name) for ability in found)
-    print(f"rights: {rights}")
     for ability in found:
         state = "yes" if not ability.reason else "MISSING" if ability.needed else "no"
         print(f"{ability.name:{width}}  {state:7}  {ability.reason or ability.purpose}")
@@ -76,7 +82,7 @@ def clean() -> int:
 
 
 def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
-    """Become a shell in this host, or this command. One word with blanks is for a shell, as with ssh."""
+    """Become a shell in this host, or let one read this command: its words joined by blanks, as ssh does it, so that mpirun is at home."""
     record = _running(identity)
     seat = _seat(record, host)
     process = record["process"]
@@ -89,7 +95,7 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
     groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
     surroundings = environment()
     own = surroundings.get("SHELL", _SHELL)
-    words = [own] if not command else [own, "-c", command[0]] if len(command) == 1 and " " in command[0] else list(command)
+    words = [own, "-c", " ".join(command)] if command else [own]
     surroundings |= {remains.MARK: record["identity"], "TMPDIR": f"{record['folder']}/{seat['name']}"}
     line = [sys.executable, "-I", "-S", str(Path(enter.__file__)), ",".join(namespaces), ",".join(groups) or "-", *words]
     sys.stdout.flush()

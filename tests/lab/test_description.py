@@ -1,0 +1,148 @@
+"""Clusters as data: what TOML says, what ships, and what is refused with the place of the mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline import lab
+from paceline.errors import UsageError
+from paceline.lab import description
+from paceline.lab.description import Description, Host, Rack, find, rate, read, ready, regular, spell
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+class TestRead:
+    def test_everything_that_can_be_said(self, tmp_path):
+        text = """
+            name = "all"
+            placement = "round-robin"
+            delays = "where-possible"
+            [all]
+            workers = 2
+            bandwidth = "1gbit"
+            processors = 1.5
+            [[host]]
+            [[host]]
+            name = "b"
+            workers = 3
+            up = "10mbit"
+            memory = "2GB"
+            delay = "20ms"
+            processors = 0.5
+            [[rack]]
+            name = "r"
+            hosts = ["b"]
+            bandwidth = "5gbit"
+            down = "1.5gbit"
+        """
+        assert read(written(tmp_path, text)) == Description(
+            "all",
+            (
+                Host("host0", 2, 1.5, None, 10**9, 10**9, None),
+                Host("b", 3, 0.5, 2 * 10**9, 10**7, 10**9, 0.02),
+            ),
+            (Rack("r", ("b",), 5 * 10**9, 15 * 10**8),),
+            "round-robin",
+            needs_delay=False,
+        )
+
+    def test_what_is_left_out(self, tmp_path):
+        assert read(written(tmp_path, "[[host]]")) == Description("mine", (Host("host0"),))
+
+    def test_a_hosts_own_bandwidth_replaces_the_sides_of_all(self, tmp_path):
+        host = read(written(tmp_path, '[all]\nup = "1mbit"\n[[host]]\nbandwidth = "2mbit"')).hosts[0]
+        assert (host.up, host.down) == (2 * 10**6, 2 * 10**6)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("host = 3", "mine.toml: host is 3, and has to be tables, each headed by [[host]]"),
+            ("", "there are 0 hosts, and there have to be 1 to 200: add [[host]] tables"),
+            ("[[hosts]]", "mine.toml: there is no key hosts; possible: all, delays, host, name, placement, rack; did you mean host?"),
+            ("[all]\nworker = 1\n[[host]]", "there is no key all.worker; possible: "),
+            ("[[host]]\nbandwith = '1gbit'", "there is no key host[0].bandwith; possible: bandwidth"),
+            ("[[host]]\nworkers = 0", "host[0].workers is 0, and has to be a whole number of at least 1"),
+            ("[[host]]\nworkers = true", "host[0].workers is True"),
+            ("[[host]]\nprocessors = 0", "host[0].processors is 0, and has to be a number of cores, at least 0.01"),
+            ("[[host]]\nmemory = 5", "host[0].memory is 5, and has to be at least 1MiB"),
+            ("[[host]]\nmemory = '5gb'", "host[0].memory is '5gb', and has to be a number with one of KB, MB"),
+            (
+                "[[host]]\nbandwidth = '1 Gbit/s'",
+                "host[0].bandwidth is '1 Gbit/s', and has to be a number with one of bit, kbit, mbit, gbit",
+            ),
+            ("[[host]]\nup = '100gbit'", "host[0].up is 100gbit, and has to be 8kbit to 34gbit"),
+            ("[[host]]\ndelay = 20", "host[0].delay is 20, and has to be a number with one of us, ms, s, such as '20ms'"),
+            ("[[host]]\nname = 'A b'", "a host is called 'A b'; names have small letters"),
+            ("[[host]]\nname = 'a'\n[[host]]\nname = 'a'", "two hosts are called a"),
+            ("placement = 'rr'\n[[host]]", "placement is 'rr'; possible: block, round-robin"),
+            ("delays = 'no'\n[[host]]", "delays is 'no'"),
+            ("[[host]]\n[[rack]]\nhosts = ['x']", "rack rack0 has a host x, which isn't there; possible: host0"),
+            ("[[host]]\n[[rack]]\nhosts = 'host0'", "rack[0].hosts is 'host0', and has to be a list of names"),
+            ("[[host]]\n[[rack]]", "rack rack0 has no hosts"),
+            ("[[host]]\n[[rack]]\nhosts = ['host0']\n[[rack]]\nhosts = ['host0']", "host host0 is in rack rack0 and in rack rack1"),
+            ("name = 4\n[[host]]", "name is 4, and has to be text"),
+            ("name = ", "isn't TOML: "),
+        ],
+    )
+    def test_mistakes(self, tmp_path, text, said):
+        with pytest.raises(UsageError) as raised:
+            read(written(tmp_path, text))
+        assert said in str(raised.value) and "mine.toml" in str(raised.value)
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        with pytest.raises(UsageError, match=r"none.toml can't be read \(No such file or directory\); ready-made ones: ethernet-1g, "):
+            find(str(tmp_path / "none.toml"))
+
+
+class TestReady:
+    def test_what_ships(self):
+        assert description.names() == ["ethernet-1g", "racks", "two-hosts", "unequal", "wan-100m"]
+        shapes = {name: [host.workers for host in ready(name).hosts] for name in description.names()}
+        assert shapes == {"ethernet-1g": [1] * 4, "racks": [1] * 4, "two-hosts": [2, 2], "unequal": [1] * 3, "wan-100m": [1, 1]}
+        assert all(host.up == host.down == 10**9 for name in ("ethernet-1g", "two-hosts", "racks") for host in ready(name).hosts)
+        assert [(host.up, host.delay) for host in ready("wan-100m").hosts] == [(10**8, 0.02)] * 2 and not ready("wan-100m").needs_delay
+        assert len({host.processors for host in ready("unequal").hosts}) > 1 and len({host.up for host in ready("unequal").hosts}) > 1
+        assert [rack.hosts for rack in ready("racks").racks] == [("left0", "left1"), ("right0", "right1")]
+
+    def test_an_unknown_name(self):
+        with pytest.raises(UsageError, match=r"there is no ready-made cluster two-host; possible: .*; did you mean two-hosts"):
+            find("two-host")
+
+    def test_hosts_by_name_and_number(self):
+        cluster = ready("unequal")
+        assert (cluster.find("weak"), cluster.find("2"), cluster.workers) == (1, 2, 3)
+        with pytest.raises(UsageError, match="there is no host 3 in unequal; possible: far, fast, weak"):
+            cluster.find("3")
+
+
+def test_rates():
+    assert [rate(text) for text in ("1gbit", "100mbit", "2.5 gbit", "9600bit", 10**6)] == [10**9, 10**8, 25 * 10**8, 9600, 10**6]
+    assert [spell(value) for value in (10**9, 25 * 10**8, 10**8, 9600, None)] == ["1gbit", "2.5gbit", "100mbit", "9.6kbit", "unlimited"]
+    with pytest.raises(UsageError, match="the bandwidth is 7, and has to be 8kbit to 34gbit"):
+        rate(7)
+
+
+class TestRegular:
+    def test_equal_hosts(self):
+        made = regular(2, 3, placement="round-robin", bandwidth="1gbit", up="1mbit", processors=2, memory="1GiB", delay="1ms")
+        assert made.hosts == tuple(Host(f"host{number}", 3, 2, 2**30, 10**6, 10**9, 0.001) for number in range(2))
+        assert made.placement == "round-robin"
+        assert regular(1, bandwidth=None).hosts == (Host("host0"),)
+
+    def test_mistakes(self):
+        with pytest.raises(UsageError, match="hosts is 0, and has to be 1 to 200"):
+            regular(0)
+        with pytest.raises(UsageError, match=r"there is no key bandwith; possible: bandwidth.*did you mean bandwidth"):
+            regular(2, bandwith="1gbit")
+
+    def test_a_description_and_more(self):
+        with pytest.raises(UsageError, match="hosts, bandwidth and a description are given"):
+            lab.cluster(hosts=2, bandwidth="1gbit", description="two-hosts")
+        assert lab.cluster(description="two-hosts", placement="round-robin").description.placement == "round-robin"

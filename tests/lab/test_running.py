@@ -1,0 +1,217 @@
+"""Runs in a lab as a user starts them: what they show, their exit codes, and that nothing is left, however they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.lab import remains
+from tests.lab.traces import left, traces, wait_for
+from tests.launches import Job, Jobs, jobs
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
+PLAIN = "import os, sys, time, socket\nrank = int(os.environ['RANK'])\n"
+SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(60)\n"
+
+
+@pytest.fixture
+def started(able: None, tmp_path: Path) -> Iterator[Jobs]:
+    before = traces()
+    with jobs(tmp_path) as found:
+        yield found
+    assert left(before) == set()
+
+
+def lab(started: Jobs, cluster: str, body: str, *options: str, args: tuple[str, ...] = ()) -> Job:
+    """`paceline lab run CLUSTER OPTIONS script.py ARGS`."""
+    (started.folder / "script.py").write_text(body)
+    return started.start([sys.executable, "-m", "paceline", "lab", "run", cluster, *options, "script.py", *args])
+
+
+def pairs(folder: Path) -> str:
+    """A cluster of two hosts, with one and two workers."""
+    (folder / "c.toml").write_text("[[host]]\nname = 'a'\n[[host]]\nname = 'b'\nworkers = 2\n")
+    return "c.toml"
+
+
+class TestCommand:
+    def test_shows_host_and_rank(self, started):
+        body = (
+            PLAIN
+            + "print(socket.gethostname(), os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], sys.argv[1:])\nprint('e', file=sys.stderr)"
+        )
+        ended = lab(started, pairs(started.folder), body, args=("--name", "x")).end()
+        words = "['--name', 'x']"
+        assert (ended.code, sorted(ended.out.splitlines())) == (0, [f"[a 0] a 0 0 {words}", f"[b 1] b 0 1 {words}", f"[b 2] b 1 1 {words}"])
+        assert sorted(ended.err.splitlines())[:3] == ["[a 0] e", "[b 1] e", "[b 2] e"]
+        assert ended.err.splitlines()[0] == "paceline: lab c: 2 hosts, 3 workers dealt in blocks, unlimited links"
+
+    def test_placement(self, started):
+        body = PLAIN + "print(os.environ['LOCAL_RANK'])"
+        ended = lab(started, pairs(started.folder), body, "--placement", "round-robin").end()
+        assert (ended.code, sorted(ended.out.splitlines())) == (0, ["[a 0] 0", "[b 1] 0", "[b 2] 1"])
+        ended = lab(started, "two-hosts", body, "--placement", "round-robin").end()
+        assert sorted(ended.out.splitlines()) == ["[host0 0] 0", "[host0 2] 1", "[host1 1] 0", "[host1 3] 1"]
+
+    def test_an_error_ends_all_and_is_said_last(self, started):
+        body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(60)"
+        ended = lab(started, pairs(started.folder), body).end(30)
+        assert ended.code == 1
+        assert ended.err.splitlines()[-2:] == [
+            "[b 1] ValueError: wrong",
+            "paceline: rank 1 on b failed with exit code 1; its last words are above",
+        ]
+        assert ended.err.count("failed with exit code 1") == 1
+
+    def test_exit_codes_are_the_workers(self, started):
+        assert lab(started, pairs(started.folder), PLAIN + "sys.exit(7 if rank == 2 else 0)").end().code == 7
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_signals(self, started, number):
+        job = lab(started, "two-hosts", SLEEP)
+        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        job.process.send_signal(number)
+        ended = job.end(20)
+        assert ended.code == 128 + number
+        assert 'Traceback (most recent call last):\n  File "/' not in ended.err.replace("[host", "")
+
+    def test_the_reader_of_its_output_leaves(self, started):
+        job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 100, flush=True)")
+        job.process.stdout.readline()
+        job.process.stdout.close()
+        assert job.process.wait(20) == 128 + signal.SIGPIPE
+        job.process.stderr.close()
+
+    def test_sigkill_leaves_nothing(self, started):
+        before = traces()
+        job = lab(started, "two-hosts", SLEEP)
+        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        job.process.kill()
+        job.end(10)
+        wait_for(lambda: job.processes() == [], 2.0)
+        assert left(before) == set()
+
+    def test_sigkill_of_its_keeper_too(self, started):
+        before = traces()
+        job = lab(started, "two-hosts", SLEEP)
+        wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
+        record = next(record for record in remains.read_all() if record["process"] == job.process.pid)
+        os.kill(record["keeper"], signal.SIGKILL)
+        job.process.kill()
+        job.end(10)
+        assert job.processes() and any(record["identity"] in trace for trace in left(before, 0))
+        cleaned = subprocess.run([sys.executable, "-m", "paceline", "lab", "clean"], capture_output=True, text=True, check=True)
+        assert f"lab {record['identity']} (two-hosts) was killed: its processes, control groups and files are removed" in cleaned.stdout
+        assert job.processes() == [] and left(before) == set()
+
+    def test_mistakes_are_one_line_and_build_nothing(self, started):
+        (started.folder / "script.py").write_text("")
+        wrong = [
+            (["two-host", "script.py"], "there is no ready-made cluster two-host; possible: "),
+            (["c.toml", "script.py"], "the cluster file c.toml can't be read (No such file or directory)"),
+            (["two-hosts", "none.py"], "the script none.py doesn't exist (looked in "),
+            (["two-hosts", "--fault", "kil(rank=1, step=1)", "script.py"], "did you mean kill?"),
+            (["two-hosts", "--fault", "kill(rank=4, step=1)", "script.py"], "there is no rank 4: two-hosts has ranks 0 to 3"),
+            (["two-hosts", "--sync", "AllReduse()", "script.py"], "did you mean AllReduce?"),
+            (["--placement", "spread", "two-hosts", "script.py"], "--placement is spread; possible: block, round-robin"),
+        ]
+        running = [(started.start([sys.executable, "-m", "paceline", "lab", "run", *words]), said) for words, said in wrong]
+        for job, said in running:
+            ended = job.end()
+            assert ended.code == 2 and ended.out == "" and len(ended.err.splitlines()) == 1 and said in ended.err, ended
+
+    @pytest.mark.slow
+    def test_the_example_on_two_hosts(self, started):
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "lab",
+            "run",
+            "two-hosts",
+            "--name",
+            "mine",
+            "--fault",
+            "cut(host=1, seconds=0.2, step=9)",
+        ]
+        ended = started.start([*command, str(EXAMPLE)]).end(100)
+        assert ended.code == 0, ended.err
+        assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
+        assert ended.err.splitlines()[-1] == "paceline: the run's folder is runs/mine"
+        summary = json.loads((started.folder / "runs" / "mine" / "summary.json").read_text())
+        assert (summary["workers"], summary["hosts"], summary["steps"]) == (4, 2, 192)
+        assert summary["bytes_sent"]["between"] > 0
+        assert [event["what"] for event in summary["events"]][:1] == ["cut(host=1, seconds=0.2, step=9)"]
+
+
+class TestRun:
+    def write(self, folder: Path, body: str) -> str:
+        path = folder / "script.py"
+        path.write_text(PLAIN + body)
+        return str(path)
+
+    def test_output_is_kept_and_not_shown(self, pair, tmp_path, capfd):
+        outcome = pair().run(self.write(tmp_path, "print(sys.argv[1:], os.environ['WORLD_SIZE'], flush=True)"), "a", "b")
+        assert (outcome.code, outcome.folder, outcome.events) == (0, None, ())
+        assert sorted(outcome.output.splitlines()) == ["[host0 0] ['a', 'b'] 2", "[host1 1] ['a', 'b'] 2"]
+        assert capfd.readouterr() == ("", "")
+
+    def test_options_reach_the_launchers(self, pair, tmp_path):
+        script = self.write(
+            tmp_path,
+            "e = os.environ; print(e['PACELINE_SYNC'], e['PACELINE_NAME'], e['OMP_NUM_THREADS'], os.getcwd(), e['X'])",
+        )
+        asked = {"sync": "AllReduce()", "name": "n", "threads": 3, "environ": {"X": "7"}, "folder": tmp_path}
+        assert f"[host1 1] AllReduce() n 3 {tmp_path} 7\n" in pair().run("script.py", **asked).output
+        assert script
+
+    def test_cores_are_dealt_once(self, build, tmp_path, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr("paceline.cluster.machine.cores", lambda: 8)
+        outcome = build(hosts=2, workers=2).run(self.write(tmp_path, "print(os.environ['OMP_NUM_THREADS'])"))
+        assert [line.partition("] ")[2] for line in outcome.output.splitlines()] == ["2"] * 4
+
+    def test_several_runs_in_one_cluster(self, pair, tmp_path):
+        cluster = pair()
+        script = self.write(tmp_path, "sys.exit(int(sys.argv[1]))")
+        assert [cluster.run(script, code).code for code in ("0", "3", "0")] == [0, 3, 0]
+
+    def test_one_host(self, build, tmp_path):
+        assert build(hosts=1, workers=2).run(self.write(tmp_path, "print(rank)")).output.count("[host0 ") == 2
+
+    def test_a_deadline(self, pair, tmp_path):
+        cluster, began = pair(), time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"has not ended within 2 s; still running on host0, host1\. Last output:\n(?s:.*) up"):
+            cluster.run(self.write(tmp_path, "print('up', flush=True)\ntime.sleep(60)"), deadline=2)
+        assert time.monotonic() - began < 8 and cluster.processes(0) == cluster.processes(1) == []
+
+    def test_mistakes(self, pair, tmp_path):
+        cluster, script = pair(), self.write(tmp_path, "")
+        with pytest.raises(UsageError, match=r"the script none.py doesn't exist"):
+            cluster.run("none.py")
+        with pytest.raises(UsageError, match="deadline is 0, and has to be a number of seconds above 0"):
+            cluster.run(script, deadline=0)
+        with pytest.raises(UsageError, match="--threads is 0"):
+            cluster.run(script, threads=0)
+
+    def test_scripts_of_torch_distributed_alone(self, build, tmp_path):
+        body = """
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            x = torch.tensor([rank + 1.0])
+            dist.all_reduce(x)
+            print(x.item())
+            dist.destroy_process_group()
+        """
+        outcome = build(hosts=2, bandwidth="1gbit").run(self.write(tmp_path, textwrap.dedent(body)))
+        assert outcome.code == 0 and outcome.output.count("3.0") == 2, outcome.output
