@@ -39,7 +39,7 @@ def birth(pid: int) -> int | None:
 
 
 def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
-    """The page that a worker was given, if it was: its run began at this `time.time()`, and waits nowhere longer than `deadline` seconds."""
+    """The page that a worker was given, if it was: its run began at this `time.time()`, and it waits nowhere longer than `deadline`."""
     if file is None:
         return None
     page = Page(Path(file), deadline=deadline)
