@@ -1,10 +1,11 @@
 # Each target makes .venv by itself when it is missing, or when pyproject.toml or constraints.txt has changed since.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test soak lint bench clean
+.PHONY: demo test soak lint bench bench-peers clean
 
 demo: .venv/.made
 	$(BIN)/paceline demo
@@ -23,6 +24,11 @@ lint: .venv/.made
 bench: .venv/.made
 	$(BIN)/paceline bench collectives
 	$(BIN)/paceline bench training
+
+# Measures what is missing (BENCH_ARGS narrows it, see benchmarks/README.md), then writes docs/benchmarks.md.
+bench-peers: .venv/.made
+	$(BIN)/python -m benchmarks.peers --install $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.peers report
 
 .venv/.made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'

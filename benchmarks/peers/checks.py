@@ -1,0 +1,44 @@
+"""Whether a peer computed the right thing: as many workers as asked for, in one job, with the weights of one process on the whole batch.
+
+A peer that quietly runs alone looks fast; it is found by its workers' number, by their size, and by weights that saw other batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.catalogue import EXACT, HALF
+
+TELLING = 100  # a lone worker's weights are at least so many times EXACT away from the reference's
+
+WORDS = {
+    "exact": f"within {EXACT:g} of one process",
+    "half": f"within {HALF:g} of one process",
+    "near": "equal on all workers, and nearer to one process than a lone worker is",
+}
+
+
+def complaint(check: str, answers: Sequence[Mapping[str, Any]], workers: int, steps: int, alone: float) -> str | None:
+    """What is wrong with the workers' answers, or None. `alone` is how far a worker that never exchanged ends from the reference."""
+    if len(answers) != workers:
+        ranks = ", ".join(str(answer["rank"]) for answer in answers) or "none"
+        return f"{len(answers)} of {workers} workers answered (ranks: {ranks})" + (": it ran alone" if len(answers) == 1 else "")
+    sizes = sorted({answer["size"] for answer in answers})
+    if sizes != [workers]:
+        return f"the workers' job has {', '.join(map(str, sizes))} of {workers} workers"
+    if any(len(answer["seconds"]) != steps for answer in answers):
+        return f"{min(len(answer['seconds']) for answer in answers)} of {steps} steps were trained"
+    away = max(answer["away"] for answer in answers)
+    if check == "near":
+        if len({answer["sha256"] for answer in answers}) != 1:
+            return "the workers' weights differ"
+        return None if away < alone else f"weights are {away:.1e} away from one process's, a lone worker's are {alone:.1e}"
+    bound = {"exact": EXACT, "half": HALF}[check]
+    return None if away <= bound else f"weights are {away:.1e} away from one process's, more than {bound:g}"
+
+
+def telling(reference: Mapping[str, Any], name: str) -> None:
+    """Raise unless the reference tells a right worker from a lone one."""
+    if reference["alone"] < TELLING * EXACT:
+        raise RuntimeError(f"{name}: a lone worker is only {reference['alone']:.1e} away from the reference: train more steps")

@@ -1,0 +1,27 @@
+"""paceline, as its README has it: the batch in the loader is the global one."""
+
+from __future__ import annotations
+
+import tempfile
+
+import workload
+
+import paceline as pl
+
+
+def main() -> None:
+    job = workload.Job(workload.parser(__doc__).parse_args())
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder, pl.start(folder=folder, name="run") as run:
+        model, optimizer, loader = run.prepare(job.model, job.optimizer(), job.loader(job.batch))
+        for x, y in job.turns(loader):
+            loss = workload.loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+            job.note(loss)
+        job.finish(run.rank, run.size, "paceline")
+
+
+if __name__ == "__main__":
+    main()
