@@ -31,7 +31,7 @@ def command_lines() -> list[str]:
         line[2:].split("  #")[0].strip() for text in TEXTS.values() for block in blocks(text, "console") for line in block.splitlines()
     ]
     quoted = [code for text in TEXTS.values() for code in re.findall(r"`(paceline [^`]+)`", text)]
-    mentions = {line for line in quoted if line.startswith("paceline run") and ".py" not in line}
+    mentions = {line for line in quoted if line.startswith(("paceline run", "paceline lab run")) and ".py" not in line}
     return sorted({line for line in consoles + quoted if line.startswith("paceline ")} - mentions)
 
 

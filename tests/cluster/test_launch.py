@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cluster.launch import Job, check, meeting_point
+from paceline.cluster.launch import Job, check, deal, meeting_point
 from paceline.cluster.output import Screen, Stream, last_words
 from paceline.errors import UsageError
 from tests.cluster.launched import JOINED, ROOT, alive_in, wait_for, wait_gone
@@ -411,11 +411,23 @@ class TestUsage:
             ({"hosts": 2}, "needs --join"),
             ({"join": "a:1"}, "needs --hosts"),
             ({"hosts": 2, "join": "a:1", "host_rank": 2}, "--host-rank is 2"),
+            ({"placement": "blocks"}, "--placement is blocks; possible: block, round-robin; did you mean block?"),
         ],
     )
     def test_nonsense_is_named(self, changes, words):
         with pytest.raises(UsageError, match=words):
             check(Job(**{"script": __file__, **changes}))
+
+    @pytest.mark.parametrize(
+        ("workers", "block", "turns"),
+        [
+            ((2, 2), [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+            ((1, 3, 2), [[0], [1, 2, 3], [4, 5]], [[0], [1, 3, 5], [2, 4]]),
+            ((2,), [[0, 1]], [[0, 1]]),
+        ],
+    )
+    def test_ranks_are_dealt(self, workers, block, turns):
+        assert deal(workers, "block") == block and deal(workers, "round-robin") == turns
 
     @pytest.mark.parametrize("join", ["a", "a:", ":1", "a:0", "a:70000", "a:b"])
     def test_join(self, join):

@@ -101,6 +101,12 @@ class TestAssemble:
         for future in gather(invitation("a", port), invitation("b", port, hosts=3), pause=0.1):
             assert isinstance(future.exception(), Mismatch) and "b was started with --hosts 3" in str(future.exception())
 
+    def test_different_placements(self):
+        port, other = free_port(), Offer("b", 2, "127.0.0.1", "machine", 1000, 2000, "round-robin")
+        for future in gather(invitation("a", port), invitation("b", port, offer=other), pause=0.1):
+            assert isinstance(future.exception(), Mismatch)
+            assert "b was started with --placement round-robin, and a with --placement block" in str(future.exception())
+
     def test_another_secret_ends_it_at_once(self):
         port = free_port()
         start = time.monotonic()
@@ -322,6 +328,14 @@ class TestLaunchers:
         assert [row[0] for row in rows] == ["0", "1", "2"] and {row[1] for row in rows} == {"3"}
         assert len({(row[6], row[7]) for row in rows}) == 1
         assert sorted((row[4], row[3]) for row in rows) in ([("0", "1"), ("1", "2"), ("1", "2")], [("0", "2"), ("0", "2"), ("1", "1")])
+
+    def test_ranks_in_turn(self, both):
+        names = ["GROUP_RANK", "LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"]
+        options = {"placement": "round-robin"}
+        ended = [launched.end() for launched in both(f"print(*[os.environ[n] for n in {names}])", (2, 2), **options)]
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        rows = sorted(line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines())
+        assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
 
     def test_workers_meet_in_the_store(self, both):
         body = """
