@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.peers import environments
-from benchmarks.peers.catalogue import MODELS, PEERS, SETTINGS, Cell, guess, launch_seconds, timed_steps
+from benchmarks.peers.catalogue import MODELS, PEERS, SETTINGS, TELLING_MOST, Cell, guess, launch_seconds, timed_steps, trial_seconds
 from benchmarks.peers.environments import InstallError
 from benchmarks.peers.measuring import Measurement
+from benchmarks.peers.places import tidy
 from benchmarks.peers.records import Records
 from benchmarks.peers.summary import summarise, write
 
@@ -28,8 +30,11 @@ RESULTS = environments.ROOT / "benchmarks" / "results" / "peers.jsonl"
 def arguments() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__, formatter_class=raw)
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS))
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="NAME", help=", ".join(MODELS))
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), metavar="NAME", help=f"these only, of {', '.join(SETTINGS)}")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), metavar="NAME", help=f"these only, of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--all", action="store_true", help="all models in all settings, which takes some 7 hours; default: the 12 cells that tell most"
+    )
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME", help=", ".join(PEERS))
     parser.add_argument("--rounds", type=int, default=3, help="launches of every peer in every cell (default %(default)s)")
     parser.add_argument(
@@ -70,20 +75,26 @@ def install(names: list[str], records: Records) -> None:
 def plan(options: argparse.Namespace, records: Records) -> Measurement:
     """What the options ask for."""
     cores = len(os.sched_getaffinity(0))
-    names, models, rounds = options.settings, options.models, options.rounds
+    rounds, chosen = options.rounds, TELLING_MOST
     if options.quick:
-        names, models, rounds = ["one-host"], ["gpt-0.9m", "digits-cnn"], 1
+        rounds, chosen = 1, {"one-host": ("gpt-0.9m", "digits-cnn")}
+    elif options.all or options.settings or options.models:
+        chosen = {name: tuple(options.models or MODELS) for name in options.settings or SETTINGS}
     cells = []
-    for setting in (SETTINGS[name] for name in names):
-        for model in (MODELS[name] for name in models):
+    for setting in (SETTINGS[name] for name in chosen):
+        for model in (MODELS[name] for name in chosen[setting.name]):
             cells.append(Cell(setting, model, timed_steps(guess(setting, model, cores), options.seconds)))
     return Measurement(cells, [PEERS[name] for name in options.peers], rounds, options.seed, cores, records, options.retry)
 
 
 def estimate(measurement: Measurement) -> float:
     """Seconds that all missing launches take, roughly."""
-    cells = [cell for cell in measurement.cells if measurement.here(cell)]
-    return sum(launch_seconds(cell, measurement.cores) * len(measurement.missing(cell)) for cell in cells)
+    total = 0.0
+    for cell in measurement.cells:
+        missing = measurement.missing(cell)
+        total += launch_seconds(cell, measurement.cores) * len(missing)
+        total += trial_seconds(cell, measurement.cores) * any(peer.name == "ddp-best" for _, peer in missing)
+    return total
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -112,6 +123,7 @@ def measure(options: argparse.Namespace) -> None:
             "versions": harness.versions("torch", "numpy", "paceline"),
         }
     )
+    tidy()
     measurement.run()
     path = options.results.with_suffix(".json")
     write(path, summarise(records, list(PEERS)))
@@ -127,6 +139,7 @@ def main() -> None:
 
         page.make(options.file or options.results, options.docs)
     else:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is taken down
         measure(options)
 
 

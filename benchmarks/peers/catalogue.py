@@ -9,6 +9,7 @@ EXACT = 1e-5  # |w - reference| / |reference| after all steps, of peers that com
 HALF = 1e-3  # the same, of gradients rounded to half precision
 PERIOD = 4  # steps between two averages of post-local SGD: timed steps are a multiple of it
 WARM = 3  # steps before the timed ones
+SLOW = 2.0  # seconds of a step from which fewer are tried for the bucket size
 SIZES_MB = (1, 5, 10, 25, 50, 200)  # bucket sizes that DDP is tried with
 
 
@@ -140,6 +141,16 @@ MODELS = {
 }
 
 
+# What is measured unless something else is asked for: everything where it is cheap, else where links and models differ most.
+TELLING_MOST = {
+    "one-host": tuple(MODELS),
+    "two-hosts-1g": tuple(MODELS),
+    "ethernet-1g": ("gpt-19m", "mlp-25m"),
+    "two-hosts-10g": ("gpt-19m",),
+    "two-hosts-100m": ("gpt-0.9m",),
+}
+
+
 @dataclass(frozen=True)
 class Cell:
     """A model in a setting, and the timed steps of each launch; every peer trains the same."""
@@ -168,5 +179,18 @@ def timed_steps(step: float, seconds: float) -> int:
 
 def launch_seconds(cell: Cell, cores: int) -> float:
     """About how long one launch takes: starting Python and torch in every worker, then the steps."""
-    starting = 4.0 + 2.0 * cell.setting.workers / cores * 2
-    return starting + (WARM + cell.steps) * guess(cell.setting, cell.model, cores) * 1.3
+    return _starting(cell, cores) + (WARM + cell.steps) * guess(cell.setting, cell.model, cores) * 1.3
+
+
+def trial(cell: Cell, cores: int) -> tuple[int, int]:
+    """Steps to warm up and steps to time when the sizes of DDP's buckets are tried: few where they are slow."""
+    return (1, 2) if guess(cell.setting, cell.model, cores) > SLOW else (3, 6)
+
+
+def trial_seconds(cell: Cell, cores: int) -> float:
+    """About how long that takes."""
+    return _starting(cell, cores) + len(SIZES_MB) * sum(trial(cell, cores)) * guess(cell.setting, cell.model, cores) * 1.3
+
+
+def _starting(cell: Cell, cores: int) -> float:
+    return 4.0 + 4.0 * cell.setting.workers / cores

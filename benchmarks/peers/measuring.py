@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers import environments
-from benchmarks.peers.catalogue import PEERS, SIZES_MB, WARM, Cell, Peer, Setting, launch_seconds
+from benchmarks.peers.catalogue import PEERS, SIZES_MB, WARM, Cell, Peer, Setting, launch_seconds, trial, trial_seconds
 from benchmarks.peers.checks import complaint, telling
 from benchmarks.peers.launches import LaunchError, launch, sent
 from benchmarks.peers.places import Here, Place, place
 from benchmarks.peers.records import Record, Records
 
 REFERENCES = environments.BENCH / "references"
-SLOW = 2.0  # seconds of a step from which fewer are tried for the bucket size
 KEPT = 16  # losses that are recorded of each launch
 
 
@@ -129,10 +128,10 @@ class Measurement:
         key = {"cell": cell.name, "steps": cell.steps, "seed": self.seed}
         known = self.records.find("buckets", **key)
         if known is None:
-            slow = launch_seconds(cell, self.cores) / (WARM + cell.steps) > SLOW
-            few = ("--steps", "2", "--warm", "1") if slow else ("--steps", "6", "--warm", "3")
+            warm, timed = trial(cell, self.cores)
+            few = ("--warm", str(warm), "--steps", str(timed))
             sizes = ("--try-buckets", *map(str, SIZES_MB))
-            deadline = self._patience(cell) * len(SIZES_MB)
+            deadline = 120 + 6 * trial_seconds(cell, self.cores)
             answers = launch(PEERS["ddp"], where, (*self._arguments(cell), *few, *sizes), deadline=deadline)
             tried = {size: seconds * 1.0 for size, seconds in answers[0].items()}
             known = self.records.add({"kind": "buckets", **key, "tried": tried, "best": float(min(tried, key=lambda size: tried[size]))})

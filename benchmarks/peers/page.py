@@ -57,8 +57,10 @@ def table(cell: dict[str, Any]) -> str:
     for row in timed:
         name = f"**{row['title']}**" if row["peer"] == OURS else row["title"]
         name += f" ({row['bucket']:g} MB)" if row.get("bucket") else ""
-        spread = f"{duration(row['low'])} to {duration(row['high'])}"
-        against = "1" if row["ratio"] is None else f"{row['ratio']['value']:.2f} [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]"
+        several = row["rounds"] > 1
+        spread = f"{duration(row['low'])} to {duration(row['high'])}" if several else "one round"
+        bounds = f" [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]" if row["ratio"] and several else ""
+        against = f"{row['ratio']['value']:.2f}{bounds}" if row["ratio"] else "1" if row["peer"] == OURS else ""
         lines.append(f"| {name} | {duration(row['median'])} | {spread} | {against} | {row['sent'] / 1e6:.2f} MB | {row['away']:.1e} |")
     lines += [f"| {row['title']} | no time: {_cell_text(row['why'])} | | | | |" for row in cell["rows"] if row["median"] is None]
     return "\n".join(lines)
@@ -71,7 +73,7 @@ def rivals(cell: dict[str, Any]) -> list[Row]:
 
 def _head(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
-    batches = ", ".join(f"{model.title}: {model.batch}" for model in MODELS.values())
+    batches = "; ".join(f"{model.batch} of the {model.title}" for model in MODELS.values())
     return f"""# Benchmarks against peers
 
 <!-- Made by `python -m benchmarks.peers report`; changes by hand are lost. -->
@@ -118,7 +120,7 @@ def _verdicts(found: dict[str, Any]) -> str:
 def _cell(cell: dict[str, Any]) -> str:
     counts = sorted({row["rounds"] for row in cell["rows"] if row["median"] is not None})
     rounds = " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1]))) if counts else "no"
-    words = [f"{cell['steps']} timed steps in each launch, {rounds} rounds."]
+    words = [f"{cell['steps']} timed steps in each launch, {rounds} round{'' if rounds == '1' else 's'}."]
     if cell["reference"] is not None:
         words.append(f"A worker that never exchanges ends {cell['reference']['alone']:.1e} off.")
     if cell["buckets_ms"] is not None:
@@ -150,7 +152,7 @@ def _peers(found: dict[str, Any]) -> Iterator[str]:
         if not rows:
             continue
         versions: dict[str, str] = next((row["versions"] for row in rows if row.get("versions")), {})
-        version = versions.get(peer.package or "torch", "") if peer.name != OURS else versions.get("paceline", "")
+        version = ", ".join(f"{package} {number}" for package, number in versions.items() if package != "torch" or len(versions) == 1)
         how = {"alone": "python", "torchft": "torchrun for each worker, and a lighthouse"}.get(peer.launcher, peer.launcher)
         across = ", which reaches the other hosts by ssh" if peer.launcher in ("mpirun", "horovodrun") else ""
         yield f"| {peer.title} | {version} | {how}{across} | {rows[0]['check']} | {peer.note} |"

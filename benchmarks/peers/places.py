@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.lab.hosts import Cluster
 
 Process = subprocess.Popen[bytes]
+PREFIX = "peers-"  # of temporary folders
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,7 @@ class Here:
 
     def sweep(self) -> None:
         """Kill every process that carries this place's folder in its environment, as all that we start do."""
-        mark = str(self.folder)
-        for process in psutil.process_iter():
-            try:
-                if process.uids().real == os.getuid() and process.environ().get("PEERS_FOLDER") == mark:
-                    process.kill()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+        kill_marked(self.folder)
 
 
 class Lab:
@@ -139,8 +134,9 @@ class Lab:
 @contextmanager
 def place(setting: Setting) -> Iterator[Place]:
     """Build what a setting asks for, and take it down afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     folder.chmod(0o755)
+    (folder / "driver").write_text(f"{os.getpid()} {psutil.Process().create_time()}")
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_hex(32))
@@ -158,6 +154,29 @@ def place(setting: Setting) -> Iterator[Place]:
                 yield Lab(cluster, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def tidy() -> None:
+    """Remove what drivers left that were killed: their folders, and the processes that carry those in their environments."""
+    for note in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/driver"):
+        pid, began = note.read_text().split()
+        try:
+            alive = psutil.Process(int(pid)).create_time() == float(began)
+        except psutil.NoSuchProcess:
+            alive = False
+        if not alive:
+            kill_marked(note.parent)
+            shutil.rmtree(note.parent, ignore_errors=True)
+
+
+def kill_marked(folder: Path) -> None:
+    """Kill every process of ours that was started with this folder."""
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == os.getuid() and process.environ().get("PEERS_FOLDER") == str(folder):
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
 
 
 def surroundings(place: Place) -> dict[str, str]:

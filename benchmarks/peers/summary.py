@@ -85,6 +85,7 @@ def _row(peer: Peer, rounds: Sequence[Record], ours: Sequence[Record], setting: 
     row: dict[str, Any] = {"peer": peer.name, "title": peer.title, "launcher": peer.launcher, "check": WORDS[peer.check], "note": peer.note}
     row |= {"why": None, "rounds": len(rounds), "median": None, "low": None, "high": None, "ratio": None, "sent": None, "away": None}
     failed = [record for record in rounds if record["why"] is not None]
+    row["versions"] = next((record["versions"] for record in rounds if "versions" in record), None)
     if failed:
         return row | {"why": failed[0]["why"]}
     if not rounds:
@@ -98,7 +99,6 @@ def _row(peer: Peer, rounds: Sequence[Record], ours: Sequence[Record], setting: 
         "away": max(record["away"] for record in rounds),
         "loss": rounds[-1]["losses"][-1],
         "bucket": rounds[-1]["bucket"],
-        "versions": rounds[-1]["versions"],
     }
     beside = {record["round"]: record["step"] for record in ours if record["why"] is None}
     both = [(record["step"], beside[record["round"]]) for record in rounds if record["round"] in beside]

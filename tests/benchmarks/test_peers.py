@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 import torch
 
@@ -168,6 +170,12 @@ def test_slower_links_take_longer() -> None:
     assert slow > 5 * fast > 10 * here
 
 
+def test_time_is_planned_for_bucket_sizes_too(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    plain, tried = (command.estimate(Measurement([CELL], [PEERS[name]], 1, 0, 2, records)) for name in ("ddp", "ddp-best"))
+    assert plain < tried and command.estimate(Measurement([CELL], [PEERS["ddp"]], 3, 0, 2, records)) == pytest.approx(3 * plain)
+
+
 def test_models_of_the_driver_are_those_of_the_programs() -> None:
     from benchmarks.peers.programs import workload
 
@@ -212,7 +220,7 @@ def test_a_launch_gives_what_its_workers_wrote(scripted: tuple[places.Place, Any
     here, say = scripted
     peer = say("import sys; [open(f'{sys.argv[2]}/rank-{r}.json', 'w').write('{\"rank\": %d}' % r) for r in (1, 0)]")
     assert launches.launch(peer, here, (), deadline=30) == [{"rank": 0}, {"rank": 1}]
-    assert list(here.folder.iterdir()) == [here.folder / "secret"]
+    assert {path.name for path in here.folder.iterdir()} == {"secret", "driver"}
 
 
 def test_a_launch_that_fails_says_why(scripted: tuple[places.Place, Any]) -> None:
@@ -232,6 +240,39 @@ def test_a_launch_ends_at_its_deadline_with_all_it_started(scripted: tuple[place
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end, "what the launch started is still there"
         time.sleep(0.05)
+
+
+def test_what_a_killed_driver_left_goes_at_the_next_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    line = "import sys, tempfile; from benchmarks.peers import places; from benchmarks.peers.catalogue import SETTINGS\n"
+    line += "tempfile.tempdir = sys.argv[1]\nwith places.place(SETTINGS['one-host']) as here:\n"
+    line += "    with open('/dev/null', 'wb') as log: here.spawn(0, ['sleep', '60'], places.surroundings(here), log)\n"
+    line += "    print('ready', flush=True); input()"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", line, str(tmp_path)], cwd=environments.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
+    (folder,) = tmp_path.iterdir()
+    places.tidy()
+    assert folder.exists(), "the driver is alive"
+    driver.kill()
+    driver.communicate()
+    assert marked(folder)
+    places.tidy()
+    assert not folder.exists()
+    end = time.monotonic() + 10
+    while marked(folder):
+        assert time.monotonic() < end, "what the driver started is still there"
+        time.sleep(0.05)
+
+
+def marked(folder: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("PEERS_FOLDER") == str(folder):
+                found.append(process.pid)
+    return found
 
 
 # ---- records, and what is still missing
@@ -330,6 +371,7 @@ def test_the_page_says_wins_draws_losses_and_failures(found: dict[str, Any]) -> 
         in text
     )
     assert "| Horovod | no time: exit code 1: no \\| &lt;ssh> |" in text
+    assert "| DDP, 25 MB buckets | 220.00 ms | 210.00 ms to 230.00 ms | 2.00 [2.00, 2.00] | 4.00 MB | 1.0e-08 |" in text
     assert "the command" in text and "a chip" in text and "numpy" not in text
     order = [line.split("|")[1].strip() for line in page.table(found["cells"][0]).splitlines()[2:]]
     assert order[:4] == ["MPI by hand", "**paceline**", "Lightning Fabric", "DDP, 25 MB buckets"]
@@ -353,13 +395,16 @@ def test_options_choose_cells_peers_and_rounds(tmp_path: Path) -> None:
     def plan(*words: str) -> Measurement:
         return command.plan(command.arguments().parse_args(words), Records(tmp_path / "records.jsonl"))
 
-    whole = plan()
-    assert len(whole.cells) == len(SETTINGS) * len(MODELS) and len(whole.peers) == len(PEERS)
+    usual = plan()
+    assert {cell.setting.name for cell in usual.cells} == set(SETTINGS) and {cell.model.name for cell in usual.cells} == set(MODELS)
+    whole = plan("--all")
+    assert len(usual.cells) < len(whole.cells) == len(SETTINGS) * len(MODELS) and len(whole.peers) == len(PEERS)
     chosen = plan(
         "--settings", "ethernet-1g", "--models", "mlp-25m", "gpt-19m", "--peers", "ddp", "--rounds", "7", "--seed", "3", "--retry"
     )
     assert [cell.name for cell in chosen.cells] == ["ethernet-1g/mlp-25m", "ethernet-1g/gpt-19m"]
     assert ([peer.name for peer in chosen.peers], chosen.rounds, chosen.seed, chosen.retry) == (["ddp"], 7, 3, True)
+    assert len(plan("--models", "gpt-19m").cells) == len(SETTINGS) and len(plan("--settings", "one-host").cells) == len(MODELS)
     assert plan("--seconds", "1").cells[0].steps < whole.cells[0].steps
     quick = plan("--quick")
     assert quick.rounds == 1 and {cell.setting.name for cell in quick.cells} == {"one-host"} and len(quick.cells) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import workload
 
 import paceline as pl
@@ -11,7 +9,7 @@ import paceline as pl
 
 def main() -> None:
     job = workload.Job(workload.parser(__doc__).parse_args())
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder, pl.start(folder=folder, name="run") as run:
+    with pl.start(folder=str(job.options.out), name="run") as run:
         model, optimizer, loader = run.prepare(job.model, job.optimizer(), job.loader(job.batch))
         for x, y in job.turns(loader):
             loss = workload.loss_of(model(x), y)
