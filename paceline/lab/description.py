@@ -264,7 +264,23 @@ def _check(cluster: Description) -> None:
                 raise UsageError(f"{at}: a {kind} is called {name!r}; names have small letters, digits and dashes inside, at most 32")
             if found.count(name) > 1:
                 raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
+    for host in cluster.hosts:
+        _check_numbers(host, at)
+    for rack in cluster.racks:
+        for side in ("up", "down"):
+            if getattr(rack, side) is not None:
+                rate(getattr(rack, side), f"{at}: {side} of rack {rack.name}")
     _check_racks(cluster, at)
+
+
+def _check_numbers(host: Host, at: str) -> None:
+    for side in ("up", "down"):
+        if getattr(host, side) is not None:
+            rate(getattr(host, side), f"{at}: {side} of host {host.name}")
+    for name, least in (("workers", 1), ("processors", _LEAST_PROCESSORS), ("memory", _LEAST_MEMORY), ("delay", 0)):
+        value = getattr(host, name)
+        if value is not None and not least <= value < math.inf:
+            raise UsageError(f"{at}: {name} of host {host.name} is {value}, and has to be at least {least}")
 
 
 def _check_racks(cluster: Description, at: str) -> None:

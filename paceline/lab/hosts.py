@@ -61,6 +61,7 @@ class Cluster:
         self.hosts: tuple[Seat, ...] = ()
         self.folder = Path()  # temporary files of this lab
         self.notes: list[str] = []  # what could not be built as described, though that was allowed
+        self._delays = True
         self._switch: spaces.Space | None = None
         self._processors: dict[int, float | None] = {}
         self._held = ExitStack()
@@ -72,6 +73,7 @@ class Cluster:
         kernel.check_rights()
         cleaning.clean()
         self.notes += kernel.ready_for(self.description)
+        self._delays = not self.notes
         with ExitStack() as held:
             self.folder = Path(tempfile.mkdtemp(prefix="paceline-lab-"))
             held.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -136,7 +138,7 @@ class Cluster:
         """Change what the host may send and receive (None: all it can), from now on."""
         seat = self._seat(host)
         sides = [None if side is None else rate(side) for side in (up, down)]
-        delay = self.description.hosts[host].delay if not self.notes else None
+        delay = self.description.hosts[host].delay if self._delays else None
         links.limit(seat.space, seat.interface, sides[0], delay)
         links.limit(self._hub, seat.port, sides[1])
 
@@ -318,7 +320,7 @@ def cluster(
     replace its own.
     """
     if description is None:
-        return Cluster(regular(hosts or 2, workers or 1, placement=placement or "block", **each))
+        return Cluster(regular(2 if hosts is None else hosts, 1 if workers is None else workers, placement=placement or "block", **each))
     given = [name for name, value in (("hosts", hosts), ("workers", workers), *each.items()) if value is not None]
     if given:
         raise UsageError(f"{', '.join(given)} and a description are given: write it into the description, or leave that out")

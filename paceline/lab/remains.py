@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import shutil
 import signal
 import stat
@@ -24,6 +25,7 @@ from typing import Any
 MARK = "PACELINE_LAB"  # in the environment of everything that a lab starts
 _PROC = Path("/proc")
 _END_SECONDS = 5.0
+_LOOK_SECONDS = 0.5  # between two looks at the lab
 _ROUND_SECONDS = 0.005
 
 
@@ -52,10 +54,8 @@ def write(record: dict[str, Any]) -> Path:
     temporary = path.with_suffix(f".{os.getpid()}")
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        state = folder.lstat()
-        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder))
         try:
+            _check_owner(folder)
             temporary.write_text(json.dumps(record))
             temporary.replace(path)
         except FileNotFoundError:  # another lab that ended has removed the empty folder
@@ -64,12 +64,30 @@ def write(record: dict[str, Any]) -> Path:
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The records of all labs of this user, alive or not."""
+    """The records of all labs of this user, alive or not. `PermissionError` if somebody else could have written them."""
     found = []
+    with suppress(FileNotFoundError):
+        _check_owner(records())
     for path in sorted(records().glob("*.json")):
         with suppress(FileNotFoundError):  # it has ended since
             found.append(json.loads(path.read_text()))
     return found
+
+
+def _check_owner(folder: Path) -> None:
+    """Records say what is to be ended and removed, so they have to be our own."""
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder))
+
+
+def drop_halves() -> None:
+    """Remove records whose writer was killed before they were complete."""
+    for path in records().glob("*.[0-9]*"):
+        if not began(int(path.suffix[1:])):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        records().rmdir()
 
 
 def forget(identity: str) -> None:
@@ -189,8 +207,13 @@ def watch(path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     heard = b""
-    while data := os.read(0, 1 << 12):
-        heard = (heard + data)[-16:]
+    lab = json.loads(path.read_text())
+    while alive(lab):  # a child that it has forked may hold the pipe open
+        if select.select([0], [], [], _LOOK_SECONDS)[0]:
+            data = os.read(0, 1 << 12)
+            heard += data
+            if not data:
+                break
     if b"done" not in heard and path.exists():
         sweep(json.loads(path.read_text()), trusted=True)
 

@@ -146,3 +146,18 @@ class TestRegular:
         with pytest.raises(UsageError, match="hosts, bandwidth and a description are given"):
             lab.cluster(hosts=2, bandwidth="1gbit", description="two-hosts")
         assert lab.cluster(description="two-hosts", placement="round-robin").description.placement == "round-robin"
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (Host("a", 0), "x: workers of host a is 0, and has to be at least 1"),
+        (Host("a", processors=0), "processors of host a is 0, and has to be at least 0.01"),
+        (Host("a", memory=1), "memory of host a is 1"),
+        (Host("a", delay=-1), "delay of host a is -1"),
+        (Host("a", up=1), "up of host a is 1, and has to be 8kbit to 34gbit"),
+    ],
+)
+def test_objects_are_checked_too(host, said):
+    with pytest.raises(UsageError, match=said):
+        Description("x", (host,))

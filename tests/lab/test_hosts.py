@@ -59,6 +59,7 @@ class TestHost:
 
 
 class TestQuotas:
+    @pytest.mark.slow
     def test_processors(self, quotas, pair):
         cluster = pair(processors=0.25)
         assert cluster.quota_of(0) == 0.25

@@ -56,6 +56,7 @@ class TestCommand:
         assert sorted(ended.err.splitlines())[:3] == ["[a 0] e", "[b 1] e", "[b 2] e"]
         assert ended.err.splitlines()[0] == "paceline: lab c: 2 hosts, 3 workers dealt in blocks, unlimited links"
 
+    @pytest.mark.slow
     def test_placement(self, started):
         body = PLAIN + "print(os.environ['LOCAL_RANK'])"
         ended = lab(started, pairs(started.folder), body, "--placement", "round-robin").end()
@@ -63,6 +64,7 @@ class TestCommand:
         ended = lab(started, "two-hosts", body, "--placement", "round-robin").end()
         assert sorted(ended.out.splitlines()) == ["[host0 0] 0", "[host0 2] 1", "[host1 1] 0", "[host1 3] 1"]
 
+    @pytest.mark.slow
     def test_an_error_ends_all_and_is_said_last(self, started):
         body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(60)"
         ended = lab(started, pairs(started.folder), body).end(30)
@@ -73,9 +75,11 @@ class TestCommand:
         ]
         assert ended.err.count("failed with exit code 1") == 1
 
+    @pytest.mark.slow
     def test_exit_codes_are_the_workers(self, started):
         assert lab(started, pairs(started.folder), PLAIN + "sys.exit(7 if rank == 2 else 0)").end().code == 7
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_signals(self, started, number):
         job = lab(started, "two-hosts", SLEEP)
@@ -85,6 +89,7 @@ class TestCommand:
         assert ended.code == 128 + number
         assert 'Traceback (most recent call last):\n  File "/' not in ended.err.replace("[host", "")
 
+    @pytest.mark.slow
     def test_the_reader_of_its_output_leaves(self, started):
         job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 100, flush=True)")
         job.process.stdout.readline()
@@ -101,6 +106,7 @@ class TestCommand:
         wait_for(lambda: job.processes() == [], 2.0)
         assert left(before) == set()
 
+    @pytest.mark.slow
     def test_sigkill_of_its_keeper_too(self, started):
         before = traces()
         job = lab(started, "two-hosts", SLEEP)
@@ -114,6 +120,7 @@ class TestCommand:
         assert f"lab {record['identity']} (two-hosts) was killed: its processes, control groups and files are removed" in cleaned.stdout
         assert job.processes() == [] and left(before) == set()
 
+    @pytest.mark.slow
     def test_mistakes_are_one_line_and_build_nothing(self, started):
         (started.folder / "script.py").write_text("")
         wrong = [
@@ -166,6 +173,7 @@ class TestRun:
         assert sorted(outcome.output.splitlines()) == ["[host0 0] ['a', 'b'] 2", "[host1 1] ['a', 'b'] 2"]
         assert capfd.readouterr() == ("", "")
 
+    @pytest.mark.slow
     def test_options_reach_the_launchers(self, pair, tmp_path):
         script = self.write(
             tmp_path,
@@ -175,26 +183,31 @@ class TestRun:
         assert f"[host1 1] AllReduce() n 3 {tmp_path} 7\n" in pair().run("script.py", **asked).output
         assert script
 
+    @pytest.mark.slow
     def test_cores_are_dealt_once(self, build, tmp_path, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         monkeypatch.setattr("paceline.cluster.machine.cores", lambda: 8)
         outcome = build(hosts=2, workers=2).run(self.write(tmp_path, "print(os.environ['OMP_NUM_THREADS'])"))
         assert [line.partition("] ")[2] for line in outcome.output.splitlines()] == ["2"] * 4
 
+    @pytest.mark.slow
     def test_several_runs_in_one_cluster(self, pair, tmp_path):
         cluster = pair()
         script = self.write(tmp_path, "sys.exit(int(sys.argv[1]))")
         assert [cluster.run(script, code).code for code in ("0", "3", "0")] == [0, 3, 0]
 
+    @pytest.mark.slow
     def test_one_host(self, build, tmp_path):
         assert build(hosts=1, workers=2).run(self.write(tmp_path, "print(rank)")).output.count("[host0 ") == 2
 
+    @pytest.mark.slow
     def test_a_deadline(self, pair, tmp_path):
         cluster, began = pair(), time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"has not ended within 2 s; still running on host0, host1\. Last output:\n(?s:.*) up"):
             cluster.run(self.write(tmp_path, "print('up', flush=True)\ntime.sleep(60)"), deadline=2)
         assert time.monotonic() - began < 8 and cluster.processes(0) == cluster.processes(1) == []
 
+    @pytest.mark.slow
     def test_mistakes(self, pair, tmp_path):
         cluster, script = pair(), self.write(tmp_path, "")
         with pytest.raises(UsageError, match=r"the script none.py doesn't exist"):
@@ -204,6 +217,7 @@ class TestRun:
         with pytest.raises(UsageError, match="--threads is 0"):
             cluster.run(script, threads=0)
 
+    @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):
         body = """
             import torch, torch.distributed as dist

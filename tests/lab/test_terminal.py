@@ -30,6 +30,7 @@ def cluster(pair: Callable[..., Cluster]) -> Cluster:
     return pair()
 
 
+@pytest.mark.slow
 class TestShell:
     def test_reads_commands(self, cluster):
         answer = call("shell", "--lab", cluster.identity, "host1", given="hostname\nexit 5\n")
@@ -57,6 +58,7 @@ class TestShell:
         assert "labs run: " in (answer := call("shell", "0")).stderr and "say which with --lab" in answer.stderr and answer.returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
 def test_mpirun_finds_its_way_through_shells(cluster: Cluster, tmp_path: Path) -> None:
     agent = tmp_path / "agent"
@@ -97,6 +99,7 @@ def test_clean_with_nothing_to_do(clean: None) -> None:
     assert answer.returncode == 0 and answer.stderr == ""
 
 
+@pytest.mark.slow
 class TestWithoutRoot:
     @pytest.fixture
     def nobody(self, able: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:

@@ -1,0 +1,53 @@
+"""Cleaning takes what dead labs have left, and nothing of living ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ResourceError
+from paceline.lab import cgroups, cleaning, remains
+from paceline.lab.cgroups import Base
+
+
+def test_living_labs_and_groups_in_use_are_left_alone(pair):
+    cluster = pair()
+    process = cluster.spawn(0, [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    assert [line for line in cleaning.clean() if cluster.identity in line] == []
+    assert process.poll() is None and all(folder.exists() for host in cluster.hosts for folder in host.group.folders)
+
+
+def test_groups_without_a_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
+    for name, inside in (("dead", ""), ("used", "1\n")):
+        folder = tmp_path / f"{cgroups.PREFIX}{name}-0"
+        folder.mkdir()
+        if inside:
+            (folder / "cgroup.procs").write_text(inside)
+    assert cleaning.clean() == [f"control group {tmp_path}/paceline-lab-dead-0 is removed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["paceline-lab-used-0"]
+
+
+def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_bases", list)
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group" / "file").touch()
+    host = {"name": "a", "network": "net:[1]", "cgroups": [str(tmp_path / "group")]}
+    whose = {"identity": "feed", "name": "x", "process": 0, "began": "1", "keeper": 0, "folder": str(tmp_path / "none")}
+    remains.write({**whose, "hosts": [host]})
+    with pytest.raises(ResourceError, match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again"):
+        cleaning.clean()
+    (tmp_path / "group" / "file").unlink()
+    assert len(cleaning.clean()) == 1 and not Path(tmp_path / "group").exists() and not (tmp_path / "records").exists()
+
+
+def test_whoever_cleans_stays_alive(tmp_path):
+    code = "import os; from paceline.lab import cleaning; cleaning.clean(); print('alive')"
+    environ = {**os.environ, remains.MARK: "feed"}  # in a shell of a lab that was killed
+    assert subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout == "alive\n"

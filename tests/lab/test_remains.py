@@ -1,0 +1,112 @@
+"""Records of labs, and the end of what they name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ResourceError
+from paceline.lab import cgroups, cleaning, remains
+from tests.lab.traces import wait_for
+
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where records are, in this test."""
+    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(cgroups, "orphans", lambda bases: [])  # those of labs with records elsewhere
+    return tmp_path / "records"
+
+
+@pytest.fixture
+def stubborn() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, env={remains.MARK: "feed"})
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    own = {"identity": "feed", "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
+    return {**own, "keeper": 0, "folder": "/nonexistent/folder", "hosts": [], **changes}
+
+
+def test_records_come_and_go(place):
+    assert remains.read_all() == []
+    remains.write(record())
+    remains.write(record(identity="beef"))
+    assert [found["identity"] for found in remains.read_all()] == ["beef", "feed"] and all(map(remains.alive, remains.read_all()))
+    remains.forget("feed")
+    remains.forget("feed")
+    assert place.exists()
+    remains.forget("beef")
+    assert not place.exists()
+
+
+def test_a_number_that_is_used_again_is_another_process(stubborn):
+    assert remains.alive(record(process=stubborn.pid, began=remains.began(stubborn.pid)))
+    assert not remains.alive(record(process=stubborn.pid, began="1"))
+    stubborn.kill()
+    wait_for(lambda: remains.began(stubborn.pid) == "")  # a zombie is dead
+    assert not remains.alive(record(process=stubborn.pid, began=""))
+
+
+def test_records_of_others_are_not_believed(place):
+    place.mkdir(mode=0o755)
+    for act in (remains.read_all, lambda: remains.write(record())):
+        with pytest.raises(PermissionError, match="it isn't a folder of this user with mode 0700"):
+            act()
+    with pytest.raises(ResourceError, match="has the records of labs, and it isn't a folder of this user"):
+        cleaning.clean()
+
+
+def test_halves_are_dropped(place):
+    place.mkdir(mode=0o700)
+    (place / "feed.999999999").write_text("{")
+    (place / f"beef.{os.getpid()}").write_text("{")
+    remains.drop_halves()
+    assert [path.name for path in place.iterdir()] == [f"beef.{os.getpid()}"]
+
+
+def test_sweeping_ends_what_has_the_mark(place, stubborn, tmp_path):
+    (tmp_path / "files").mkdir()
+    dead = record(process=stubborn.pid, began="1", folder=str(tmp_path / "files"))
+    remains.write(dead)
+    assert remains.sweep(dead, trusted=False) == []
+    assert stubborn.wait(5) == -9 and not (tmp_path / "files").exists() and remains.read_all() == []
+
+
+def test_networks_of_an_old_record_are_another_labs(place, stubborn):
+    network = os.readlink(f"/proc/{stubborn.pid}/ns/net")
+    host = {"name": "a", "network": network, "cgroups": []}
+    assert stubborn.pid in remains.inside([network])
+    assert remains.sweep(record(identity="none", process=0, began="1", hosts=[host]), trusted=False) == []
+    assert stubborn.poll() is None
+
+
+def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
+    path = remains.write(record(process=os.getpid()))
+    done = subprocess.run([sys.executable, "-I", "-S", remains.__file__, str(path)], input=b"done", check=False, timeout=10)
+    assert done.returncode == 0 and stubborn.poll() is None and json.loads(path.read_text())["identity"] == "feed"
+
+
+def test_the_keeper_sees_a_death_behind_an_open_pipe(stubborn, tmp_path):
+    path = tmp_path / "feed.json"
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    path.write_text(json.dumps(record(process=sleeper.pid, began=remains.began(sleeper.pid))))
+    keeper = subprocess.Popen([sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE)
+    sleeper.kill()
+    sleeper.wait()
+    assert stubborn.wait(5) == -9  # though the pipe is open
+    assert keeper.wait(10) == 0
+    keeper.communicate()
