@@ -53,6 +53,11 @@ class Desk:
         """The screens that have something to write, by descriptor."""
         return {screen.descriptor: screen for screen in self.screens.values() if screen.pending}
 
+    def drop(self) -> None:
+        """Forget what has not been written."""
+        for screen in self.screens.values():
+            screen.drop()
+
     def say(self, text: str) -> None:
         """Show lines of the lab itself."""
         self.screens[2].say(text)

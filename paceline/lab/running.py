@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS: Final = 0.1  # between two looks at everything
 _IDLE_SECONDS: Final = 0.3  # a line without an end is shown after this time
 _PATIENCE_SECONDS: Final = 9.0  # for launchers that were asked to end; they need up to 6
+_DRAIN_SECONDS: Final = 1.0  # how long the pipes of a launcher that is gone may stay open without a word
 _KILL_SECONDS: Final = 4.0  # to read what the killed have left in their pipes
 _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -73,10 +74,28 @@ class _Launcher:
     process: subprocess.Popen[bytes]
     sources: dict[int, Source]  # by descriptor, while it is open
     heard: float = 0.0
+    ended: float | None = None  # monotonic: when its process was seen to be gone
 
     @property
     def over(self) -> bool:
         return not self.sources and self.process.poll() is not None
+
+    def let_go(self, now: float) -> None:
+        """Show what it has begun to write; whoever holds its pipes open when it is long gone isn't waited for."""
+        if now - self.heard > _IDLE_SECONDS:
+            for source in self.sources.values():
+                source.flush()
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = now
+        if self.ended is not None and now - max(self.ended, self.heard) > _DRAIN_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        """Show the rest, and read no more."""
+        while self.sources:
+            descriptor, source = self.sources.popitem()
+            source.flush()
+            os.close(descriptor)
 
 
 def run(cluster: Cluster, start: Start, folder: Path) -> Outcome:
@@ -104,7 +123,7 @@ class _Run:
     def __init__(self, cluster: Cluster, start: Start, folder: Path, late: frozenset[int]) -> None:
         self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
         self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
-        self._launchers: dict[int, _Launcher] = {}
+        self._launchers: list[_Launcher] = []
         self._signals: list[int] = []
         self._asked: int | None = None
         self._asked_at = 0.0
@@ -148,7 +167,7 @@ class _Run:
     def _launch(self, host: int) -> None:
         """`paceline run` on this host, as a user would start it there."""
         start, cluster = self._start, self._cluster
-        if host in self._launchers and not self._launchers[host].over:
+        if any(launcher.host == host and launcher.process.poll() is None for launcher in self._launchers):
             raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
         words = [sys.executable, "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
         if len(self._present) > 1 or host not in self._present:  # who comes later has to ask the others, and never runs alone
@@ -184,7 +203,7 @@ class _Run:
             os.set_blocking(descriptor, False)
             sources[descriptor] = Source(host, self._desk, number)
         with self._joining:
-            self._launchers[host] = _Launcher(host, process, sources)
+            self._launchers.append(_Launcher(host, process, sources))
 
     def _environ(self) -> dict[str, str]:
         """As here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
@@ -195,12 +214,12 @@ class _Run:
 
     def _over(self) -> bool:
         with self._joining:
-            return all(launcher.over for launcher in self._launchers.values())
+            return all(launcher.over for launcher in self._launchers)
 
     def _turn(self) -> None:
         """Wait for something to happen; take in what was written, and show it."""
         with self._joining:
-            launchers = list(self._launchers.values())
+            launchers = list(self._launchers)
         poll = select.poll()
         reading: dict[int, _Launcher] = {}
         if not self._desk.full:
@@ -219,10 +238,8 @@ class _Run:
             else:
                 writing[descriptor].write()
         now = time.monotonic()
-        for launcher in launchers:
-            if now - launcher.heard > _IDLE_SECONDS:
-                for source in launcher.sources.values():
-                    source.flush()
+        for launcher in launchers if not self._desk.full else ():
+            launcher.let_go(now)
 
     def _decide(self, began: float) -> None:
         """Pass on signals, and end what takes too long."""
@@ -236,8 +253,9 @@ class _Run:
         self._signals.clear()
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
             self._kill()
+            self._desk.drop()  # nobody reads it, or it would be written by now
         if self._start.deadline is not None and self._asked is None and now - began > self._start.deadline:
-            running = [self._cluster.hosts[host].name for host, launcher in self._launchers.items() if not launcher.over]
+            running = [self._cluster.hosts[launcher.host].name for launcher in self._launchers if not launcher.over]
             self._kill()
             raise DeadlineExceeded(
                 f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; still running on {', '.join(running)}. "
@@ -245,7 +263,7 @@ class _Run:
             )
 
     def _send(self, number: int) -> None:
-        for launcher in self._launchers.values():
+        for launcher in self._launchers:
             if launcher.process.poll() is None:
                 launcher.process.send_signal(number)
 
@@ -255,13 +273,10 @@ class _Run:
     def _end_all(self) -> None:
         """Whatever the reason for leaving: no process of this run goes on."""
         self._kill()
-        for launcher in self._launchers.values():
+        for launcher in self._launchers:
             launcher.process.kill()
             launcher.process.wait()
-            for descriptor, source in launcher.sources.items():
-                source.flush()
-                os.close(descriptor)
-            launcher.sources.clear()
+            launcher.close()
 
     def _flush(self) -> None:
         end = time.monotonic() + _KILL_SECONDS
@@ -271,7 +286,7 @@ class _Run:
 
     def _code(self) -> int:
         """What the launchers say; those of hosts that crashed say nothing, unless all did."""
-        codes = [launcher.process.returncode for _, launcher in sorted(self._launchers.items())]
+        codes = [launcher.process.returncode for launcher in sorted(self._launchers, key=lambda launcher: launcher.host)]
         spoken = [code for code in codes if code >= 0] or [128 - code for code in codes]
         return next((code for code in spoken if code != 0), 0)
 

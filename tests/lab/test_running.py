@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections.abc import Iterator
@@ -36,6 +39,11 @@ def lab(started: Jobs, cluster: str, body: str, *options: str, args: tuple[str, 
     """`paceline lab run CLUSTER OPTIONS script.py ARGS`."""
     (started.folder / "script.py").write_text(body)
     return started.start([sys.executable, "-m", "paceline", "lab", "run", cluster, *options, "script.py", *args])
+
+
+def waiting(pipe: int) -> int:
+    """Bytes that are written and not read yet."""
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]  # type: ignore[no-any-return]
 
 
 def pairs(folder: Path) -> str:
@@ -105,6 +113,29 @@ class TestCommand:
         job.end(10)
         wait_for(lambda: job.processes() == [], 2.0)
         assert left(before) == set()
+
+    @pytest.mark.slow
+    def test_a_reader_that_stops_reading(self, started):
+        job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 1000, flush=True)")
+        assert job.process.stdout is not None
+        pipe = job.process.stdout.fileno()
+        wait_for(lambda: waiting(pipe) > 60_000)  # it is full
+        job.process.send_signal(signal.SIGINT)
+        assert job.process.wait(25) == 128 + signal.SIGINT
+        assert job.process.stdout.read(1000)
+        job.end()
+
+    @pytest.mark.slow
+    def test_a_process_that_keeps_the_pipes(self, started):
+        body = PLAIN + (
+            "import subprocess\n"
+            "if rank == 0:\n"
+            "    launcher = os.getppid()\n"
+            "    out = open(f'/proc/{launcher}/fd/1', 'w')\n"
+            "    subprocess.Popen(['sleep', '50'], stdout=out, stderr=out, start_new_session=True, env={'PATH': os.environ['PATH']})\n"
+        )
+        ended = lab(started, "two-hosts", body).end(20)
+        assert ended.code == 0 and ended.seconds < 15
 
     @pytest.mark.slow
     def test_sigkill_of_its_keeper_too(self, started):
