@@ -70,13 +70,18 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         """Build it."""
+        if self.hosts:
+            raise UsageError("this cluster is built already: leave it first, or make another")
         kernel.check_rights()
         cleaning.clean()
-        self.notes += kernel.ready_for(self.description)
+        self.notes = kernel.ready_for(self.description)
         self._delays = not self.notes
+        self.folder = Path(tempfile.gettempdir()) / f"{cgroups.PREFIX}{self.identity}"
         with ExitStack() as held:
-            self.folder = Path(tempfile.mkdtemp(prefix="paceline-lab-"))
+            held.callback(remains.forget, self.identity)
+            self._record([], 0)  # before there is anything that could be left
             held.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self.folder.mkdir(mode=0o700)
             self._build(held)
             self._held = held.pop_all()
         return self
@@ -223,33 +228,30 @@ class Cluster:
         group = cgroups.Group(f"{cgroups.PREFIX}{self.identity}-{number}", _bases(host.processors, host.memory))
         return Seat(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
 
-    def _watch_over(self, seats: Sequence[Seat], held: ExitStack) -> None:
-        """Write the record, and start the keeper, who waits for the death of this process."""
-        record: dict[str, Any] = {
-            "identity": self.identity,
-            "name": self.description.name,
-            "process": os.getpid(),
-            "began": remains.began(os.getpid()),
-            "keeper": 0,
-            "folder": str(self.folder),
-            "hosts": [
-                {
-                    "name": seat.name,
-                    "address": seat.address,
-                    "network": seat.network,
-                    "fds": seat.space.fds,
-                    "cgroups": [str(folder) for folder in seat.group.folders],
-                }
-                for seat in seats
-            ],
-        }
-        held.callback(remains.forget, self.identity)
+    def _record(self, seats: Sequence[Seat], keeper: int) -> Path:
+        """Write down what there is to be removed if this process is killed."""
+        hosts = [
+            {
+                "name": seat.name,
+                "address": seat.address,
+                "network": seat.network,
+                "fds": seat.space.fds,
+                "cgroups": [str(folder) for folder in seat.group.folders],
+            }
+            for seat in seats
+        ]
+        process = os.getpid()
+        whose = {"identity": self.identity, "name": self.description.name, "process": process, "began": remains.began(process)}
         try:
-            path = remains.write(record)
+            return remains.write({**whose, "keeper": keeper, "folder": str(self.folder), "hosts": hosts})
         except OSError as error:
             raise ResourceError(
                 f"the lab's record can't be written to {error.filename} ({error.strerror}): make that place yours"
             ) from error
+
+    def _watch_over(self, seats: Sequence[Seat], held: ExitStack) -> None:
+        """Start the keeper, who waits for the death of this process."""
+        path = self._record(seats, 0)
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(remains.__file__)), str(path)],
             stdin=subprocess.PIPE,
@@ -260,7 +262,7 @@ class Cluster:
             pass_fds=[fd for seat in seats for fd in seat.space.fds.values()],  # so that no other lab gets these networks' numbers
         )
         held.callback(_dismiss, keeper)
-        remains.write(record | {"keeper": keeper.pid})
+        self._record(seats, keeper.pid)
         for seat in seats:
             held.callback(seat.group.remove)
         held.callback(remains.end, lambda: {*remains.inside(seat.network for seat in seats), *remains.marked(self.identity)} - {keeper.pid})

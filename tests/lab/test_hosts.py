@@ -146,6 +146,13 @@ class TestBuilding:
         other.close()
         assert one.processes(0) == [process.pid] and ask(one, 1, "hostname") == "host1"
 
+    def test_again(self, able):
+        cluster = lab.cluster(hosts=1)
+        for _ in range(2):
+            with cluster, pytest.raises(UsageError, match="this cluster is built already"):
+                assert ask(cluster, 0, "hostname") == "host0"
+                cluster.__enter__()
+
     def test_nothing_is_left(self, able):
         before, opened = traces(), len(os.listdir("/proc/self/fd"))
         with lab.cluster(hosts=3, workers=2, bandwidth="1gbit") as cluster:
