@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
 def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "train.py", tmp_path)
     for number, block in enumerate(blocks(TEXTS[page.name], "python")):
         (tmp_path / f"block{number}.py").write_text(block)
         answer = run_script(tmp_path / f"block{number}.py", tmp_path)
@@ -115,6 +117,6 @@ def test_targets_of_make_exist() -> None:
 
 
 def test_variables_are_read() -> None:
-    source = (ROOT / "paceline" / "cluster" / "discover.py").read_text()
+    source = "".join((ROOT / "paceline" / "cluster" / name).read_text() for name in ("discover.py", "launch.py"))
     said = {name for text in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", text)}
     assert said and [name for name in said if f'"{name}"' not in source] == []
