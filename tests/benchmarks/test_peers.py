@@ -142,6 +142,12 @@ def test_mpirun_and_horovodrun_start_on_the_first_host(tmp_path: Path) -> None:
         assert start.command[0].startswith(str(environments.BENCH / str(PEERS[name].environment)))
 
 
+def test_mpi_yields_where_workers_outnumber_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, yields in ((2, True), (4, False)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert ("mpi_yield_when_idle" in started("mpi", tmp_path)[0].command) == yields
+
+
 def test_torchft_has_a_lighthouse_and_a_group_for_each_worker(tmp_path: Path) -> None:
     light, *groups = started("torchft", tmp_path)
     assert light.helper and not any(group.helper for group in groups)
