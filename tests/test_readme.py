@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import typer.main
 
 import paceline
 from paceline.cli import app
+from paceline.lab.kernel import missing
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +63,15 @@ def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
+def documents() -> Iterator[Any]:
+    """The pages of docs; those whose scripts build clusters are slow, and need a machine that can."""
+    for page in (page for page in PAGES if page.parent.name == "docs"):
+        building = "lab.cluster(" in TEXTS[page.name]
+        marks = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())] if building else []
+        yield pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", documents())
 def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "train.py", tmp_path)
     for number, block in enumerate(blocks(TEXTS[page.name], "python")):

@@ -42,6 +42,7 @@ def test_a_small_text_is_read_several_times(words: Path) -> None:
     assert len(task.train) == 60 > len({x.sum().item() for batch, _ in task.train for x in batch}) / pretrain.BATCH
 
 
+@pytest.mark.slow
 def test_the_script_alone(words: Path, tmp_path: Path) -> None:
     arguments = ["--steps", "3", "--of", "6", "--name", "x", "--folder", str(tmp_path / "runs"), "--text", str(words)]
     command = [sys.executable, str(Path(pretrain.__file__)), *arguments]

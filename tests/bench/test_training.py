@@ -37,6 +37,7 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
+@pytest.mark.slow
 def test_the_script_alone(tmp_path: Path) -> None:
     answer = script(tmp_path, "--batch", "1", "--steps", "3")
     assert answer.returncode == 0, answer.stderr
