@@ -106,6 +106,10 @@ class TorchGroup:
             fingerprint.compare([tuple(msgpack.unpackb(text)) for text in texts], self._fabric.names)
         return [answer[DIGEST:] for answer in answers]
 
+    def check(self, call: Call) -> None:
+        """Raise `Mismatch` on all ranks if they are not about to make the same call; one short message each way."""
+        self._check(call)
+
     def _tag(self) -> int:
         """Tags of its own for the next operation, so that several may be under way: each rank makes them in the same order."""
         self._tags = (self._tags + 4) % (1 << 20)

@@ -105,9 +105,9 @@ class TestReady:
     def test_what_ships(self):
         assert description.names() == ["ethernet-1g", "racks", "two-hosts", "unequal", "wan-100m"]
         shapes = {name: [host.workers for host in ready(name).hosts] for name in description.names()}
-        assert shapes == {"ethernet-1g": [1] * 4, "racks": [1] * 4, "two-hosts": [2, 2], "unequal": [1] * 3, "wan-100m": [1, 1]}
+        assert shapes == {"ethernet-1g": [1] * 4, "racks": [1] * 4, "two-hosts": [2, 2], "unequal": [1] * 3, "wan-100m": [1] * 4}
         assert all(host.up == host.down == 10**9 for name in ("ethernet-1g", "two-hosts", "racks") for host in ready(name).hosts)
-        assert [(host.up, host.delay) for host in ready("wan-100m").hosts] == [(10**8, 0.02)] * 2 and not ready("wan-100m").needs_delay
+        assert [(host.up, host.delay) for host in ready("wan-100m").hosts] == [(10**8, 0.02)] * 4 and not ready("wan-100m").needs_delay
         assert len({host.processors for host in ready("unequal").hosts}) > 1 and len({host.up for host in ready("unequal").hosts}) > 1
         assert [rack.hosts for rack in ready("racks").racks] == [("left0", "left1"), ("right0", "right1")]
 

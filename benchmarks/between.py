@@ -1,0 +1,137 @@
+"""All-reduce of float32 between the hosts of a lab: paceline against Gloo, for ranks dealt to hosts in blocks and in turn.
+
+All variants reduce the same data, different on each rank, in turns within the same processes, and every result is compared with the sum.
+What is used of the link is the payload that has to cross it (a copy of the tensor each way, for two hosts) over the time.
+
+    python benchmarks/between.py [--bandwidth 1gbit] [--sizes 1M 8M 100M] [--placements block round-robin]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import Row, arguments, bootstrap, interleave, ratio, report
+
+VARIANTS = ("gloo", "registered", "ordinary", "a new result")
+HOSTS, WORKERS = 2, 2
+LEAST = {"block": 1.45, "round-robin": 2.9}  # times faster than Gloo; the limits are 1.5 and 3
+LEAST_USED = 0.93  # of the link
+BARRED = {"1gbit"}  # where the bars hold, for tensors of 100 MB
+
+
+def numel(size: str) -> int:
+    """Elements of `size`, such as 8M (megabytes)."""
+    return int(float(size.removesuffix("M")) * 1e6) // 4
+
+
+class Peer:
+    """One rank: the same data in memory of each kind."""
+
+    def __init__(self, group: Any, count: int) -> None:
+        import torch
+
+        self.torch, self.group = torch, group
+        parts = [torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float() for r in range(group.size)]
+        self.mine, self.sum = parts[group.rank], torch.stack(parts).sum(0)
+        self.memory = {name: torch.empty(count) for name in VARIANTS} | {"registered": group.empty((count,), torch.float32)}
+
+    def measure(self, variant: str) -> float:
+        """Seconds of one all-reduce, which has to be right."""
+        x = self.memory[variant]
+        x.copy_(self.mine)
+        self.torch.distributed.barrier()
+        start = time.perf_counter()
+        if variant == "gloo":
+            self.torch.distributed.all_reduce(x)
+        elif variant == "a new result":
+            x = self.group.all_reduce(x).wait()
+        else:
+            self.group.all_reduce(x, out=x).wait()
+        seconds = time.perf_counter() - start
+        if not self.torch.equal(x, self.sum):
+            raise RuntimeError(f"{variant} gave a wrong sum on rank {self.group.rank}")
+        return seconds
+
+
+def serve(options: argparse.Namespace) -> None:
+    """A worker of the lab: measure everything, and leave the samples in the folder."""
+    import torch
+
+    import paceline as pl
+
+    torch.set_num_threads(1)
+    with pl.start(folder=str(options.serve), name="run", trace="off") as run:
+        torch.distributed.init_process_group("gloo")
+        for size in options.sizes:
+            peer = Peer(run.group, numel(size))
+            variants = {name: partial(peer.measure, name) for name in VARIANTS}
+            samples = interleave(variants, options.rounds)
+            run.group.release(peer.memory["registered"])
+            (options.serve / f"{size}-{run.rank}.json").write_text(json.dumps(samples))
+        run.group.barrier().wait()
+        torch.distributed.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, placement: str) -> dict[str, dict[str, list[float]]]:
+    """For each size the seconds of each variant in each round, of the slowest rank."""
+    from paceline import lab
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--serve", folder, "--rounds", str(options.rounds), "--sizes", *options.sizes)
+        with lab.cluster(hosts=HOSTS, workers=WORKERS, bandwidth=options.bandwidth, placement=placement) as cluster:  # type: ignore[arg-type]
+            outcome = cluster.run(__file__, *words, environ={"OMP_NUM_THREADS": "1"}, deadline=3600)
+        if outcome.code != 0:
+            raise SystemExit(outcome.output)
+        found = {}
+        for size in options.sizes:
+            ranks = [json.loads((Path(folder) / f"{size}-{rank}.json").read_text()) for rank in range(HOSTS * WORKERS)]
+            found[size] = {name: [max(round) for round in zip(*(rank[name] for rank in ranks), strict=True)] for name in VARIANTS}
+        return found
+
+
+def judge(options: argparse.Namespace, placement: str, size: str, samples: dict[str, list[float]]) -> list[Row]:
+    """Each of ours against Gloo, and what it uses of the link."""
+    from paceline.lab.description import rate
+
+    rows, bits = [], rate(options.bandwidth)
+    barred = options.bandwidth in BARRED and size == "100M"
+    for name in VARIANTS[1:]:
+        what = f"{size}, {placement}, {name}"
+        medians = {other: statistics.median(samples[other]) for other in ("gloo", name)}
+        rows.append(Row(what, medians, "gloo / paceline", ratio(samples["gloo"], samples[name]), LEAST[placement] if barred else None))
+        used = bootstrap(lambda seconds: numel(size) * 32 / seconds / bits, samples[name])
+        rows.append(Row(what, {}, "of the link's rate", used, LEAST_USED if barred else None))
+    return rows
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__ or "", "between", rounds=7)
+    parser.add_argument("--bandwidth", default="1gbit", help="of each host's link (default %(default)s)")
+    parser.add_argument("--sizes", nargs="+", default=["1M", "8M", "100M"])
+    parser.add_argument("--placements", nargs="+", default=["block", "round-robin"], choices=["block", "round-robin"])
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.serve is not None:
+        serve(options)
+        return
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    for placement in options.placements:
+        for size, samples in measure(options, placement).items():
+            rows += judge(options, placement, size, samples)
+            raw[f"{placement}, {size}"] = samples
+    if not report("between", rows, options, raw) and options.check:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
