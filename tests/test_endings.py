@@ -142,7 +142,8 @@ store.wait(["never"], timedelta(seconds=600))
 
 
 class TestAWorkerHangs:
-    @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("via", ["auto", "native"])
     def test_the_one_that_is_missing_is_named(self, job, via):
         launched = job.run(endless(start=f"deadline=3, sync=pl.AllReduce(via={via!r})"))
         trains(job, launched)

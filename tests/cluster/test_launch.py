@@ -229,6 +229,7 @@ raise RuntimeError("connection reset by peer")
             assert code == 137 and err.splitlines()[-1].startswith("paceline: rank 1 on"), err
             (tmp_path / "pid").unlink()
 
+    @pytest.mark.slow
     def test_workers_that_do_not_listen_are_killed(self, script, launch):
         body = """
             import signal
@@ -254,6 +255,7 @@ raise RuntimeError("connection reset by peer")
         code, _, err = launch(script(body), 2).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
 
+    @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
         assert launch(script("time.sleep(1.6 * rank)"), 2).end()[0] == 0
         assert launch(script(JOINED + "report.closed(place)\ntime.sleep(1.6 * rank)"), 2).end()[0] == 0

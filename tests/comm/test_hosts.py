@@ -189,6 +189,7 @@ def _summed(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[bytes, int]:
     return found[2].numpy().tobytes(), between
 
 
+@pytest.mark.slow
 def test_real_processes_send_one_copy_per_host_however_they_are_dealt() -> None:
     sent = []
     for hosts in ((0, 0, 1, 1), (0, 1, 0, 1)):

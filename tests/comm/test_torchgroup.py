@@ -269,6 +269,7 @@ def _stopped(group: TorchGroup) -> tuple[str, tuple[int, ...]]:
     return str(caught.value), caught.value.missing
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_named_at_the_deadline() -> None:
     crew = Crew(3, _stopped, deadline=3.0)
     for rank in range(3):

@@ -444,6 +444,7 @@ def test_a_broken_epoch_leaves_generators_as_if_nothing_was_drawn_ahead(size, wo
     assert steps(spawn(size, body)) == twice(wanted)
 
 
+@pytest.mark.slow
 def test_options_of_the_dataloader_reach_it(capfd):
     def begin(worker):
         print(f"worker {worker} begins")

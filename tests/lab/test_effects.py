@@ -181,6 +181,7 @@ def test_stop(tmp_path: Path) -> None:
     assert "paceline: fault: stop(rank=1, step=5, seconds=1.5): done before step 5" in outcome.output
 
 
+@pytest.mark.slow
 def test_cut(tmp_path: Path) -> None:
     with running(tmp_path, TALK, lab.cut(host=1, seconds=1.5, step=3), "5", "0.4", hosts=2) as run:
         pids = [run.page(rank).pid for rank in range(2)]
