@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Ending(Protocol):
 class Checking(Protocol):
     """A group that compares calls in one short message."""
 
-    def check(self, call: fingerprint.Call) -> None:
+    def check(self, call: fingerprint.Call) -> object:
         """Raise `Mismatch` on all ranks if they are not about to make the same call."""
         ...
 
@@ -143,7 +143,6 @@ class HostsGroup:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: deque[_Job] = deque()
         self._broken: BaseException | None = None
-        self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="paceline hosts", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
@@ -210,8 +209,9 @@ class HostsGroup:
             source = x.reshape(-1)
             straight = target.is_contiguous()
             flat = target.view(-1) if straight else torch.empty_like(source)
-            self._pass(source, flat, "sum" if op == "mean" else op)
-            reduction.finish(op, flat, self.size)
+            if reduction.crossing(source, flat):
+                source = source.clone()
+            self._pass(source, flat, op)
             if not straight:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
@@ -220,13 +220,13 @@ class HostsGroup:
 
     def _pass(self, source: Tensor, flat: Tensor, op: Op) -> None:
         """Send `source` through the three stages into `flat`, chunk after chunk; halves are added, and travel, in float32."""
-        held = reduction.wide(source.dtype, op)
+        held, added = reduction.wide(source.dtype, op), cast("Op", "sum" if op == "mean" else op)
         under_way: deque[_Chunk] = deque()
         for start, stop in cut(flat.numel()):
             mine, end = source[start:stop], flat[start:stop]
             room = end if held == flat.dtype else torch.empty(stop - start, dtype=held)
-            self._gather(mine, room, op)
-            under_way.append(_Chunk(end, room, time.perf_counter_ns(), self._cross(room, op)))
+            self._gather(mine, room, added)
+            under_way.append(_Chunk(end, room, time.perf_counter_ns(), self._cross(room, added)))
             if len(under_way) > AHEAD:
                 self._hand_out(under_way.popleft(), op)
         while under_way:
@@ -255,6 +255,7 @@ class HostsGroup:
         if self.inner.size > 1:
             with self.trace.span("hand out", "within"):
                 self.inner.broadcast(chunk.room, root=0).wait()
+        reduction.finish(op, chunk.room, self.size)
         if chunk.room is not chunk.end:
             chunk.end.copy_(chunk.room)
 

@@ -72,3 +72,9 @@ def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         combine(op, total, part.detach().to(total))
     return finish(op, total, len(parts)).to(first.dtype)
+
+
+def crossing(source: Tensor, out: Tensor) -> bool:
+    """Whether `out` overlaps `source` without being the same: then sums would be written over what is still to be read."""
+    nbytes = source.numel() * source.element_size()
+    return source.data_ptr() != out.data_ptr() and abs(source.data_ptr() - out.data_ptr()) < nbytes

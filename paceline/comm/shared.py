@@ -20,6 +20,7 @@ from paceline.comm.fingerprint import Call, choosing, dealing, exchanging, match
 from paceline.comm.group import Group, Op, Traffic, Work
 from paceline.comm.mail import ALL, Landing, Message, deliver, flat, plain
 from paceline.comm.pending import Queue
+from paceline.comm.reduction import crossing
 from paceline.errors import PacelineError, ViewChanged
 
 
@@ -84,7 +85,7 @@ class SharedGroup:
             yield from self.board.meet(call)
         result = torch.empty(x.shape, dtype=x.dtype, device="cpu") if out is None else out
         source = flat(x)
-        direct = plain(result) and not _crossing(source, result)
+        direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else torch.empty_like(source)
         reduce = sums.all_reduce_small if x.numel() * x.element_size() <= SMALL else sums.all_reduce
         yield from reduce(self.board, source, target, op, call)
@@ -291,9 +292,3 @@ def _here(call: Call, *xs: Tensor) -> Call:
         return call
     flaw = f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend 'nccl', or x.cpu()"
     return call._replace(flaw=flaw)
-
-
-def _crossing(source: Tensor, out: Tensor) -> bool:
-    """Whether `out` overlaps `source` without being the same: then sums would be written over what is still to be read."""
-    nbytes = source.numel() * source.element_size()
-    return source.data_ptr() != out.data_ptr() and abs(source.data_ptr() - out.data_ptr()) < nbytes

@@ -97,7 +97,7 @@ class TorchGroup:
 
     # ---- comparing
 
-    def _check(self, call: Call, extra: bytes = b"") -> list[bytes]:
+    def check(self, call: Call, extra: bytes = b"") -> list[bytes]:
         """Compare `call` with all ranks; gives every rank's `extra`. Raises on all ranks if they differ."""
         mine = fingerprint.digest(call)
         answers = self._fabric.table("calls", mine + extra, str(call))
@@ -105,10 +105,6 @@ class TorchGroup:
             texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw)), str(call))
             fingerprint.compare([tuple(msgpack.unpackb(text)) for text in texts], self._fabric.names)
         return [answer[DIGEST:] for answer in answers]
-
-    def check(self, call: Call) -> None:
-        """Raise `Mismatch` on all ranks if they are not about to make the same call; one short message each way."""
-        self._check(call)
 
     def _tag(self) -> int:
         """Tags of its own for the next operation, so that several may be under way: each rank makes them in the same order."""
@@ -119,7 +115,7 @@ class TorchGroup:
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """See `Group.all_reduce`. Returns when all ranks have called it; the reduction itself is under way then."""
-        self._check(fingerprint.reducing("all_reduce", x, op, name, out))
+        self.check(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
@@ -166,7 +162,7 @@ class TorchGroup:
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """See `Group.reduce_scatter`."""
-        self._check(fingerprint.reducing("reduce_scatter", x, op, name))
+        self.check(fingerprint.reducing("reduce_scatter", x, op, name))
         return collectives.reduce_scatter(self, x, op, tag=self._tag())
 
     # ---- messages
@@ -175,7 +171,7 @@ class TorchGroup:
         """See `Group.exchange`."""
         call = fingerprint.exchanging(sends, recvs, tag, self.size)
         mine = [[[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)]
-        tables = [msgpack.unpackb(extra) for extra in self._check(call, msgpack.packb(mine))]
+        tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(mine))]
         for source, (sent, _) in enumerate(tables):
             for to, (_, awaited) in enumerate(tables):
                 left, right = [what for peer, what in sent if peer == to], [what for peer, what in awaited if peer == source]
@@ -229,7 +225,7 @@ class TorchGroup:
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_gather`."""
-        rows = self._check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
+        rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
         shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
         return collectives.all_gather(self, x, shapes, tag=self._tag())
 
@@ -237,13 +233,13 @@ class TorchGroup:
         """See `Group.all_to_all`."""
         call = fingerprint.dealing(xs, self.size, name)
         counts = [] if call.flaw else [x.shape[0] if x.dim() else 0 for x in xs]
-        table = [msgpack.unpackb(extra) for extra in self._check(call, msgpack.packb(counts))]
+        table = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(counts))]
         shapes = [(row[self.rank], *xs[0].shape[1:]) if xs[0].dim() else () for row in table]
         return collectives.all_to_all(self, xs, shapes, tag=self._tag())
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
         """See `Group.broadcast`."""
-        self._check(fingerprint.rooted(x, root, self.size, name))
+        self.check(fingerprint.rooted(x, root, self.size, name))
         if not x.numel() or self.size == 1:
             return Finished(x)
         kept = x.detach()
@@ -258,7 +254,7 @@ class TorchGroup:
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """See `Group.barrier`: the comparison is the barrier, so it has ended when the call returns."""
-        self._check(Call("barrier", name))
+        self.check(Call("barrier", name))
         return Finished()
 
     # ---- agreeing
@@ -266,7 +262,7 @@ class TorchGroup:
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         """See `Group.gather_objects`."""
         text, call = fingerprint.objects(obj, name)
-        return [json.loads(answer) for answer in self._check(call, text.encode())]
+        return [json.loads(answer) for answer in self.check(call, text.encode())]
 
     def agree(self, payload: bytes) -> list[bytes]:
         """See `Group.agree`."""
@@ -276,7 +272,7 @@ class TorchGroup:
 
     def sub(self, ranks: Sequence[int]) -> TorchGroup | None:
         """See `Group.sub`."""
-        self._check(fingerprint.choosing(ranks, self.size))
+        self.check(fingerprint.choosing(ranks, self.size))
         self._subs += 1
         if self.rank not in ranks:
             return None
@@ -299,7 +295,7 @@ class TorchGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
-        self._check(Call("empty", None, tuple(shape), dtype))
+        self.check(Call("empty", None, tuple(shape), dtype))
         return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
 
     def close(self) -> None:

@@ -85,6 +85,30 @@ def test_halves_are_summed_in_float32_over_hosts() -> None:
     assert spawn(4, body) == [2050.0] * 4
 
 
+def test_a_mean_of_halves_may_have_a_sum_that_none_can_hold() -> None:
+    def body(group: ThreadGroup) -> float:
+        whole = made(group, (0, 1, 0, 1))
+        found = whole.all_reduce(torch.tensor([40000.0], dtype=torch.float16), op="mean").wait().item()
+        whole.close()
+        return float(found)
+
+    assert spawn(4, body) == [40000.0] * 4
+
+
+def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NARROW", 4)
+
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 0, 1))
+        memory = torch.arange(41.0) * (group.rank + 1)
+        found = whole.all_reduce(memory[:-1], out=memory[1:]).wait()
+        whole.close()
+        return found
+
+    for found in spawn(3, body):
+        assert torch.equal(found, torch.arange(40.0) * 6)
+
+
 def test_one_copy_per_host_crosses_the_network_however_ranks_are_dealt() -> None:
     between = []
     for hosts in [(0, 0, 1, 1), (0, 1, 0, 1)]:
