@@ -22,7 +22,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
@@ -32,14 +32,12 @@ from paceline.wording import choices
 
 
 class _Written:
-    """`repr` is the notation: the verb, with every argument that isn't the default by its name."""
-
-    verb: ClassVar[str]
+    """`repr` is the notation: the verb, which is the class's name in small letters, with every argument that isn't the default."""
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = [(field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default]
-        return f"{self.verb}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        return f"{type(self).__name__.lower()}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -52,18 +50,16 @@ class _Written:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Kill(_Written):
-    """See `kill`."""
+    """SIGKILL to this rank's process."""
 
-    verb: ClassVar[str] = "kill"
     rank: int
     step: int
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_Written):
-    """See `stop`."""
+    """This rank's process, and its readers, don't get a processor for so many seconds (SIGSTOP, then SIGCONT)."""
 
-    verb: ClassVar[str] = "stop"
     rank: int
     step: int
     seconds: float
@@ -71,9 +67,8 @@ class Stop(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Cut(_Written):
-    """See `cut`."""
+    """For so many seconds no packet gets from or to this host, and nobody is told."""
 
-    verb: ClassVar[str] = "cut"
     host: int
     seconds: float
     step: int = 0
@@ -81,9 +76,12 @@ class Cut(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Slow(_Written):
-    """See `slow`."""
+    """This host has `factor` of its processors, for so many seconds or to the end.
 
-    verb: ClassVar[str] = "slow"
+    It is a factor of the quota in the cluster's description; a host without one counts as having as many cores as its workers have
+    threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
+    """
+
     host: int
     factor: float
     step: int
@@ -92,9 +90,11 @@ class Slow(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_Written):
-    """See `link`."""
+    """This host sends and receives at another rate ("10mbit", or bits per second), for so many seconds or to the end.
 
-    verb: ClassVar[str] = "link"
+    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
+    """
+
     host: int
     bandwidth: str | int | None = None
     up: str | int | None = None
@@ -121,18 +121,19 @@ class Link(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_Written):
-    """See `crash`."""
+    """This host loses its power: nothing more leaves it, and its processes are gone, the launcher's too."""
 
-    verb: ClassVar[str] = "crash"
     host: int
     step: int = 0
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_Written):
-    """See `join`."""
+    """This host is there from the start, but its launcher starts only when the first worker of the other hosts is at that step.
 
-    verb: ClassVar[str] = "join"
+    A host that has crashed before was in the job from the start; this is its return.
+    """
+
     host: int
     step: int
 
@@ -142,16 +143,20 @@ Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Storm(_Written):
-    """See `storm`."""
+    """So many faults of these kinds, drawn at random over the first `steps` steps: the same seed gives the same faults in the same cluster.
 
-    verb: ClassVar[str] = "storm"
+    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
+    """
+
     seed: int
     faults: int = 5
     steps: int = 100
-    kinds: tuple[str, ...] | list[str] = ("stop", "cut", "slow", "link")
-    seconds: tuple[float, float] | list[float] = (0.5, 3.0)
+    kinds: Sequence[str] = ("stop", "cut", "slow", "link")
+    seconds: Sequence[float] = (0.5, 3.0)
 
     def __post_init__(self) -> None:
+        for name in ("kinds", "seconds"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in (("seed", 0), ("faults", 1), ("steps", 1)):
             value = getattr(self, name)
             if not _whole(value) or value < least:
@@ -192,75 +197,9 @@ class Storm(_Written):
                 return Crash(host=host, step=step)
 
 
-def kill(*, rank: int, step: int) -> Kill:
-    """SIGKILL to this rank's process."""
-    return Kill(rank=rank, step=step)
+kill, stop, cut, slow, link, crash, join, storm = Kill, Stop, Cut, Slow, Link, Crash, Join, Storm  # as they are written
 
-
-def stop(*, rank: int, step: int, seconds: float) -> Stop:
-    """This rank's process, and its readers, don't get a processor for so many seconds (SIGSTOP, then SIGCONT)."""
-    return Stop(rank=rank, step=step, seconds=seconds)
-
-
-def cut(*, host: int, seconds: float, step: int = 0) -> Cut:
-    """For so many seconds no packet gets from or to this host, and nobody is told."""
-    return Cut(host=host, seconds=seconds, step=step)
-
-
-def slow(*, host: int, factor: float, step: int, seconds: float | None = None) -> Slow:
-    """This host has `factor` of its processors, for so many seconds or to the end.
-
-    It is a factor of the quota in the cluster's description; a host without one counts as having as many cores as its workers have
-    threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
-    """
-    return Slow(host=host, factor=factor, step=step, seconds=seconds)
-
-
-def link(
-    *,
-    host: int,
-    bandwidth: str | int | None = None,
-    up: str | int | None = None,
-    down: str | int | None = None,
-    step: int,
-    seconds: float | None = None,
-) -> Link:
-    """This host sends and receives at another rate ("10mbit", or bits per second), for so many seconds or to the end.
-
-    `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
-    """
-    return Link(host=host, bandwidth=bandwidth, up=up, down=down, step=step, seconds=seconds)
-
-
-def crash(*, host: int, step: int = 0) -> Crash:
-    """This host loses its power: nothing more leaves it, and its processes are gone, the launcher's too."""
-    return Crash(host=host, step=step)
-
-
-def join(*, host: int, step: int) -> Join:
-    """This host is there from the start, but its launcher starts only when the first worker of the other hosts is at that step.
-
-    A host that has crashed before was in the job from the start; this is its return.
-    """
-    return Join(host=host, step=step)
-
-
-def storm(
-    *,
-    seed: int,
-    faults: int = 5,
-    steps: int = 100,
-    kinds: Sequence[str] = ("stop", "cut", "slow", "link"),
-    seconds: Sequence[float] = (0.5, 3.0),
-) -> Storm:
-    """So many faults of these kinds, drawn at random over the first `steps` steps: the same seed gives the same faults in the same cluster.
-
-    `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
-    """
-    return Storm(seed=seed, faults=faults, steps=steps, kinds=tuple(kinds), seconds=tuple(seconds))  # type: ignore[arg-type]
-
-
-VERBS: Final[notation.Vocabulary] = {verb.__name__: verb for verb in (kill, stop, cut, slow, link, crash, join, storm)}
+VERBS: Final[notation.Vocabulary] = {kind.__name__.lower(): kind for kind in (Kill, Stop, Cut, Slow, Link, Crash, Join, Storm)}
 
 
 def parse(text: str) -> list[Fault | Storm]:
