@@ -6,7 +6,8 @@
     and each leader hands the result out on its host       out             █    █    █    █
 
 Tensors are cut into chunks that follow each other through the three stages, so that the network, which is the slowest, never waits.
-A thread of each rank does it: `all_reduce` returns at once.
+Two threads of each rank do it, one sums and the other hands out, so that the next tensor is summed while the one before is on the
+network; each has a group of its own inside the host, in which it alone decides the order. `all_reduce` returns at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -26,12 +28,13 @@ from torch import Tensor
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import Trusting
 from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
+from paceline.comm.memory import fresh
 from paceline.comm.watch import fine_timer
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
-NARROW, WIDE = 128 << 10, 1 << 20  # elements that go through the stages together: at both ends, and between
-AHEAD = 4  # chunks that are on the network at once
+NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
+AHEAD = 2 << 20  # elements that may be between the threads, on the network
 TICK = 0.1  # seconds after which a wait looks up
 
 
@@ -67,23 +70,19 @@ class Checking(Protocol):
 
 
 class _Job:
-    """Something the thread does in its turn, and its Work."""
+    """Something the threads do in its turn, and its Work: `begin` does it all, unless there is `conclude`, which ends a reduction."""
 
-    def __init__(self, act: Callable[[], Any], what: str, deadline: float) -> None:
-        self.act, self.what, self.deadline = act, what, deadline
+    def __init__(self, begin: Callable[[], Any], conclude: Callable[[], Any] | None, what: str, deadline: float) -> None:
+        self.begin, self.conclude, self.what, self.deadline = begin, conclude, what, deadline
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def run(self, spread: Callable[[PacelineError], BaseException]) -> None:
-        """Do it; an error is kept for whoever waits: one that ends the group as `spread` gives it, the same on all ranks."""
-        try:
-            self._result = self.act()
-        except (UsageError, RuntimeError, ValueError, TypeError) as error:
-            self._error = error
-        except PacelineError as error:
-            self._error = spread(error)
-        self._ended.set()
+    def end(self, result: Any) -> None:
+        """It has been done."""
+        if not self._ended.is_set():
+            self._result = result
+            self._ended.set()
 
     def void(self, error: BaseException) -> None:
         """It will not be done."""
@@ -110,10 +109,43 @@ class _Job:
 class _Chunk(NamedTuple):
     """What is between the hosts, where it ends, and since when (nanoseconds); no work on those that don't lead their host."""
 
+    job: _Job
+    op: Op
     end: Tensor
     room: Tensor
     begun: int
     work: Work[Tensor] | None
+
+
+class _Crossing:
+    """What is between the two threads, in order: chunks, at most AHEAD elements of them, and the ends of jobs."""
+
+    def __init__(self) -> None:
+        self._items = deque[_Chunk | _Job | None]()
+        self._elements = 0
+        self._changed = threading.Condition()
+
+    def put(self, item: _Chunk | _Job | None) -> None:
+        """Wait for room, and append."""
+        elements = item.room.numel() if isinstance(item, _Chunk) else 0
+        with self._changed:
+            self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
+            self._elements += elements
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def first(self) -> _Chunk | _Job | None:
+        """Wait for one; it stays, and counts, until `drop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._items))
+            return self._items[0]
+
+    def drop(self) -> None:
+        """The first has been dealt with."""
+        with self._changed:
+            item = self._items.popleft()
+            self._elements -= item.room.numel() if isinstance(item, _Chunk) else 0
+            self._changed.notify_all()
 
 
 class HostsGroup:
@@ -140,11 +172,17 @@ class HostsGroup:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
         self.trace = Trace(0) if trace is None else trace
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
+        self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._crossing = _Crossing()
         self._pending: deque[_Job] = deque()
         self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="paceline hosts", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=work, name=f"paceline hosts {name}", daemon=True)
+            for name, work in (("sum", self._sum), ("hand out", self._hand_out))
+        ]
+        for thread in self._threads:
+            thread.start()
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
@@ -158,30 +196,55 @@ class HostsGroup:
         """Seconds spent waiting for ranks that came later, to an agreement or a compared call."""
         return self.flat.waited
 
-    # ---- the thread
+    # ---- the threads
 
-    def _work(self) -> None:
+    def _sum(self) -> None:
         torch.set_num_threads(1)
         fine_timer()
         while (job := self._jobs.get()) is not None:
-            if self._broken is not None:
-                job.void(self._broken)
-                continue
-            job.run(self._spread)
+            self._attempt(job, job.begin, last=job.conclude is None)
+            if job.conclude is not None:
+                self._crossing.put(job)
+        self._crossing.put(None)
+
+    def _hand_out(self) -> None:
+        torch.set_num_threads(1)
+        fine_timer()
+        while (item := self._crossing.first()) is not None:
+            if isinstance(item, _Chunk):
+                self._attempt(item.job, partial(self._land, item))
+            elif item.conclude is not None:
+                self._attempt(item, item.conclude, last=True)
+            self._crossing.drop()
+
+    def _attempt(self, job: _Job, act: Callable[[], Any], *, last: bool = False) -> None:
+        """Do a part of a job; an error is kept for whoever waits: one that ends the group as `_spread` gives it, the same on all ranks."""
+        if self._broken is not None:
+            job.void(self._broken)
+        if job.done():
+            return
+        try:
+            result = act()
+        except (UsageError, RuntimeError, ValueError, TypeError) as error:
+            job.void(error)
+        except PacelineError as error:
+            job.void(self._spread(error))
+        else:
+            if last:
+                job.end(result)
 
     def _spread(self, error: PacelineError) -> BaseException:
         """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
         if self._broken is None:
             self._broken = self.flat.end(error) if isinstance(self.flat, Ending) else error
-            for group in (self.outer, self.inner):
+            for group in (self.outer, self.inner, self._hands):
                 if group is not None:
                     group.abort()
         return self._broken
 
-    def _start(self, act: Callable[[], Any], what: str) -> Work[Any]:
+    def _start(self, job: _Job) -> Work[Any]:
         if self._broken is not None:
             raise self._broken
-        job = _Job(act, what, self._deadline)
         while self._pending and self._pending[0].done():
             self._pending.popleft()
         self._pending.append(job)
@@ -203,34 +266,33 @@ class HostsGroup:
         """`all_reduce` of what all ranks are known to agree on."""
         reduction.admit(op, x.dtype)
         x = x.detach()
-        target = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out.detach()
+        target = fresh(x.shape, x.dtype) if out is None else out.detach()
 
-        def act() -> Tensor:
+        straight = target.is_contiguous()
+
+        def begin() -> None:
             source = x.reshape(-1)
-            straight = target.is_contiguous()
-            flat = target.view(-1) if straight else torch.empty_like(source)
             if reduction.crossing(source, flat):
                 source = source.clone()
-            self._pass(source, flat, op)
+            self._send(job, source, flat, op)
+
+        def conclude() -> Tensor:
             if not straight:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
 
-        return self._start(act, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts")
+        flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
+        job = _Job(begin, conclude, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts", self._deadline)
+        return self._start(job)
 
-    def _pass(self, source: Tensor, flat: Tensor, op: Op) -> None:
-        """Send `source` through the three stages into `flat`, chunk after chunk; halves are added, and travel, in float32."""
+    def _send(self, job: _Job, source: Tensor, flat: Tensor, op: Op) -> None:
+        """Send `source` on its way into `flat`, chunk after chunk; halves are added, and travel, in float32."""
         held, added = reduction.wide(source.dtype, op), cast("Op", "sum" if op == "mean" else op)
-        under_way: deque[_Chunk] = deque()
         for start, stop in cut(flat.numel()):
             mine, end = source[start:stop], flat[start:stop]
             room = end if held == flat.dtype else torch.empty(stop - start, dtype=held)
             self._gather(mine, room, added)
-            under_way.append(_Chunk(end, room, time.perf_counter_ns(), self._cross(room, added)))
-            if len(under_way) > AHEAD:
-                self._hand_out(under_way.popleft(), op)
-        while under_way:
-            self._hand_out(under_way.popleft(), op)
+            self._crossing.put(_Chunk(job, op, end, room, time.perf_counter_ns(), self._cross(room, added)))
 
     def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
         """The sum of my host, in `room` of its ranks."""
@@ -248,27 +310,28 @@ class HostsGroup:
             return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
-    def _hand_out(self, chunk: _Chunk, op: Op) -> None:
+    def _land(self, chunk: _Chunk) -> None:
+        """Wait for a chunk from the network, and hand it out."""
         if chunk.work is not None:
             chunk.work.wait()
             self.trace.record("all-reduce", "between", chunk.begun, time.perf_counter_ns())
-        if self.inner.size > 1:
+        if self._hands is not None:
             with self.trace.span("hand out", "within"):
-                self.inner.broadcast(chunk.room, root=0).wait()
-        reduction.finish(op, chunk.room, self.size)
+                self._hands.broadcast(chunk.room, root=0).wait()
+        reduction.finish(chunk.op, chunk.room, self.size)
         if chunk.room is not chunk.end:
             chunk.end.copy_(chunk.room)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Group.empty`: registered with the group of my host."""
-        tensor: Tensor = self._start(lambda: self.inner.empty(shape, dtype), "empty").wait()
+        tensor: Tensor = self._start(_Job(lambda: self.inner.empty(shape, dtype), None, "empty", self._deadline)).wait()
         return tensor
 
     def release(self, x: Tensor) -> None:
         """Forget registered memory."""
         release = getattr(self.inner, "release", None)
         if release is not None and self._broken is None:
-            self._start(lambda: release(x), "release").wait()
+            self._start(_Job(lambda: release(x), None, "release", self._deadline)).wait()
 
     # ---- everything else goes over all ranks at once
 
@@ -335,9 +398,13 @@ class HostsGroup:
         for job in self._pending:
             job.void(error)
         if idle:
-            self._thread.join(1.0)
-        for group in (self.outer, self.inner, self.flat):
+            self._join()
+        for group in (self.outer, self.inner, self._hands, self.flat):
             if group is not None:
                 end(group)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
+        self._join()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(1.0)

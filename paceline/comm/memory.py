@@ -21,6 +21,19 @@ from paceline.errors import ResourceError
 
 SHM = "/dev/shm"
 POPULATE = 23  # MADV_POPULATE_WRITE
+HUGEPAGE = 14  # MADV_HUGEPAGE
+LARGE = 4 << 20  # bytes of a tensor from which large pages are worth asking for
+PAGE = 4096  # bytes
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty CPU tensor; a large one lies on the kernel's large pages where it has them, and is first written in half the time."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    nbytes = tensor.numel() * dtype.itemsize
+    if nbytes >= LARGE:
+        start = -(-tensor.data_ptr() // PAGE) * PAGE
+        _advise(start, (tensor.data_ptr() + nbytes - start) // PAGE * PAGE, HUGEPAGE)
+    return tensor
 
 
 class Segment:
@@ -32,7 +45,7 @@ class Segment:
         self._storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
         self.start = self._storage.data_ptr()  # address of the first byte
         # All pages at once. A kernel that can't (before 5.14) makes the first touch of each page slower, nothing else.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(self.start), ctypes.c_size_t(nbytes), POPULATE)
+        _advise(self.start, nbytes, POPULATE)
 
     @classmethod
     def create(cls, nbytes: int, *, folder: str | None = None) -> Segment:
@@ -139,3 +152,8 @@ def _mib(nbytes: int) -> str:
 def _room(folder: str) -> str:
     stat = os.statvfs(folder)
     return f"; {folder} has {_mib(stat.f_bavail * stat.f_frsize)} free"
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Ask the kernel; where it can't, all stays as it is, and slower."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

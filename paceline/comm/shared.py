@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
+from ctypes import memmove
 from math import prod
 from typing import Any
 
@@ -19,8 +20,10 @@ from paceline.comm.board import SMALL, Board, Steps
 from paceline.comm.fingerprint import Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
 from paceline.comm.group import Group, Op, Traffic, Work
 from paceline.comm.mail import ALL, Landing, Message, deliver, flat, plain
+from paceline.comm.memory import PAGE, fresh
 from paceline.comm.pending import Queue
 from paceline.comm.reduction import crossing
+from paceline.comm.registered import Place, Registered
 from paceline.errors import PacelineError, ViewChanged
 
 
@@ -32,14 +35,12 @@ class SharedGroup:
     `board` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
     """
 
-    def __init__(self, board: Board, *, view: int = 0, relatives: Relatives | None = None) -> None:
+    def __init__(self, board: Board, *, view: int = 0, relatives: Relatives | None = None, registered: Registered | None = None) -> None:
         self.board = board
         self.rank, self.size, self.view = board.rank, board.size, view
         self.traffic = Traffic()
         self._queue = Queue(board, relatives if relatives is not None else [])
-        self._made = 0  # registered tensors so far
-        self._places: dict[int, sums.Place] = {}
-        self._plans: dict[tuple[int, int, torch.dtype], sums.Plan] = {}
+        self._registered, self._borrowed = (Registered(), False) if registered is None else (registered, True)
 
     @classmethod
     def from_store(
@@ -73,33 +74,33 @@ class SharedGroup:
         nbytes = x.numel() * x.element_size()
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
         if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
-            place = self._place(x)
+            place = self._registered.place(x)
             if place is not None:
                 # In place on every rank: that it is the same place is part of what is compared.
                 call = call._replace(detail=f"{call.detail}, registered memory {place.number} at {x.data_ptr() - place.start}")
-                return self._queue.start(call, self._registered(x, out, place, op, call))
+                return self._queue.start(call, self._reduce_registered(x, out, place, op, call))
         return self._queue.start(call, self._reduce(x, out, op, call))
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: Call) -> Steps:
         if call.flaw:
             yield from self.board.meet(call)
-        result = torch.empty(x.shape, dtype=x.dtype, device="cpu") if out is None else out
+        result = fresh(x.shape, x.dtype) if out is None else out
         source = flat(x)
         direct = plain(result) and not crossing(source, result)
-        target = result.detach().view(-1) if direct else torch.empty_like(source)
+        target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
         reduce = sums.all_reduce_small if x.numel() * x.element_size() <= SMALL else sums.all_reduce
         yield from reduce(self.board, source, target, op, call)
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _registered(self, x: Tensor, out: Tensor, place: sums.Place, op: Op, call: Call) -> Steps:
-        key = (x.data_ptr(), x.numel(), x.dtype)
-        plan = self._plans.get(key)
+    def _reduce_registered(self, x: Tensor, out: Tensor, place: Place, op: Op, call: Call) -> Steps:
+        key, plans = (x.data_ptr(), x.numel(), x.dtype), self._registered.plans
+        plan = plans.get(key)
         if plan is None:
-            if len(self._plans) >= 256:
-                self._plans.clear()
-            plan = self._plans[key] = sums.plan(x.detach().view(-1), place, self.rank)
+            if len(plans) >= 256:
+                plans.clear()
+            plan = plans[key] = sums.plan(x.detach().view(-1), place, self.rank)
         yield from sums.all_reduce_registered(self.board, x, plan, op, call)
         return out
 
@@ -125,7 +126,7 @@ class SharedGroup:
 
         def land(metas: list[Any]) -> Landing:
             matching(metas, self.board.names)
-            return [(source, flat(x) if plain(x) else torch.empty(x.shape, dtype=x.dtype, device="cpu")) for source, x in recvs]
+            return [(source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs]
 
         def steps() -> Steps:
             landed = yield from deliver(self.board, outgoing, call, sides, land)
@@ -142,7 +143,7 @@ class SharedGroup:
         outs: list[Tensor] = []
 
         def land(shapes: list[Any]) -> Landing:
-            outs.extend(torch.empty(shape, dtype=x.dtype, device="cpu") for shape in shapes)
+            outs.extend(fresh(shape, x.dtype) for shape in shapes)
             outs[self.rank].copy_(x.detach())
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
@@ -156,16 +157,27 @@ class SharedGroup:
         """See `Group.broadcast`."""
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
+        nbytes = x.numel() * x.element_size()
+        place = self._registered.place(x) if nbytes > SMALL and plain(x) and not call.flaw else None
+        where = None if place is None else [place.number, x.data_ptr() - place.start]
+        landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
+        places: list[Any] = []  # where every rank's lies, if it is registered
 
-        def land(_: list[Any]) -> Landing:
-            if self.rank == root:
-                return []
-            return [(root, x.detach() if plain(x) else torch.empty(x.shape, dtype=x.dtype, device="cpu"))]
+        def land(found: list[Any]) -> Landing:
+            places[:] = found
+            return [] if self.rank == root or found[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
-            landed = yield from deliver(self.board, outgoing, call, None, land)
-            if landed and not plain(x):
-                x.detach().copy_(landed[0][1])
+            yield from deliver(self.board, outgoing if place is None else [], call, where, land)
+            if places[root] is not None and place is not None and all(other == where for other in places):
+                if self.rank != root:  # taken where it lies
+                    memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
+                self.board.post()
+                yield self.board.posted
+            elif places[root] is not None:
+                yield from deliver(self.board, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
+            if self.rank != root and not plain(x):
+                x.detach().copy_(landing)
             return x
 
         return self._queue.start(call, steps())
@@ -177,7 +189,7 @@ class SharedGroup:
         outs: list[Tensor] = []
 
         def land(shapes: list[Any]) -> Landing:
-            outs.extend(torch.empty(mine[self.rank], dtype=xs[0].dtype, device="cpu") for mine in shapes)
+            outs.extend(fresh(mine[self.rank], xs[0].dtype) for mine in shapes)
             outs[self.rank].copy_(xs[self.rank].detach())
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
@@ -226,7 +238,9 @@ class SharedGroup:
         board = self.board.sub(list(ranks), call)
         if board is None:
             return None
-        return SharedGroup(board, view=self.view, relatives=self._queue.relatives)
+        everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
+        registered = self._registered if everyone else None
+        return SharedGroup(board, view=self.view, relatives=self._queue.relatives, registered=registered)
 
     def global_rank(self, rank: int) -> int:
         """See `Group.global_rank`."""
@@ -239,26 +253,12 @@ class SharedGroup:
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
         segment = self.board.allocate(length * self.size, call)
         regions = [segment.tensor(r * length, (length,), torch.uint8) for r in range(self.size)]
-        start = regions[self.rank].data_ptr()
-        self._places[start] = sums.Place(self._made, start, regions)
-        self._made += 1
+        self._registered.add(regions[self.rank].data_ptr(), regions)
         return segment.tensor(self.rank * length, tuple(shape), dtype)
 
     def release(self, x: Tensor) -> None:
         """Forget the registered memory that `x` lies in; it goes when its last tensor does."""
-        place = self._place(x)
-        if place is not None:
-            del self._places[place.start]
-            self._plans.clear()
-
-    def _place(self, x: Tensor) -> sums.Place | None:
-        if not self._places:
-            return None
-        address = x.data_ptr()
-        place = self._places.get(address)
-        if place is None:
-            place = next((p for p in self._places.values() if p.start <= address < p.stop), None)
-        return place
+        self._registered.forget(x)
 
     def close(self) -> None:
         """See `Group.close`."""
@@ -277,12 +277,11 @@ class SharedGroup:
 
     def _void(self) -> None:
         self._queue.void()
-        self._places.clear()
-        self._plans.clear()
+        if not self._borrowed:
+            self._registered.clear()
 
 
 Relatives = list[weakref.ref[Queue]]
-PAGE = 4096  # bytes
 
 
 def _here(call: Call, *xs: Tensor) -> Call:

@@ -25,7 +25,9 @@ from torch import Tensor
 from paceline.comm.board import SLOTS, Board, Steps
 from paceline.comm.fingerprint import Call
 from paceline.comm.group import Op, pieces
+from paceline.comm.memory import fresh
 from paceline.comm.reduction import admit, combine, finish, wide
+from paceline.comm.registered import Place
 
 DEPTH = SLOTS // 2  # phases between staging and adding, and between adding and collecting
 LINE = 64  # bytes: parts begin on cache lines
@@ -142,7 +144,7 @@ def reduce_scatter(board: Board, x: Tensor, op: Op, call: Call) -> Steps:
     room = board.block // size  # bytes of a part of a stage
     width = room // item
     first = cut[me][0]
-    out = torch.empty(cut[me][1] - first, dtype=x.dtype, device="cpu")
+    out = fresh((cut[me][1] - first,), x.dtype)
     source = x.data_ptr()
 
     def stage(k: int) -> None:
@@ -165,19 +167,6 @@ def reduce_scatter(board: Board, x: Tensor, op: Op, call: Call) -> Steps:
     admit(op, x.dtype)
     yield from flow(board, blocks, stage, add)
     return out
-
-
-class Place(NamedTuple):
-    """Registered memory: of every rank a region of the same length, mapped by all."""
-
-    number: int  # the same on all ranks
-    start: int  # address of the first byte of my region
-    regions: list[Tensor]  # uint8, one a rank
-
-    @property
-    def stop(self) -> int:
-        """The address behind my region."""
-        return self.start + self.regions[0].numel()
 
 
 class Plan(NamedTuple):

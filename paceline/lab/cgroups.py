@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ PREFIX: Final = "paceline-lab-"  # of every control group of a lab
 _PERIOD: Final = 20_000  # microseconds: short, so that a quota doesn't come as long pauses
 _LEAST_QUOTA: Final = 1_000  # microseconds: the kernel refuses less
 _REMOVE_SECONDS: Final = 2.0
+_ROUNDS: Final = 20  # in which all processes are moved, or more are started than moved
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,22 @@ class Group:
             if (folder / "memory.memsw.limit_in_bytes").exists():
                 _write(folder / "memory.memsw.limit_in_bytes", str(nbytes))
 
-    def entrances(self) -> tuple[Path, ...]:
-        """The files to which a process writes its number to come in."""
-        return tuple(folder / "cgroup.procs" for folder in self.folders)
+    def entrances(self, controllers: Container[str] = ("cpu", "memory")) -> tuple[Path, ...]:
+        """The files to which a process writes its number so that these controllers limit it."""
+        wanted = [folder for controller, folder in self._folders.items() if controller in controllers]
+        return tuple(folder / "cgroup.procs" for folder in dict.fromkeys(wanted))
+
+    def admit(self, controller: str, living: Callable[[], Iterable[int]]) -> None:
+        """Let this controller limit processes that run already, and those that they start meanwhile."""
+        (entrance,) = self.entrances((controller,))
+        for _ in range(_ROUNDS):
+            outside = set(living()) - {int(number) for number in entrance.read_text().split()}
+            if not outside:
+                return
+            for process in outside:
+                with suppress(ProcessLookupError):
+                    entrance.write_text(str(process))
+        raise ResourceError(f"processes are started faster than they can be moved to {entrance.parent}: set the quota before they run")
 
     def remove(self) -> None:
         """Remove the folders, once nobody is inside. Twice is harmless."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _KINDS: Final = ("net", "uts", "ipc", "mnt")
-_QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+# Not in sessions of their own: the kernel shares the cores among sessions (autogroups) before it shares them among threads.
+_QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "process_group": 0}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Cluster:
         self._delays = True
         self._switch: spaces.Space | None = None
         self._processors: dict[int, float | None] = {}
+        self._limited: set[int] = set()  # hosts that have, or have had, a quota: others share the cores thread by thread, as without a lab
         self._held = ExitStack()
         self._runs = 0
         self._start_host: Any = None
@@ -125,7 +127,8 @@ class Cluster:
         """What stands before a command so that it runs on this host; its namespaces have to be inherited (`spawn` does it)."""
         seat = self._seat(host)
         namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
-        return [sys.executable, "-I", "-S", str(Path(enter.__file__)), namespaces, ",".join(map(str, seat.group.entrances())) or "-"]
+        entrances = seat.group.entrances(("cpu", "memory") if host in self._limited else ("memory",))
+        return [sys.executable, "-I", "-S", str(Path(enter.__file__)), namespaces, ",".join(map(str, entrances)) or "-"]
 
     def processes(self, host: int) -> list[int]:
         """The processes that run on a host."""
@@ -155,6 +158,9 @@ class Cluster:
             raise ResourceError("this lab was built without processor quotas")
         seat.group.limit_processors(processors)
         self._processors[host] = processors
+        if processors is not None and host not in self._limited:
+            self._limited.add(host)
+            seat.group.admit("cpu", lambda: self.processes(host))
 
     def quota_of(self, host: int) -> float | None:
         """How many cores the host may use (None: all)."""

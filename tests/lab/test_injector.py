@@ -231,7 +231,10 @@ def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
 def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
     cluster = Paper(regular(2))
     found = unleash(cluster, "[join(host=0, step=3), crash(host=0, step=1)]", tmp_path)
-    with found, job(tmp_path, {"steps": 2}, {"steps": 5}) as (_, other):  # rank 0 is there: host 0 isn't late
+    with found, job(tmp_path, {"steps": 2}) as (victim,):  # rank 0 is there: host 0 isn't late
+        assert victim.end() == (0, [0, 1])
+        wait_for(lambda: cluster.done == [("crash", 0)])  # in a real job rank 1 wouldn't be at step 3 before that
+        other = Worker(tmp_path, 1, 5)
         assert other.end() == (0, [0, 1, 2, 3, 4])
     assert cluster.done == [("crash", 0), ("mend", 0), ("start", 0)]
 

@@ -1,0 +1,57 @@
+"""Registered memory: of every rank a region of the same length, mapped by all, so that what lies there needn't be copied to be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Place(NamedTuple):
+    """One piece of registered memory."""
+
+    number: int  # the same on all ranks
+    start: int  # address of the first byte of my region
+    regions: list[Tensor]  # uint8, one a rank
+
+    @property
+    def stop(self) -> int:
+        """The address behind my region."""
+        return self.start + self.regions[0].numel()
+
+
+class Registered:
+    """What a group has registered, and what has been worked out for tensors that lie there (`plans`, by what identifies them)."""
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._places: dict[int, Place] = {}  # by where they start
+        self.plans: dict[Hashable, Any] = {}
+
+    def add(self, start: int, regions: list[Tensor]) -> None:
+        """A new place, whose region of mine starts at this address; all ranks add theirs in the same order."""
+        self._places[start] = Place(self._made, start, regions)
+        self._made += 1
+
+    def place(self, x: Tensor) -> Place | None:
+        """Where `x` lies."""
+        if not self._places:
+            return None
+        address = x.data_ptr()
+        place = self._places.get(address)
+        if place is None:
+            place = next((p for p in tuple(self._places.values()) if p.start <= address < p.stop), None)
+        return place
+
+    def forget(self, x: Tensor) -> None:
+        """`x` lies there no longer; the memory goes when its last tensor does."""
+        place = self.place(x)
+        if place is not None:
+            del self._places[place.start]
+            self.plans.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._places.clear()
+        self.plans.clear()
