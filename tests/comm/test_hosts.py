@@ -2,27 +2,32 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.comm import collectives, schedule
 from paceline.comm import hosts as module
+from paceline.comm.group import Group
 from paceline.comm.hosts import HostsGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
+from tests.cluster.launched import wait_for
 from tests.comm.processes import Crew, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 
 
-def made(group: ThreadGroup, hosts: tuple[int, ...]) -> HostsGroup:
-    """A HostsGroup whose three groups are threads."""
+def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer) -> HostsGroup:
+    """A HostsGroup whose three groups are threads; `wrap` is put around that of the leaders."""
     mine, inner = hosts[group.rank], None
     for host in sorted(set(hosts)):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
@@ -31,7 +36,7 @@ def made(group: ThreadGroup, hosts: tuple[int, ...]) -> HostsGroup:
     leaders = sorted(hosts.index(host) for host in set(hosts))
     outer = group.sub(leaders)
     assert inner is not None
-    return HostsGroup(inner, outer, group, hosts, deadline=10)
+    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=10)
 
 
 @pytest.mark.parametrize("hosts", DEALT)
@@ -107,6 +112,45 @@ def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -
 
     for found in spawn(3, body):
         assert torch.equal(found, torch.arange(40.0) * 6)
+
+
+def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
+    monkeypatch.setattr(module, "NARROW", 64)
+    monkeypatch.setattr(module, "WIDE", 64)
+    monkeypatch.setattr(module, "AHEAD", 640)
+    gate = threading.Event()
+
+    class Slow:
+        """A group whose reductions start at once and end when the gate is open."""
+
+        def __init__(self, outer: Group) -> None:
+            self._outer, self.started = outer, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._outer, name)
+
+        def all_reduce_agreed(self, x: torch.Tensor, **options: Any) -> Any:
+            self.started += 1
+            work = self._outer.all_reduce(x, **options)
+            wait, work.wait = work.wait, lambda timeout=None: (gate.wait(10), wait(timeout))[1]
+            return work
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        whole = made(group, (0, 0, 1, 1), wrap=Slow)
+        works = [whole.all_reduce(torch.full((64 * 4,), float(turn + group.rank))) for turn in range(5)]
+        if isinstance(whole.outer, Slow):
+            wait_for(lambda: whole.outer.started == 11)  # ten between the threads, and one that waits for room
+            time.sleep(0.05)
+            assert whole.outer.started == 11 and not works[0].done()
+        group.barrier().wait()
+        gate.set()
+        found = [work.wait() for work in works]
+        whole.close()
+        return found
+
+    for found in spawn(4, body, hosts=(0, 0, 1, 1)):
+        assert [bool((x == 4 * turn + 6).all()) for turn, x in enumerate(found)] == [True] * 5
 
 
 def test_one_copy_per_host_crosses_the_network_however_ranks_are_dealt() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm import memory
-from paceline.comm.memory import Segment, share
+from paceline.comm.memory import LARGE, Segment, fresh, share
 from paceline.errors import ResourceError
 from tests.processes import fork, threads
 
@@ -42,6 +42,14 @@ def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
     del x, cells
     gc.collect()
     assert held() == before
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (LARGE // 4 - 1,), (LARGE // 4,), (3, LARGE // 4 + 7)])
+def test_fresh_memory_is_ordinary_memory(shape: tuple[int, ...]) -> None:
+    around = [torch.zeros(LARGE // 4) for _ in range(3)]
+    tensor = fresh(shape, torch.float32)
+    assert tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    assert bool((tensor.fill_(2) == 2).all()) and not any(bool(other.any()) for other in around)
 
 
 def test_what_can_not_be_had_is_said(tmp_path: Path) -> None:

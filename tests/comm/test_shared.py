@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -169,6 +170,49 @@ def test_registered_memory() -> None:
 
     fork(2, body)
     fork(3, body)
+
+
+def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_have_it_there() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        for ours in (group, group.sub(range(size))):
+            assert ours is not None
+            a, b = group.empty((40_000,), torch.float32), group.empty((40_000,), torch.float32)
+            plain = torch.empty(40_000)
+            gone = group.empty((40_000,), torch.float32)
+            if rank == size - 1:
+                group.release(gone)
+            cases = [(a, a), (a[100:30_100], a[100:30_100]), (a, plain), (plain, a), (a, b), (a[:30_000], a[5:30_005]), (gone, gone)]
+            for root, (from_here, to_here) in itertools.product(range(size), cases):
+                for memory in (a, b, plain, gone):
+                    memory.fill_(-1)
+                turn = from_here if rank == root else to_here
+                if rank == root:
+                    turn.copy_(torch.arange(turn.numel()))
+                assert ours.broadcast(turn, root=root).wait() is turn
+                assert torch.equal(turn, torch.arange(turn.numel()).float())
+                turn.fill_(-1)  # the root's is its own again
+                everything = [memory for memory in (a, b, plain, gone) if memory.data_ptr() != turn.data_ptr()]
+                assert all(bool((memory == -1).all()) for memory in everything)
+        group.close()
+
+    fork(2, body)
+    fork(3, body)
+
+
+def test_a_subgroup_of_all_that_is_closed_leaves_registered_memory_alone() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        memory = group.empty((20_000,), torch.float32)
+        hands = group.sub(range(size))
+        assert hands is not None
+        hands.close()
+        assert group._registered.place(memory) is not None
+        group.all_reduce(memory.fill_(rank), out=memory).wait()
+        assert bool((memory == 1).all())
+        group.close()
+
+    threads(2, body)
 
 
 def test_memory_that_is_released_is_forgotten() -> None:

@@ -103,6 +103,23 @@ class TestGroup:
         assert (tmp_path / "g/cpu.max").read_text() == "max 20000"
         assert group.folders == (tmp_path / "g",) and group.entrances() == (tmp_path / "g/cgroup.procs",)
 
+    def test_entrances_for_some_controllers(self, tmp_path):
+        apart = Group("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
+        assert apart.entrances(("memory",)) == (tmp_path / "memory/g/cgroup.procs",) and apart.entrances(()) == ()
+        one = Group("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
+        assert one.entrances(("memory",)) == one.entrances() == (tmp_path / "g/cgroup.procs",)
+        assert Group("g", [Base("cpu", 1, tmp_path)]).entrances(("memory",)) == ()
+
+    def test_processes_that_run_are_admitted_unless_there_are_ever_more(self, tmp_path):
+        group = Group("g", [Base("cpu", 1, tmp_path)])
+        group.make()
+        entrance = tmp_path / "g/cgroup.procs"  # a plain file here: it keeps the last number alone
+        entrance.write_text("")
+        group.admit("cpu", lambda: [10])
+        assert entrance.read_text() == "10"
+        with pytest.raises(ResourceError, match="started faster than they can be moved"):
+            group.admit("cpu", lambda: [10, 11])
+
     def test_small_quotas_are_as_small_as_can_be(self, tmp_path):
         group = Group("g", [Base("cpu", 2, tmp_path)])
         group.make()

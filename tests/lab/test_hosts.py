@@ -70,6 +70,21 @@ class TestQuotas:
         assert cluster.quota_of(0) is None and cluster.quota_of(1) == 0.25
         assert spin(cluster, 0) > 0.5 or psutil.cpu_percent(0.2) > 90  # others may need the cores
 
+    def test_a_first_quota_reaches_processes_that_run_already(self, quotas, pair):
+        cluster = pair()
+        fork = "import os, time\nwhile True:\n    os.fork() or (time.sleep(0.2), os._exit(0))\n    time.sleep(0.01)\n"
+        processes = [cluster.spawn(0, SLEEP), cluster.spawn(0, [sys.executable, "-S", "-c", fork])]
+        group = cluster.hosts[0].group.entrances(("cpu",))[0]
+        wait_for(lambda: len(cluster.processes(0)) > 4)
+        cluster.quota(0, None)
+        assert group.read_text() == ""  # without a quota a host has no group: its threads share the cores with all others
+        cluster.quota(0, 0.7)
+        inside = {int(number) for number in group.read_text().split()}
+        assert {process.pid for process in processes} <= inside and len(inside) > 4
+        later = cluster.spawn(0, SLEEP)
+        wait_for(lambda: str(later.pid) in group.read_text().split())
+        assert cluster.hosts[1].group.entrances(("cpu",))[0].read_text() == ""
+
     def test_memory(self, quotas, pair):
         cluster = pair(memory="64MiB")
         code = "x = bytearray(%d); print(len(x))"
