@@ -19,6 +19,7 @@ def main() -> None:
         job.note(loss)
     job.finish(accelerator.process_index, accelerator.num_processes, "accelerate")
     accelerator.end_training()
+    workload.leave()
 
 
 if __name__ == "__main__":

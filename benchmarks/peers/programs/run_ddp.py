@@ -102,6 +102,7 @@ def main() -> None:
         job.train(model, optimizer, job.dealt(dist.get_rank(), dist.get_world_size()))
         job.finish(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
+    workload.leave()
 
 
 if __name__ == "__main__":

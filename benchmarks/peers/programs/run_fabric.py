@@ -22,6 +22,7 @@ def main() -> None:
         optimizer.zero_grad()
         job.note(loss)
     job.finish(fabric.global_rank, fabric.world_size, "lightning-fabric")
+    workload.leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -94,6 +95,17 @@ def sent() -> tuple[int, int]:
         counts[name.strip()] = int(columns.split()[8])
     inside = counts.pop("lo", 0)
     return sum(counts.values()), inside
+
+
+def leave() -> None:
+    """End this process here and now.
+
+    A Python that ends takes DDP's Gloo group down while it holds the interpreter, and may wait for ever for the group's thread, which
+    waits for the interpreter (torch 2.13, small models; the results are written by then).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
