@@ -187,8 +187,8 @@ class HostsGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent through all three groups."""
-        groups = [group for group in (self.inner, self.outer, self.flat) if group is not None]
+        """Bytes sent through all groups."""
+        groups = [group for group in (self.inner, self._hands, self.outer, self.flat) if group is not None]
         return Traffic(sum(group.traffic.within for group in groups), sum(group.traffic.between for group in groups))
 
     @property

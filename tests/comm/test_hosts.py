@@ -169,6 +169,20 @@ def test_one_copy_per_host_crosses_the_network_however_ranks_are_dealt() -> None
     assert between[0] == between[1] <= 2 * 400_000
 
 
+def test_what_is_handed_out_counts_as_sent_within_the_host() -> None:
+    def body(group: ThreadGroup) -> tuple[int, int, int]:
+        whole = made(group, (0, 0, 1, 1))
+        before = whole.traffic.within
+        whole.all_reduce(torch.ones(1000)).wait()
+        own = whole.inner.traffic.within + group.traffic.within
+        found = whole.traffic.within - before, whole.traffic.within - own, int(whole.outer is not None)
+        whole.close()
+        return found
+
+    for sent, handed, leads in spawn(4, body, hosts=(0, 0, 1, 1)):
+        assert handed == 4000 * leads and sent > 0
+
+
 def test_differences_are_named_before_anything_moves() -> None:
     def body(group: ThreadGroup) -> None:
         whole = made(group, (0, 1, 0))
