@@ -91,7 +91,7 @@ A peer that fails has no time.
 - Machine: {machine["processor"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB, {machine["system"]}. One thread in each process.
 - Versions: {", ".join(f"{name} {version}" for name, version in versions.items() if version)}; the peers' are at the end.
 - Samples of a step for each worker: {batches}.
-- Hosts are network namespaces of `paceline lab` on this one machine, with links limited in both directions: their workers share its cores,
+- Hosts are network namespaces of a [lab](lab.md) on this one machine, with links limited in both directions: their workers share its cores,
   so where workers outnumber cores, compute takes turns and little of an exchange can hide behind it.
 - "Sent" is what left the network interfaces of all hosts, headers included; on one host what went over loopback (shared memory sends
   nothing).
