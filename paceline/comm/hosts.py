@@ -267,8 +267,8 @@ class HostsGroup:
         reduction.admit(op, x.dtype)
         x = x.detach()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
-
         straight = target.is_contiguous()
+        flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
 
         def begin() -> None:
             source = x.reshape(-1)
@@ -281,7 +281,6 @@ class HostsGroup:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
 
-        flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
         job = _Job(begin, conclude, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts", self._deadline)
         return self._start(job)
 

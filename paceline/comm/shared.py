@@ -40,7 +40,8 @@ class SharedGroup:
         self.rank, self.size, self.view = board.rank, board.size, view
         self.traffic = Traffic()
         self._queue = Queue(board, relatives if relatives is not None else [])
-        self._registered, self._borrowed = (Registered(), False) if registered is None else (registered, True)
+        self._borrowed = registered is not None
+        self._registered = Registered() if registered is None else registered
 
     @classmethod
     def from_store(

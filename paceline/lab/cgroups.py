@@ -6,7 +6,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -121,8 +120,12 @@ class Group:
             if not outside:
                 return
             for process in outside:
-                with suppress(ProcessLookupError):
+                try:
                     entrance.write_text(str(process))
+                except ProcessLookupError:
+                    continue  # it has ended
+                except OSError as error:
+                    raise ResourceError(f"process {process} can't be moved to {entrance.parent} ({error.strerror}): run as root") from error
         raise ResourceError(f"processes are started faster than they can be moved to {entrance.parent}: set the quota before they run")
 
     def remove(self) -> None:

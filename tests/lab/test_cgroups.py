@@ -120,6 +120,21 @@ class TestGroup:
         with pytest.raises(ResourceError, match="started faster than they can be moved"):
             group.admit("cpu", lambda: [10, 11])
 
+    def test_a_process_that_may_not_be_moved_is_named(self, tmp_path, monkeypatch):
+        group = Group("g", [Base("cpu", 1, tmp_path)])
+        group.make()
+        (tmp_path / "g/cgroup.procs").write_text("")
+        errors = {10: ProcessLookupError(3, "No such process"), 11: PermissionError(13, "Permission denied")}
+
+        def refuse(path, text):
+            raise errors[int(text)]
+
+        monkeypatch.setattr(cgroups.Path, "write_text", refuse)
+        living = iter([[10], []])
+        group.admit("cpu", lambda: next(living))  # one that has ended is none
+        with pytest.raises(ResourceError, match=r"process 11 can't be moved to .*Permission denied"):
+            group.admit("cpu", lambda: [11])
+
     def test_small_quotas_are_as_small_as_can_be(self, tmp_path):
         group = Group("g", [Base("cpu", 2, tmp_path)])
         group.make()
