@@ -124,7 +124,7 @@ def names() -> list[str]:
 def ready(name: str) -> Description:
     """A cluster that ships with paceline."""
     if name not in names():
-        raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}. Or give the path of a .toml file")
+        raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}; or give the path of a .toml file")
     return read(CLUSTERS / f"{name}.toml")
 
 
