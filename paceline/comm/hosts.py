@@ -13,14 +13,10 @@ network; each has a group of its own inside the host, in which it alone decides 
 from __future__ import annotations
 
 import atexit
-import queue
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,14 +24,12 @@ from torch import Tensor
 from paceline.comm import fingerprint, reduction
 from paceline.comm.collectives import Trusting
 from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
+from paceline.comm.line import Flow, Job, Line, Steps
 from paceline.comm.memory import fresh
-from paceline.comm.watch import fine_timer
-from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
+from paceline.errors import PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
 NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
-AHEAD = 2 << 20  # elements that may be between the threads, on the network
-TICK = 0.1  # seconds after which a wait looks up
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
@@ -69,85 +63,6 @@ class Checking(Protocol):
         ...
 
 
-class _Job:
-    """Something the threads do in its turn, and its Work: `begin` does it all, unless there is `conclude`, which ends a reduction."""
-
-    def __init__(self, begin: Callable[[], Any], conclude: Callable[[], Any] | None, what: str, deadline: float) -> None:
-        self.begin, self.conclude, self.what, self.deadline = begin, conclude, what, deadline
-        self._ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-
-    def end(self, result: Any) -> None:
-        """It has been done."""
-        if not self._ended.is_set():
-            self._result = result
-            self._ended.set()
-
-    def void(self, error: BaseException) -> None:
-        """It will not be done."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        limit = time.monotonic() + (self.deadline if timeout is None else timeout)
-        while not self._ended.wait(TICK):
-            if time.monotonic() > limit:
-                raise DeadlineExceeded(f"{self.what} has not ended within {self.deadline if timeout is None else timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def exception(self) -> BaseException | None:
-        return self._error if self._ended.is_set() else None
-
-
-class _Chunk(NamedTuple):
-    """What is between the hosts, where it ends, and since when (nanoseconds); no work on those that don't lead their host."""
-
-    job: _Job
-    op: Op
-    end: Tensor
-    room: Tensor
-    begun: int
-    work: Work[Tensor] | None
-
-
-class _Crossing:
-    """What is between the two threads, in order: chunks, at most AHEAD elements of them, and the ends of jobs."""
-
-    def __init__(self) -> None:
-        self._items = deque[_Chunk | _Job | None]()
-        self._elements = 0
-        self._changed = threading.Condition()
-
-    def put(self, item: _Chunk | _Job | None) -> None:
-        """Wait for room, and append."""
-        elements = item.room.numel() if isinstance(item, _Chunk) else 0
-        with self._changed:
-            self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
-            self._elements += elements
-            self._items.append(item)
-            self._changed.notify_all()
-
-    def first(self) -> _Chunk | _Job | None:
-        """Wait for one; it stays, and counts, until `drop`."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._items))
-            return self._items[0]
-
-    def drop(self) -> None:
-        """The first has been dealt with."""
-        with self._changed:
-            item = self._items.popleft()
-            self._elements -= item.room.numel() if isinstance(item, _Chunk) else 0
-            self._changed.notify_all()
-
-
 class HostsGroup:
     """The workers of several hosts (a `Group`).
 
@@ -173,16 +88,7 @@ class HostsGroup:
         self.trace = Trace(0) if trace is None else trace
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._crossing = _Crossing()
-        self._pending: deque[_Job] = deque()
-        self._broken: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=work, name=f"paceline hosts {name}", daemon=True)
-            for name, work in (("sum", self._sum), ("hand out", self._hand_out))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._line = Line("hosts", 2, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
@@ -196,60 +102,13 @@ class HostsGroup:
         """Seconds spent waiting for ranks that came later, to an agreement or a compared call."""
         return self.flat.waited
 
-    # ---- the threads
-
-    def _sum(self) -> None:
-        torch.set_num_threads(1)
-        fine_timer()
-        while (job := self._jobs.get()) is not None:
-            self._attempt(job, job.begin, last=job.conclude is None)
-            if job.conclude is not None:
-                self._crossing.put(job)
-        self._crossing.put(None)
-
-    def _hand_out(self) -> None:
-        torch.set_num_threads(1)
-        fine_timer()
-        while (item := self._crossing.first()) is not None:
-            if isinstance(item, _Chunk):
-                self._attempt(item.job, partial(self._land, item))
-            elif item.conclude is not None:
-                self._attempt(item, item.conclude, last=True)
-            self._crossing.drop()
-
-    def _attempt(self, job: _Job, act: Callable[[], Any], *, last: bool = False) -> None:
-        """Do a part of a job; an error is kept for whoever waits: one that ends the group as `_spread` gives it, the same on all ranks."""
-        if self._broken is not None:
-            job.void(self._broken)
-        if job.done():
-            return
-        try:
-            result = act()
-        except (UsageError, RuntimeError, ValueError, TypeError) as error:
-            job.void(error)
-        except PacelineError as error:
-            job.void(self._spread(error))
-        else:
-            if last:
-                job.end(result)
-
     def _spread(self, error: PacelineError) -> BaseException:
         """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
-        if self._broken is None:
-            self._broken = self.flat.end(error) if isinstance(self.flat, Ending) else error
-            for group in (self.outer, self.inner, self._hands):
-                if group is not None:
-                    group.abort()
-        return self._broken
-
-    def _start(self, job: _Job) -> Work[Any]:
-        if self._broken is not None:
-            raise self._broken
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
-        self._pending.append(job)
-        self._jobs.put(job)
-        return job
+        first = self.flat.end(error) if isinstance(self.flat, Ending) else error
+        for group in (self.outer, self.inner, self._hands):
+            if group is not None:
+                group.abort()
+        return first
 
     # ---- reductions
 
@@ -269,29 +128,37 @@ class HostsGroup:
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
         straight = target.is_contiguous()
         flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
+        held, added = reduction.wide(x.dtype, op), cast("Op", "sum" if op == "mean" else op)
 
-        def begin() -> None:
+        def flows() -> Iterator[Flow]:
             source = x.reshape(-1)
             if reduction.crossing(source, flat):
                 source = source.clone()
-            self._send(job, source, flat, op)
+            for start, stop in cut(flat.numel()):
+                yield Flow(self._chunk(source[start:stop], flat[start:stop], held, op, added), stop - start)
 
         def conclude() -> Tensor:
             if not straight:
                 target.copy_(flat.view(x.shape))
             return target if out is None else out
 
-        job = _Job(begin, conclude, f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts", self._deadline)
-        return self._start(job)
+        what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
+        return self._line.start(Job(flows, conclude, what, self._deadline))
 
-    def _send(self, job: _Job, source: Tensor, flat: Tensor, op: Op) -> None:
-        """Send `source` on its way into `flat`, chunk after chunk; halves are added, and travel, in float32."""
-        held, added = reduction.wide(source.dtype, op), cast("Op", "sum" if op == "mean" else op)
-        for start, stop in cut(flat.numel()):
-            mine, end = source[start:stop], flat[start:stop]
-            room = end if held == flat.dtype else torch.empty(stop - start, dtype=held)
-            self._gather(mine, room, added)
-            self._crossing.put(_Chunk(job, op, end, room, time.perf_counter_ns(), self._cross(room, added)))
+    def _chunk(self, mine: Tensor, end: Tensor, held: torch.dtype, op: Op, added: Op) -> Steps:
+        """The way of a chunk from `mine` to `end`; halves are added, and travel, in float32."""
+        room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
+        self._gather(mine, room, added)
+        begun, crossing = time.perf_counter_ns(), self._cross(room, added)
+        yield crossing
+        if crossing is not None:
+            self.trace.record("all-reduce", "between", begun, time.perf_counter_ns())
+        if self._hands is not None:
+            with self.trace.span("hand out", "within"):
+                self._hands.broadcast(room, root=0).wait()
+        reduction.finish(op, room, self.size)
+        if room is not end:
+            end.copy_(room)
 
     def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
         """The sum of my host, in `room` of its ranks."""
@@ -309,28 +176,26 @@ class HostsGroup:
             return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
-    def _land(self, chunk: _Chunk) -> None:
-        """Wait for a chunk from the network, and hand it out."""
-        if chunk.work is not None:
-            chunk.work.wait()
-            self.trace.record("all-reduce", "between", chunk.begun, time.perf_counter_ns())
-        if self._hands is not None:
-            with self.trace.span("hand out", "within"):
-                self._hands.broadcast(chunk.room, root=0).wait()
-        reduction.finish(chunk.op, chunk.room, self.size)
-        if chunk.room is not chunk.end:
-            chunk.end.copy_(chunk.room)
-
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Group.empty`: registered with the group of my host."""
-        tensor: Tensor = self._start(_Job(lambda: self.inner.empty(shape, dtype), None, "empty", self._deadline)).wait()
+        tensor: Tensor = self._in_turn(lambda: self.inner.empty(shape, dtype), "empty")
         return tensor
 
     def release(self, x: Tensor) -> None:
         """Forget registered memory."""
         release = getattr(self.inner, "release", None)
-        if release is not None and self._broken is None:
-            self._start(_Job(lambda: release(x), None, "release", self._deadline)).wait()
+        if release is not None and self._line.broken is None:
+            self._in_turn(lambda: release(x), "release")
+
+    def _in_turn(self, act: Callable[[], Any], what: str) -> Any:
+        """Do something in the group of my host after the sums that were started before."""
+        results: list[Any] = []
+
+        def flows() -> Sequence[Flow]:
+            results.append(act())
+            return ()
+
+        return self._line.start(Job(flows, lambda: results[0], what, self._deadline)).wait()
 
     # ---- everything else goes over all ranks at once
 
@@ -388,22 +253,14 @@ class HostsGroup:
         self._end(ViewChanged("this group has been aborted"), lambda group: group.abort())
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
-        if isinstance(self._broken, ViewChanged):
+        if isinstance(self._line.broken, ViewChanged):
             return
         atexit.unregister(self.close)
-        idle = all(job.done() for job in self._pending)
-        self._broken = error
-        self._jobs.put(None)
-        for job in self._pending:
-            job.void(error)
+        idle = self._line.idle
+        self._line.stop(error)
         if idle:
-            self._join()
+            self._line.join()
         for group in (self.outer, self.inner, self._hands, self.flat):
             if group is not None:
                 end(group)
-        self._join()
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join(1.0)
+        self._line.join()

@@ -1,0 +1,378 @@
+"""The sum of a group through a coding, the same bits on every rank; what is lost on the way may be kept and sent later.
+
+    gathered    every rank sends its message to all, all decode and add them in rank order            n payloads, one stage
+    scattered   each piece goes to the rank that owns it; that one adds, encodes the sum again,       2 payloads, two stages
+                and sends it to all
+
+    error_feedback   x + residual is sent, and the new residual is what of that did not arrive (Seide et al. 2014, Karimireddy et al. 2019)
+
+A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that it can be saved, and so that a step
+that failed leaves it as it was. `sum` is a generator: what it yields is awaited, one stage further (see `comm/line.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Size, Tensor
+
+from paceline.codec.coding import Coding, exact, parts, room
+from paceline.comm.group import Group, Unchecked, Work, pieces
+from paceline.errors import UsageError
+from paceline.wording import spell
+
+State = dict[str, Any]  # of tensors, numbers and such dicts
+
+
+class Sum(NamedTuple):
+    """What has come of a sum."""
+
+    total: Tensor  # the same bits on every rank
+    settle: Callable[[Tensor], None]  # takes off a tensor what of mine is in the total
+    state: State
+
+
+Way = Generator[Work[Any], Any, Sum]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a codec sends through: a group of the same ranks for each stage; and the circumstances of this sum.
+
+    `scale` is what gradients are multiplied by (of a GradScaler): residuals are kept without it. `step` counts the sums before this one.
+    `draw` is what is drawn by chance from.
+    """
+
+    groups: tuple[Group, ...]
+    scale: float = 1.0
+    step: int = 0
+    draw: torch.Generator | None = None
+
+    @property
+    def group(self) -> Group:
+        """The group of this stage."""
+        return self.groups[0]
+
+    def after(self, stages: int) -> Wire:
+        """The same, so many stages later."""
+        return replace(self, groups=self.groups[stages:])
+
+
+class Codec(Protocol):
+    """A way to sum 1-D float32 tensors over a group. Each holds tensors of some shapes, one after the other."""
+
+    @property
+    def stages(self) -> int:
+        """How often `sum` yields, at most."""
+        ...
+
+    def choose(self, name: str, shape: Size) -> Codec:
+        """The codec for a tensor with this name and shape: itself, unless it decides by those."""
+        ...
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """The state at the beginning."""
+        ...
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """Sum `x` over all ranks, which call it with the same shapes. `x` and `state` stay as they are."""
+        ...
+
+
+@runtime_checkable
+class Summing(Protocol):
+    """What tells a codec from a coding."""
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        ...
+
+
+def lift(given: Codec | Coding) -> Codec:
+    """A codec from what is written: `exact()` is the group's own sum; other codings are gathered if they are sparse, else scattered."""
+    if isinstance(given, Summing):
+        return given
+    if isinstance(given, exact):
+        return plain()
+    if not hasattr(given, "layout"):
+        raise UsageError(f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {given!r}")
+    return gathered(given) if _sparse(given) else scattered(given)
+
+
+class _Simple:
+    """What codecs without choice and without state share."""
+
+    def choose(self, name: str, shape: Size) -> Any:
+        """See `Codec.choose`."""
+        return self
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """See `Codec.init`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class plain(_Simple):
+    """The group's own all-reduce."""
+
+    __repr__ = spell
+    stages = 1
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        start = wire.group.all_reduce_agreed if isinstance(wire.group, Unchecked) else wire.group.all_reduce
+        total = yield start(x)
+        return Sum(total, lambda y: _take(y, x), state)
+
+
+@dataclass(frozen=True)
+class gathered(_Simple):
+    """Every rank gets every message: n payloads come in. Best for few ranks, and for what adds up badly in small form, such as topk."""
+
+    coding: Coding
+
+    __repr__ = spell
+    stages = 1
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        whole, message = room(self.coding, x.numel(), x.device)
+        self.coding.encode(x, message, wire.draw)
+        everyones = yield wire.group.all_gather(whole)
+        total = torch.empty_like(x)
+        for rank, theirs in enumerate(everyones):
+            (self.coding.add if rank else self.coding.decode)(parts(self.coding, x.numel(), theirs), total)
+        return Sum(total, lambda y: self.coding.add(message, y, minus=True), state)
+
+
+@dataclass(frozen=True)
+class scattered(_Simple):
+    """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any number of ranks.
+
+    What the second encoding loses counts as lost by the rank that owns the piece.
+    """
+
+    coding: Coding
+
+    __repr__ = spell
+    stages = 2
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        me, size = wire.group.rank, wire.group.size
+        if size <= 2:  # gathering costs no more, and loses less
+            return (yield from gathered(self.coding).sum(x, shapes, state, wire))
+        cut = [x[start:stop] for start, stop in pieces(x.numel(), size)]
+        mine = [room(self.coding, piece.numel(), x.device) for piece in cut]
+        for piece, (_, message) in zip(cut, mine, strict=True):
+            self.coding.encode(piece, message, wire.draw)
+        theirs = yield wire.group.all_to_all([whole for whole, _ in mine])
+        owned = torch.empty_like(cut[me])
+        for rank, whole in enumerate(theirs):
+            (self.coding.add if rank else self.coding.decode)(parts(self.coding, owned.numel(), whole), owned)
+        again, message = room(self.coding, owned.numel(), x.device)
+        self.coding.encode(owned, message, wire.draw)
+        sums = yield wire.after(1).group.all_gather(again)
+        total = torch.empty_like(x)
+        for (start, stop), whole in zip(pieces(x.numel(), size), sums, strict=True):
+            self.coding.decode(parts(self.coding, stop - start, whole), total[start:stop])
+
+        def settle(y: Tensor) -> None:
+            places = pieces(x.numel(), size)
+            for (start, stop), (_, sent) in zip(places, mine, strict=True):
+                self.coding.add(sent, y[start:stop], minus=True)
+            start, stop = places[me]
+            y[start:stop].add_(owned).sub_(total[start:stop])
+
+        return Sum(total, settle, state)
+
+
+@dataclass(frozen=True)
+class error_feedback:
+    """What `codec` loses is kept, and added to what is sent the next time.
+
+    The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total isn't finite (a GradScaler will skip
+    the step) nothing is kept of it. State: a residual as large as the tensors.
+    """
+
+    codec: Codec | Coding
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        lift(self.codec)
+
+    @property
+    def stages(self) -> int:
+        """See `Codec.stages`."""
+        return lift(self.codec).stages
+
+    def choose(self, name: str, shape: Size) -> Codec:
+        """See `Codec.choose`."""
+        chosen = lift(self.codec).choose(name, shape)
+        return chosen if isinstance(chosen, plain) else error_feedback(chosen)
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """See `Codec.init`."""
+        numel = sum(map(math.prod, shapes))
+        return {"residual": torch.zeros(numel, device=device), "inner": lift(self.codec).init(shapes, device)}
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        left = state["residual"] * wire.scale if wire.scale != 1.0 else state["residual"].clone()
+        left += x
+        found = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
+        if not finite(found.total):
+            return Sum(found.total, lambda y: _take(y, x), state)
+        kept = left.clone()
+        found.settle(kept)
+        if wire.scale != 1.0:
+            kept /= wire.scale
+
+        def settle(y: Tensor) -> None:
+            y.sub_(x)  # lost nothing: it is in the total, or kept here
+
+        return Sum(found.total, settle, {"residual": kept, "inner": found.state})
+
+
+@runtime_checkable
+class Predicate(Protocol):
+    """What tensors `where` is asked about."""
+
+    def holds(self, name: str, shape: Size) -> bool:
+        """Whether it holds for a tensor with this name and shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class smaller:
+    """Tensors with fewer than `numel` elements."""
+
+    numel: int
+
+    __repr__ = spell
+
+    def holds(self, name: str, shape: Size) -> bool:
+        """See `Predicate.holds`."""
+        return math.prod(shape) < self.numel
+
+
+@dataclass(frozen=True)
+class named:
+    """Tensors whose name fits a pattern of the shell: `named("*.bias")`."""
+
+    pattern: str
+
+    __repr__ = spell
+
+    def holds(self, name: str, shape: Size) -> bool:
+        """See `Predicate.holds`."""
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True)
+class where:
+    """`then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`."""
+
+    predicate: Predicate
+    then: Codec | Coding
+    otherwise: Codec | Coding
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.predicate, Predicate):
+            raise UsageError(f"where wants a predicate first, such as smaller(10_000) or named('*.bias'), got {self.predicate!r}")
+        lift(self.then), lift(self.otherwise)
+
+    @property
+    def stages(self) -> int:
+        """See `Codec.stages`."""
+        return max(lift(self.then).stages, lift(self.otherwise).stages)
+
+    def choose(self, name: str, shape: Size) -> Codec:
+        """See `Codec.choose`."""
+        return lift(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(name, shape)
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """See `Codec.init`."""
+        raise AssertionError("where has to choose first")
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        raise AssertionError("where has to choose first")
+
+
+@dataclass(frozen=True)
+class after:
+    """`codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up."""
+
+    steps: int
+    codec: Codec | Coding
+    before: Codec | Coding = field(default_factory=exact)
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        lift(self.codec), lift(self.before)
+        if self.steps < 0:
+            raise UsageError(f"{self!r}: steps is {self.steps}, and has to be 0 or more")
+
+    @property
+    def stages(self) -> int:
+        """See `Codec.stages`."""
+        return max(lift(self.codec).stages, lift(self.before).stages)
+
+    def choose(self, name: str, shape: Size) -> Codec:
+        """See `Codec.choose`."""
+        return after(self.steps, lift(self.codec).choose(name, shape), lift(self.before).choose(name, shape))
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """See `Codec.init`."""
+        return {"codec": lift(self.codec).init(shapes, device), "before": lift(self.before).init(shapes, device)}
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        part, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
+        found = yield from lift(codec).sum(x, shapes, state[part], wire)
+        return found._replace(state=state | {part: found.state})
+
+
+def finite(x: Tensor) -> bool:
+    """Whether all of `x` is finite; looks closer only where its sum isn't."""
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
+def keeps(state: State) -> bool:
+    """Whether a residual is somewhere in it."""
+    return any(key == "residual" or (isinstance(value, dict) and keeps(value)) for key, value in state.items())
+
+
+def merge(states: Sequence[State]) -> State:
+    """The state of a rank that goes on for several, itself first: it sends later what they have kept; all else is the first one's.
+
+    Residuals are parts of a sum, so their sum is what has to survive when ranks leave.
+    """
+    first = states[0]
+    merged: State = {}
+    for key, value in first.items():
+        if key == "residual":
+            merged[key] = torch.stack([state[key].to(value) for state in states]).sum(0)
+        else:
+            merged[key] = merge([state[key] for state in states]) if isinstance(value, dict) else value
+    return merged
+
+
+def _take(y: Tensor, x: Tensor) -> None:
+    y.sub_(x)
+
+
+def _sparse(coding: Coding) -> bool:
+    """Whether it keeps few elements, so that the sum of two has more."""
+    outer = getattr(coding, "outer", coding)
+    return bool(_sparse(outer)) if outer is not coding else hasattr(coding, "fraction")

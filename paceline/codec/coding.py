@@ -1,0 +1,185 @@
+"""One tensor, smaller, and back: local, without state, and of a size that is known before there is a value.
+
+    x (1-D float32)  --encode-->  message: parts of fixed dtypes and lengths  --decode-->  about x
+
+    compose(topk(0.01), int8())   values  indices          what topk gives
+                                    |        |
+                                  int8       |             its values are made smaller again
+                                  /   \\      |
+                             levels scales indices
+
+Messages of a coding have one layout for one length, so whoever receives knows how much comes. Decoding multiplies and then adds, never
+both at once: processors that fuse the two give other bits, and every rank has to get the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from paceline.errors import UsageError
+from paceline.wording import spell
+
+SPAN = 128 << 10  # elements that are worked on together, so that what lies between stays in the cache
+Message = Sequence[Tensor]
+
+
+class Part(NamedTuple):
+    """A piece of a message; `values` says that it holds numbers that another coding may make smaller."""
+
+    dtype: torch.dtype
+    numel: int
+    values: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its length on the wire."""
+        return self.numel * self.dtype.itemsize
+
+
+class Coding(Protocol):
+    """A way to write a tensor in fewer bytes. All tensors are contiguous, 1-D and float32, on any device."""
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """The parts of the message of a tensor of `numel` elements, widest dtype first."""
+        ...
+
+    def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
+        """Write `x` into the parts of `message`. What is drawn by chance comes from `draw` (None: torch's own generator)."""
+        ...
+
+    def decode(self, message: Message, out: Tensor) -> None:
+        """Write what the message says into `out`."""
+        ...
+
+    def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        """Add what `decode` would write, or subtract it."""
+        ...
+
+
+def nbytes(coding: Coding, numel: int) -> int:
+    """Bytes of a message."""
+    return _end(coding.layout(numel))
+
+
+def room(coding: Coding, numel: int, device: torch.device | str = "cpu") -> tuple[Tensor, list[Tensor]]:
+    """An empty message: all its bytes in one tensor, and its parts in there."""
+    whole = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
+    return whole, parts(coding, numel, whole)
+
+
+def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
+    """The parts of a message whose bytes are `whole`."""
+    found, start = [], 0
+    for part in coding.layout(numel):
+        start = _aligned(start, part)
+        found.append(whole[start : start + part.nbytes].view(part.dtype))
+        start += part.nbytes
+    return found
+
+
+def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the stretches in which a tensor is worked on, multiples of `unit`; on a GPU all at once."""
+    width = max(1, SPAN // unit) * unit if x.device.type == "cpu" else max(1, x.numel())
+    for start in range(0, x.numel(), width):
+        yield start, min(start + width, x.numel())
+
+
+@dataclass(frozen=True)
+class exact:
+    """float32 as it is: four bytes an element."""
+
+    __repr__ = spell
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """See `Coding.layout`."""
+        return (Part(torch.float32, numel, values=True),)
+
+    def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
+        """See `Coding.encode`."""
+        message[0].copy_(x)
+
+    def decode(self, message: Message, out: Tensor) -> None:
+        """See `Coding.decode`."""
+        out.copy_(message[0])
+
+    def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        """See `Coding.add`."""
+        (out.sub_ if minus else out.add_)(message[0])
+
+
+@dataclass(frozen=True)
+class compose:
+    """`inner` on the values that `outer` leaves: `compose(topk(0.01), int8())`. As many codings as one likes, from left to right."""
+
+    outer: Coding
+    inner: Coding
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        for coding in (self.outer, self.inner):
+            if not hasattr(coding, "layout"):
+                raise UsageError(f"compose joins codings, such as topk(0.01) and int8(), got {coding!r}")
+        if not any(part.values for part in self.outer.layout(1)):
+            raise UsageError(f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; put it last")
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """See `Coding.layout`."""
+        found: list[Part] = []
+        for part in self.outer.layout(numel):
+            found += self.inner.layout(part.numel) if part.values else [part]
+        return tuple(found)
+
+    def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
+        """See `Coding.encode`."""
+        given, between = self._between(x.numel(), message)
+        self.outer.encode(x, between, draw)
+        for values, inside in given:
+            self.inner.encode(values, inside, draw)
+
+    def decode(self, message: Message, out: Tensor) -> None:
+        """See `Coding.decode`."""
+        self.outer.decode(self._opened(message, out.numel()), out)
+
+    def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        """See `Coding.add`."""
+        self.outer.add(self._opened(message, out.numel()), out, minus=minus)
+
+    def _between(self, numel: int, message: Message) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
+        """(values, the parts of `message` that hold them in the end) of each part with values; and a message of `outer`."""
+        given: list[tuple[Tensor, Message]] = []
+        between, at = [], 0
+        for part in self.outer.layout(numel):
+            if part.values:
+                width = len(self.inner.layout(part.numel))
+                values = torch.empty(part.numel, dtype=part.dtype, device=message[at].device)
+                given.append((values, message[at : at + width]))
+                between.append(values)
+                at += width
+            else:
+                between.append(message[at])
+                at += 1
+        return given, between
+
+    def _opened(self, message: Message, numel: int) -> list[Tensor]:
+        given, between = self._between(numel, message)
+        for values, inside in given:
+            self.inner.decode(inside, values)
+        return between
+
+
+def _aligned(start: int, part: Part) -> int:
+    width = part.dtype.itemsize
+    return -(-start // width) * width
+
+
+def _end(layout: Sequence[Part]) -> int:
+    end = 0
+    for part in layout:
+        end = _aligned(end, part) + part.nbytes
+    return end

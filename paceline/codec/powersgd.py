@@ -1,0 +1,145 @@
+"""Low rank: matrices are summed as the product of two thin ones (PowerSGD, Vogels et al. 2019, algorithms 1 and 2).
+
+    M (n x m), mine      P = M Q (n x r)      P summed, made orthonormal      Q = M' P (m x r)      Q summed      total = P Q'
+
+Q of the last sum is where the next one begins (warm start): one step of power iteration a step of training. Each rank's next Q is the
+summed one, never its own: with a lossy coding inside replicas would drift apart otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Size, Tensor
+
+from paceline.codec.codec import Codec, State, Sum, Way, Wire, finite, keeps, lift, where
+from paceline.codec.coding import Coding, exact
+from paceline.errors import UsageError
+from paceline.wording import spell
+
+SEED = 1909  # of the first Q, the same on every rank
+
+
+class _Cut(NamedTuple):
+    """Where a tensor lies in the flat one, and the matrix that it is; without one it is sent as it is."""
+
+    start: int
+    stop: int
+    matrix: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class powersgd:
+    """Matrices of rank `rank`; a tensor of more dimensions is one with its first against all others. `inner` is how P and Q travel.
+
+    Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much that it needs `error_feedback` around it.
+    On processors of different kinds the products may differ in their last bits.
+    """
+
+    rank: int
+    inner: Codec | Coding = field(default_factory=exact)
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        inner = lift(self.inner)
+        if isinstance(inner, where):
+            raise UsageError(f"{self!r}: where chooses between tensors, and P and Q are no tensors of the model; put it around powersgd")
+        if keeps(inner.init([Size((2, 2))], torch.device("cpu"))):
+            raise UsageError(f"{self!r}: what error_feedback keeps of P and Q means nothing for the next ones; put it around powersgd")
+        if self.rank < 1:
+            raise UsageError(f"{self!r}: rank is {self.rank}, and has to be 1 or more")
+
+    @property
+    def stages(self) -> int:
+        """See `Codec.stages`."""
+        return 2 * lift(self.inner).stages
+
+    def choose(self, name: str, shape: Size) -> Codec:
+        """See `Codec.choose`."""
+        return self
+
+    def init(self, shapes: Sequence[Size], device: torch.device) -> State:
+        """See `Codec.init`."""
+        cuts = self._cuts(shapes)
+        generator = torch.Generator().manual_seed(SEED)
+        q = torch.randn(sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank, generator=generator).to(device)
+        inner = lift(self.inner)
+        return {"q": q, "inner p": inner.init(self._thin(cuts, 0), device), "inner q": inner.init(self._thin(cuts, 1), device)}
+
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
+        """See `Codec.sum`."""
+        cuts, inner = self._cuts(shapes), lift(self.inner)
+        whole = [x[cut.start : cut.stop] for cut in cuts]
+        q = self._views(cuts, state["q"], 1)
+        p = torch.cat([(part.view(cut.matrix) @ q[cut]).view(-1) if cut.matrix else part for cut, part in zip(cuts, whole, strict=True)])
+        summed = yield from inner.sum(p, self._thin(cuts, 0), state["inner p"], wire)
+        if not finite(summed.total):  # on all ranks
+            return Sum(torch.full_like(x, math.nan), lambda y: None, state)
+        basis = {cut: torch.linalg.qr(view).Q for cut, view in self._views(cuts, summed.total, 0).items()}
+        mine = [(part.view(cut.matrix).t() @ basis[cut]).reshape(-1) for cut, part in zip(cuts, whole, strict=True) if cut.matrix]
+        back = torch.cat(mine) if mine else x.new_empty(0)
+        turned = yield from inner.sum(back, self._thin(cuts, 1), state["inner q"], wire.after(inner.stages))
+        total = torch.empty_like(x)
+        self._lay(cuts, total, basis, turned.total, summed.total)
+
+        def settle(y: Tensor) -> None:
+            left, rest = back.clone(), p.clone()
+            turned.settle(left)
+            summed.settle(rest)
+            arrived = torch.empty_like(x)
+            self._lay(cuts, arrived, basis, back - left, p - rest)
+            y.sub_(arrived)
+
+        return Sum(total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state})
+
+    # ---- layout
+
+    def _cuts(self, shapes: Sequence[Size]) -> list[_Cut]:
+        ends = list(accumulate(map(math.prod, shapes), initial=0))
+        found = []
+        for start, stop, shape in zip(ends, ends[1:], shapes, strict=False):
+            rows = shape[0] if len(shape) > 1 else 0
+            columns = (stop - start) // rows if rows else 0
+            thin = rows * columns > self.rank * (rows + columns)
+            found.append(_Cut(start, stop, (rows, columns) if thin else None))
+        return found
+
+    def _thin(self, cuts: Sequence[_Cut], side: int) -> list[Size]:
+        """The shapes of what travels: P with the tensors that are no matrices (side 0), or Q (side 1)."""
+        found = []
+        for cut in cuts:
+            if cut.matrix:
+                found.append(Size((cut.matrix[side], self.rank)))
+            elif side == 0:
+                found.append(Size((cut.stop - cut.start,)))
+        return found
+
+    def _views(self, cuts: Sequence[_Cut], flat: Tensor, side: int) -> dict[_Cut, Tensor]:
+        """The thin matrices in `flat`."""
+        found, at = {}, 0
+        for cut in cuts:
+            if cut.matrix:
+                rows = cut.matrix[side]
+                found[cut] = flat[at : at + rows * self.rank].view(rows, self.rank)
+                at += rows * self.rank
+            elif side == 0:
+                at += cut.stop - cut.start
+        return found
+
+    def _lay(self, cuts: Sequence[_Cut], out: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor) -> None:
+        """Write P Q' where matrices are, and what travelled with P where the rest is."""
+        turned, at = self._views(cuts, q, 1), 0
+        for cut in cuts:
+            part = out[cut.start : cut.stop]
+            if cut.matrix:
+                torch.mm(basis[cut], turned[cut].t(), out=part.view(cut.matrix))
+                at += cut.matrix[0] * self.rank
+            else:
+                part.copy_(p[at : at + cut.stop - cut.start])
+                at += cut.stop - cut.start

@@ -1,0 +1,136 @@
+"""Codings that keep few elements and drop the rest: topk, randomk.
+
+    topk      values  indices       the largest, where they are
+    randomk   values  seed          any, drawn in a way that the seed says
+
+Both lose so much that they need `error_feedback` around them, which sends later what was dropped now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from paceline.codec.coding import Message, Part
+from paceline.errors import UsageError
+from paceline.wording import choices, spell
+
+Threshold = Literal["exact", "sampled"]
+THRESHOLDS: tuple[Threshold, ...] = ("exact", "sampled")
+SAMPLE = 16 << 10  # elements from which the threshold is guessed
+MARGIN = 1.25  # so many times the wanted number is hoped for beyond the guessed threshold, then the best of them are taken
+
+
+class _Picked:
+    """Values, and indices that `_where` finds in the rest of the message."""
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"{self!r}: fraction is {self.fraction!r}, and has to be above 0 and at most 1 (1 % is 0.01)")
+
+    def _count(self, numel: int) -> int:
+        return min(numel, max(1, round(self.fraction * numel))) if numel else 0
+
+    def _where(self, message: Message, numel: int) -> Tensor:
+        raise NotImplementedError
+
+    def decode(self, message: Message, out: Tensor) -> None:
+        """See `Coding.decode`."""
+        self.add(message, out.zero_())
+
+    def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        """See `Coding.add`."""
+        if out.numel():
+            out.index_add_(0, self._where(message, out.numel()), message[0].neg() if minus else message[0])
+
+
+@dataclass(frozen=True)
+class topk(_Picked):
+    """The `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
+
+    `threshold="sampled"` finds them several times faster: a sample says from which size on elements count, so a few of the largest may be
+    missed where sizes are spread unevenly. What it picks depends on the values alone, not on chance.
+    """
+
+    fraction: float
+    threshold: Threshold = "exact"
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold not in THRESHOLDS:
+            raise UsageError(f"threshold={self.threshold!r} is unknown; {choices(str(self.threshold), THRESHOLDS)}")
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """See `Coding.layout`."""
+        count = self._count(numel)
+        return Part(torch.float32, count, values=True), Part(torch.int32, count)
+
+    def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
+        """See `Coding.encode`."""
+        values, indices = message
+        if not x.numel():
+            return
+        found = self._largest(x, values.numel())
+        torch.index_select(x, 0, found, out=values[: found.numel()])
+        indices[: found.numel()].copy_(found)
+        values[found.numel() :].zero_()  # fewer than hoped for: the rest adds zeros somewhere
+        indices[found.numel() :].zero_()
+
+    def _largest(self, x: Tensor, count: int) -> Tensor:
+        size = x.abs()
+        stride = max(1, x.numel() // SAMPLE)
+        sample = size[::stride]
+        rank = max(1, round(MARGIN * count * sample.numel() / x.numel()))
+        if self.threshold == "exact" or stride == 1 or rank >= sample.numel():
+            return torch.topk(size, count, sorted=False).indices
+        least = torch.topk(sample, rank, sorted=False).values.min()
+        found = torch.nonzero(torch.logical_not(size < least)).view(-1)  # what is not a number is not less
+        if found.numel() > count:
+            found = found[torch.topk(size[found], count, sorted=False).indices]
+        return found
+
+    def _where(self, message: Message, numel: int) -> Tensor:
+        return message[1]
+
+
+@dataclass(frozen=True)
+class randomk(_Picked):
+    """A random `fraction` of the elements, other ones each time: four bytes for each, and eight for the seed (Stich et al. 2018).
+
+    One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
+    """
+
+    fraction: float
+
+    __repr__ = spell
+
+    def layout(self, numel: int) -> tuple[Part, ...]:
+        """See `Coding.layout`."""
+        return Part(torch.int64, 1), Part(torch.float32, self._count(numel), values=True)
+
+    def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
+        """See `Coding.encode`."""
+        seed, values = message
+        seed.random_(generator=draw)
+        torch.index_select(x, 0, self._where(message, x.numel()), out=values)
+
+    def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        """See `Coding.add`."""
+        values = message[1]
+        out.index_add_(0, self._where(message, out.numel()), values.neg() if minus else values)
+
+    def _where(self, message: Message, numel: int) -> Tensor:
+        seed, values = message
+        count = values.numel()
+        generator = torch.Generator().manual_seed(int(seed))  # on the processor: a GPU draws other numbers
+        edges = torch.arange(count + 1, dtype=torch.int64) * numel // max(1, count)
+        width = edges[1:] - edges[:-1]
+        chance = torch.rand(count, generator=generator, dtype=torch.float64)
+        return (edges[:-1] + (chance * width).long()).to(values.device)
