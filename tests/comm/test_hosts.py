@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm import collectives, schedule
+from paceline.comm import collectives, line, schedule
 from paceline.comm import hosts as module
 from paceline.comm.group import Group
 from paceline.comm.hosts import HostsGroup
@@ -118,7 +118,7 @@ def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monk
     """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
     monkeypatch.setattr(module, "NARROW", 64)
     monkeypatch.setattr(module, "WIDE", 64)
-    monkeypatch.setattr(module, "AHEAD", 640)
+    monkeypatch.setattr(line, "AHEAD", 640)
     gate = threading.Event()
 
     class Slow:
