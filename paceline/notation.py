@@ -22,6 +22,11 @@ Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 # Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
+    **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},
+    **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},
+    **{word: f"paceline.codec.dense:{word}" for word in ("bfloat16", "half", "int4", "int8", "sign")},
+    **{word: f"paceline.codec.sparse:{word}" for word in ("randomk", "topk")},
+    "powersgd": "paceline.codec.powersgd:powersgd",
 }
 
 NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"

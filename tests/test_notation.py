@@ -198,8 +198,22 @@ def test_check_needs_no_torch() -> None:
 
 
 def test_every_word_can_be_made() -> None:
+    wanted = {
+        "after": "5, int8()",
+        "compose": "topk(0.1), half()",
+        "error_feedback": "sign()",
+        "gathered": "int4()",
+        "named": "'*.bias'",
+        "powersgd": "4",
+        "randomk": "0.1",
+        "scattered": "bfloat16()",
+        "smaller": "10",
+        "topk": "0.1",
+        "where": "smaller(10), exact(), int8()",
+    }
     for word in notation.VOCABULARY:
-        assert repr(parse(f"{word}()")) == f"{word}()"
+        written = f"{word}({wanted.get(word, '')})"
+        assert repr(parse(written)) == written
 
 
 def test_choices() -> None:

@@ -64,7 +64,9 @@ class Wire:
 
 
 class Codec(Protocol):
-    """A way to sum 1-D float32 tensors over a group. Each holds tensors of some shapes, one after the other."""
+    """A way to sum 1-D float32 tensors over a group. Each holds tensors of some shapes, one after the other. Equal ones are the same."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def stages(self) -> int:

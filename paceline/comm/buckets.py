@@ -6,7 +6,7 @@ bucket 0 (small, so that the first exchange starts early)  | bucket 1           
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    kind: Hashable = None  # parameters of different kinds share no bucket; where one is given they lie there without gaps
 
     @classmethod
     def of(cls, parameter: Tensor) -> Shape:
@@ -37,9 +38,15 @@ class Shape(NamedTuple):
         return count
 
     @property
+    def lying(self) -> tuple[int, ...]:
+        """Its size in the order in which its elements lie in memory: dimensions with large strides first."""
+        order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
+        return tuple(self.size[dim] for dim in order)
+
+    @property
     def room(self) -> int:
         """Elements that it takes in a bucket."""
-        step = ALIGN // self.dtype.itemsize or 1
+        step = (ALIGN // self.dtype.itemsize or 1) if self.kind is None else 1
         return -(-self.numel // step) * step
 
 
@@ -52,15 +59,15 @@ class Bucket(NamedTuple):
 
 
 def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
-    """Parameter numbers in `order`, cut into runs of one dtype and device of at most `limit` bytes (the first run: `first` bytes).
+    """Parameter numbers in `order`, cut into runs of one dtype, device and kind of at most `limit` bytes (the first run: `first` bytes).
 
     A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their own side by side.
     """
     runs: list[list[int]] = []
-    open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    open_runs: dict[Hashable, tuple[list[int], int]] = {}
     for number in order:
         shape = shapes[number]
-        kind = (shape.dtype, shape.device)
+        kind = (shape.dtype, shape.device, shape.kind)
         nbytes = shape.room * shape.dtype.itemsize
         run, filled = open_runs.get(kind, ([], 0))
         bound = first if first is not None and runs and run is runs[0] else limit

@@ -8,6 +8,7 @@ Where every worker has a host of its own, or all have one, all of them are leade
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Relay:
         self.leads = leaders is not None
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
         self._line = Line("relay", stages + 1, self._spread)
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
     def _all(self) -> list[Group]:
@@ -94,14 +96,22 @@ class Relay:
 
     def close(self) -> None:
         """End the threads and groups. Twice is harmless."""
+        self._end(ViewChanged("this exchange has been closed"), lambda group: group.close())
+
+    def abort(self) -> None:
+        """End what is under way, at once and without the others."""
+        self._end(ViewChanged("this exchange has been aborted"), lambda group: group.abort())
+
+    def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
         if isinstance(self._line.broken, ViewChanged):
             return
+        atexit.unregister(self.close)
         idle = self._line.idle
-        self._line.stop(ViewChanged("this exchange has been closed"))
+        self._line.stop(error)
         if idle:
             self._line.join()
         for group in self._all:
-            group.close()
+            end(group)
         self._line.join()
 
 

@@ -297,6 +297,7 @@ def _same_metric(agreement: Agreement, metric: float) -> None:
 
 def bind_scaler(scaler: Any, turns: Turns) -> None:
     """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
+    turns.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):
 
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:

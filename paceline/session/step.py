@@ -62,6 +62,7 @@ class Turns:
         self.quiet = 0  # depth of no_sync
         self.over = False  # all have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
+        self.scalers: list[Any] = []
         self.frozen: list[Slot] = []
         self.sent = Traffic()  # in steps: what was broadcast at the start or by `resume` is left out
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
@@ -75,6 +76,7 @@ class Turns:
         self._sent = Traffic()
         self._announced = False
         backward.begins = self._weigh
+        scene.moment.loss_scale = self._loss_scale
 
     # ---- where we are
 
@@ -200,6 +202,16 @@ class Turns:
                     "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
                     "of workers, with drop_last=True, or finish one loop before the other"
                 )
+
+    def _loss_scale(self) -> float:
+        """What the loss of this backward is multiplied by."""
+        scales = {float(scaler.get_scale()) for scaler in self.scalers if scaler.is_enabled()}
+        if len(scales) > 1:
+            raise UsageError(
+                f"{len(self.scalers)} GradScalers have come to different scales ({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
+                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or sync without a codec"
+            )
+        return scales.pop() if scales else 1.0
 
     @property
     def acting(self) -> bool:

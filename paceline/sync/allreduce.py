@@ -14,23 +14,27 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import torch
 from torch import Tensor
 
+from paceline.codec.codec import Codec, lift, plain
+from paceline.codec.coding import Coding, exact
 from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.coded import Coded
 from paceline.sync.reducers import Reducer, reducer
 from paceline.wording import spell
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
 LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket
 USED, SPARSE, LATE = 1, 2, 4
+CODED = ("auto", "native")  # the ways that a codec can have
 
 
 @dataclass(frozen=True)
@@ -39,31 +43,42 @@ class AllReduce:
 
     `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs), "native" (Gloo or
     NCCL over all ranks), or a schedule: "direct", "ring", "tree", "halving-doubling", "hierarchical". `bucket_mb`: size of a bucket in MB.
+    `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
+    on every worker. Inside a host sums are exact, unless all workers have one host, or via="native".
     """
 
     via: str = "auto"
     bucket_mb: float = 8.0
+    codec: Codec | Coding = field(default_factory=exact)
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         reducer(self.via)  # raises for an unknown name
+        if not isinstance(lift(self.codec), plain) and self.via not in CODED:
+            raise UsageError(
+                f"{self!r}: a codec has a way of its own to sum, so via={self.via!r} can't be honoured; leave via out (exact inside a "
+                "host, coded between hosts), or say via='native' (coded between all workers)"
+            )
         if not self.bucket_mb > 0:
             raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=8")
 
     def begin(self, scene: Scene) -> Sync:
         """See `Strategy.begin`."""
-        return Exchange(scene, reducer(self.via), int(self.bucket_mb * 1e6))
+        codec = lift(self.codec)
+        coded = None if isinstance(codec, plain) else Coded(scene, codec, hosts=self.via != "native")
+        return Exchange(scene, reducer(self.via), int(self.bucket_mb * 1e6), coded)
 
 
 class Exchange:
     """The running side of `AllReduce`."""
 
-    def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int) -> None:
-        self._scene, self._reducing, self._limit = scene, reducing, limit
+    def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int, coded: Coded | None = None) -> None:
+        self._scene, self._reducing, self._limit, self._coded = scene, reducing, limit, coded
         self._reducer = reducing(scene)
         self._slots: list[Slot] = []
         self._shapes: list[Shape] = []
+        self._kinds: list[Codec | None] = []
         self._buckets: list[Bucket] = []
         self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
         self._missing: list[int] = []  # of each bucket: members that have not come
@@ -85,7 +100,8 @@ class Exchange:
         """See `Sync.attach`."""
         self._release()
         self._slots = list(slots)
-        self._shapes = [Shape.of(slot.parameter) for slot in slots]
+        self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
+        self._shapes = [Shape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(slots, self._kinds, strict=True)]
         self._flags = bytearray(len(slots))
         self._full = bytes([USED]) * len(slots)
         self._order.clear()
@@ -101,6 +117,8 @@ class Exchange:
         for index, bucket in enumerate(self._buckets):
             for number, view in zip(bucket.members, bucket.views, strict=True):
                 self._home[number] = (index, view)
+        if self._coded is not None:
+            self._coded.lay_out(self._buckets, self._shapes, self._kinds)
         self._rewind()
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,7 +178,11 @@ class Exchange:
     def _send(self, index: int) -> None:
         self._fill(index)
         self._begun[index] = time.perf_counter_ns()
-        self._works[index] = self._reducer.all_reduce(self._buckets[index].flat, f"bucket {index}")
+        flat, name = self._buckets[index].flat, f"bucket {index}"
+        if self._coded is not None and self._coded.takes(index):
+            self._works[index] = self._coded.all_reduce(index, flat, name)
+        else:
+            self._works[index] = self._reducer.all_reduce(flat, name)
 
     def _fill(self, index: int) -> None:
         small = self._small[index]
@@ -295,7 +317,9 @@ class Exchange:
         """See `Sync.stepped`: nothing to do, the gradient was the mean already."""
 
     def commit(self) -> None:
-        """See `Sync.commit`: nothing is kept between steps."""
+        """See `Sync.commit`."""
+        if self._coded is not None:
+            self._coded.commit()
 
     def abort(self) -> None:
         """See `Sync.abort`."""
@@ -303,6 +327,8 @@ class Exchange:
         self._sparse.clear()
         self._late.clear()
         self._order.clear()
+        if self._coded is not None:
+            self._coded.abort()
         self._rewind()
 
     def regroup(self, scene: Scene) -> None:
@@ -316,6 +342,8 @@ class Exchange:
         """See `Sync.detach`."""
         self._release()
         self._reducer.close()
+        if self._coded is not None:
+            self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: a synchronous mean has no state."""

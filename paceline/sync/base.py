@@ -34,7 +34,30 @@ class Moment:
     step: int = 0
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
+    loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
     silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+
+class Sending(Protocol):
+    """Whatever sends on behalf of a strategy."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Group.traffic`."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """See `Group.waited`."""
+        ...
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        ...
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        ...
 
 
 @dataclass
@@ -48,7 +71,7 @@ class Scene:
     hosts: tuple[int, ...] = ()  # the host of each rank
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
-    sides: list[Group] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
 
     @property
     def waited(self) -> float:

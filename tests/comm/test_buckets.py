@@ -21,12 +21,20 @@ def made(shapes: list[Shape], runs: list[list[int]]) -> list[Bucket]:
 
 def test_a_parameter_keeps_its_strides_if_they_are_dense() -> None:
     image = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert Shape.of(image) == ((2, 3, 4, 5), image.stride(), FLOAT, CPU)
+    assert Shape.of(image) == ((2, 3, 4, 5), image.stride(), FLOAT, CPU, None) and Shape.of(image).lying == (2, 4, 5, 3)
     assert Shape.of(torch.empty(3, 4).t()).stride == (1, 4)
     assert Shape.of(torch.empty(3, 1).expand(3, 4)).stride == (4, 1)
     assert Shape.of(torch.empty(6, 8)[::2, ::2]).stride == (4, 1)
     scalar = Shape.of(nn.Parameter(torch.tensor(1.0)))
     assert (scalar.numel, scalar.room) == (1, ALIGN // 4) and Shape.of(torch.empty(0, 3)).room == 0
+
+
+def test_kinds_share_no_bucket_and_lie_without_gaps() -> None:
+    shapes = [shape(5)._replace(kind=kind) for kind in ("a", None, "a", "b", None)]
+    runs = cut(shapes, range(5), 10_000)
+    assert runs == [[0, 2], [1, 4], [3]]
+    buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+    assert [bucket.flat.numel() for bucket in buckets] == [10, 2 * ALIGN // 4, 5]
 
 
 def test_runs_follow_the_order_and_the_limits() -> None:
