@@ -370,6 +370,14 @@ def merge(states: Sequence[State]) -> State:
     return merged
 
 
+def fresh(state: State) -> State:
+    """The state of a rank that has joined those with `state`: it has kept nothing yet."""
+    made: State = {}
+    for key, value in state.items():
+        made[key] = torch.zeros_like(value) if key == "residual" else fresh(value) if isinstance(value, dict) else value
+    return made
+
+
 def _take(y: Tensor, x: Tensor) -> None:
     y.sub_(x)
 

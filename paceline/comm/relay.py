@@ -37,10 +37,15 @@ class Relay:
             leaders = group.outer
             if group.inner.size > 1:
                 self._inner, self._hands = (_again(group.inner) for _ in range(2))
-        self.leads = leaders is not None
+        self.place = leaders  # the group of those who lead; None on the others
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
         self._line = Line("relay", stages + 1, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank goes the way, for all of its host."""
+        return self.place is not None
 
     @property
     def _all(self) -> list[Group]:
@@ -67,7 +72,7 @@ class Relay:
             with self.trace.span("sum", "within"):
                 self._inner.all_reduce(room, out=room).wait()
         used = 0
-        if self.leads:
+        if self.place is not None:
             going, result = way(room, self._ways), None
             with self.trace.span(name, "between"):
                 while True:

@@ -65,14 +65,13 @@ class Run:
         self._local: Group | None = None
         self._norms: Group | None = None
         self._progress = Progress(self._turns, self._loaders)
-        self._randomness = Randomness(self.device)
+        self._own = state.Own(Randomness(self.device), self._backward.sync)
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
         self._closed = self._introduced = False
         self.seed = self._shared_seed(seed)
         self.state.add("progress", self._progress)
-        self.state.add("sync", self._backward.sync)
 
     def _shared_seed(self, seed: int | None) -> int:
         drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
@@ -366,7 +365,7 @@ class Run:
         """
         turn = self._turns.led
         step = self.steps + (turn is not None and turn.last_micro)
-        return state.save(self.state, self._randomness, self._agreement, self.folder.checkpoints, step=step, keep=keep)
+        return state.save(self.state, self._own, self._agreement, self.group, self.folder.checkpoints, step=step, keep=keep)
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
@@ -376,7 +375,7 @@ class Run:
         """
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
         places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
-        found = state.resume(self.state, self._randomness, self._agreement, self.group, places, say=self._scene.say)
+        found = state.resume(self.state, self._own, self._agreement, self.group, places, say=self._scene.say)
         if found is None:
             return False
         self._next_flush = self.steps + 1

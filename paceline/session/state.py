@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
 
-from paceline.cluster.snapshot import Snapshot, loads
+from paceline.cluster.snapshot import Snapshot, loads, pack
 from paceline.cluster.versioned import Randomness, Versioned
 from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
 from paceline.data.loader import ShareLoader
 from paceline.fault import checkpoint
 from paceline.session.step import Turns
+from paceline.sync.base import Sync
 
 
 class Progress:
@@ -59,10 +61,28 @@ class Progress:
         self._turns.place(state["steps"])
 
 
-def save(state: Versioned, own: Randomness, agreement: Agreement, folder: Path, *, step: int, keep: int) -> Path:
+@dataclass(frozen=True)
+class Own:
+    """What each worker has for itself: where its random generators stand, and what its strategy has kept."""
+
+    randomness: Randomness
+    sync: Sync
+
+    def dumps(self) -> bytes:
+        """All of it."""
+        return pack({"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict()}, 0).dumps()
+
+    def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
+        """Go on from what was found, of each worker that there was."""
+        states = {other: snapshot.unpack() for other, snapshot in found.items()}
+        if rank in states:
+            self.randomness.load_state_dict(states[rank]["randomness"])
+        self.sync.adopt([states[other]["sync"] for other in sorted(states)])
+
+
+def save(state: Versioned, own: Own, agreement: Agreement, group: Group, folder: Path, *, step: int, keep: int) -> Path:
     """Write a checkpoint of `state`, and of `own` for each worker, into `folder`; gives its path, on all workers."""
-    mine = Versioned(randomness=own).snapshot().dumps()
-    theirs = agreement.meet("run.save", mine)
+    theirs = _collect(own.dumps(), agreement, group)
 
     def write() -> bytes:
         owns = {rank: loads(body) for rank, body in enumerate(theirs)}
@@ -72,7 +92,7 @@ def save(state: Versioned, own: Randomness, agreement: Agreement, folder: Path, 
 
 
 def resume(
-    state: Versioned, own: Randomness, agreement: Agreement, group: Group, folders: Sequence[Path], *, say: Callable[[str], None]
+    state: Versioned, own: Own, agreement: Agreement, group: Group, folders: Sequence[Path], *, say: Callable[[str], None]
 ) -> Path | None:
     """Become the newest whole checkpoint of the first folder that has any, which the first worker reads; its path, or None."""
     found: list[checkpoint.Checkpoint] = []
@@ -90,11 +110,19 @@ def resume(
     bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
     snapshots = [_hand_out(body, agreement, group) for body in bodies]
     state.restore(snapshots[0])
-    if group.rank in head[1]:
-        Versioned(randomness=own).restore(snapshots[1 + head[1].index(group.rank)])
+    own.load(group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
     if group.size > len(head[1]):
         say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
     return Path(head[0])
+
+
+def _collect(mine: bytes, agreement: Agreement, group: Group) -> list[bytes]:
+    """Every worker's bytes, on the first one; nothing elsewhere."""
+    lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", len(mine).to_bytes(8, "little"))]
+    first, body = group.rank == 0, torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    found = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if first and rank}
+    group.exchange([] if first else [(0, body)], list(found.items())).wait()
+    return [mine, *(tensor.numpy().tobytes() for tensor in found.values())] if first else []
 
 
 def _hand_out(body: Snapshot | None, agreement: Agreement, group: Group) -> Snapshot:

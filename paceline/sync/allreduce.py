@@ -346,13 +346,30 @@ class Exchange:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Sync.state_dict`: a synchronous mean has no state."""
-        return {}
+        """See `Sync.state_dict`: an exact mean has no state; of coded buckets their order, and what the codec has kept."""
+        if self._coded is None or not self._buckets:
+            return {}
+        order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]
+        return {"order": order, "coded": self._coded.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_state_dict`."""
-        if state:
-            raise UsageError(f"this state belongs to another strategy than AllReduce: it has {', '.join(sorted(state))}")
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.adopt`."""
+        found = [state for state in states if state]
+        if any("coded" not in state for state in found):
+            raise UsageError("this checkpoint was written with another kind of strategy than AllReduce; resume with that one")
+        if not found:
+            return
+        if self._coded is None:
+            self._scene.say("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
+            return
+        numbers = {slot.name: number for number, slot in enumerate(self._slots)}
+        strange = [name for name in found[0]["order"] if name not in numbers]
+        if strange:
+            raise UsageError(f"the checkpoint has the gradient of {strange[0]} in a codec, and no such parameter is trained here")
+        order = [numbers[name] for name in found[0]["order"]]
+        self._release()
+        self._lay_out(order, set(range(len(self._slots))) - set(order))
+        self._coded.adopt([state["coded"] for state in found])
 
 
 def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:

@@ -121,11 +121,11 @@ class Sync(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to survive: residuals, outer optimizers, clocks."""
+        """What has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take up what `state_dict` gave on each worker, in rank order; there may be more or fewer workers now. Collective."""
         ...
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from paceline.codec.codec import Codec, State, Wire, lift, plain
+from paceline.codec.codec import Codec, State, Wire, fresh, lift, merge, plain
 from paceline.codec.coding import Coding
 from paceline.comm.buckets import Bucket, Shape
 from paceline.comm.group import Group, Work
 from paceline.comm.relay import Relay
-from paceline.errors import UsageError
 from paceline.sync.base import Scene, Slot
 
 
@@ -91,13 +90,25 @@ class Coded:
         """Of each bucket, as of the last turn that counted."""
         return list(self._states)
 
-    def restore(self, states: Sequence[State]) -> None:
-        """Go on with these."""
-        if len(states) != len(self._states):
-            raise UsageError(
-                f"a codec's state for {len(states)} buckets doesn't fit {len(self._states)}; resume with the same model and strategy"
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept here, the turn under way included; nothing where another worker leads this host."""
+        states = [self._next.get(index, state) for index, state in enumerate(self._states)]
+        return {"codec": repr(self._codec), "states": states if self._relay.leads else []}
+
+    def adopt(self, found: Sequence[dict[str, Any]]) -> None:
+        """Take up what `state_dict` gave on each worker: who leads now sends later what one of those who led has kept, or several."""
+        kept = [state["states"] for state in found if state["states"]]
+        written = next((state["codec"] for state in found), repr(self._codec))
+        if written != repr(self._codec):
+            self._scene.say(
+                f"the checkpoint was written with codec={written}, this is codec={self._codec!r}: what that had kept is dropped"
             )
-        self._states = list(states)
+            return
+        place = self._relay.place
+        if place is None or not kept:
+            return
+        mine = kept[place.rank :: place.size] or [[fresh(state) for state in kept[0]]]
+        self._states = [merge(states) for states in zip(*mine, strict=True)]
         self._next.clear()
 
 

@@ -308,8 +308,8 @@ def test_the_state_of_another_strategy_is_refused() -> None:
     def body(run: Run) -> None:
         sync = exchange(run)
         assert sync.state_dict() == {}
-        sync.load_state_dict({})
+        sync.adopt([{}, {}])
         with pytest.raises(UsageError, match="another strategy than AllReduce: it has clock"):
-            sync.load_state_dict({"clock": 3})
+            sync.adopt([{"clock": 3}])
 
     alone(body)

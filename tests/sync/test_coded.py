@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +173,75 @@ def test_scalers_with_different_scales_are_refused() -> None:
 
     with pytest.raises(UsageError, match=r"2 GradScalers have come to different scales \(2, 4\)"):
         workers(2, body, strategy=AllReduce(codec=error_feedback(int8())))
+
+
+def steps(run: Run, count: int, *, resume: bool = False, save: bool = False) -> list[Tensor]:
+    """The gradients of some steps, with a checkpoint before the first or after the last."""
+    net = model()
+    net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), batches(dtype=torch.float32))
+    assert run.resume() == resume
+    grads: list[Tensor] = []
+    for _ in run.epochs(10):
+        for x, y in loader:
+            F.mse_loss(net(x), y).backward()
+            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in net.parameters() if p.grad is not None]))
+            opt.step()
+            opt.zero_grad()
+            if len(grads) == count:
+                if save:
+                    run.save()
+                return grads
+    raise AssertionError("too few batches")
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if "error_feedback" in repr(codec) or "stochastic" in repr(codec)], ids=repr)
+def test_a_run_that_is_resumed_goes_on_with_what_was_kept(codec: Any, tmp_path: Path) -> None:
+    strategy = AllReduce(codec=codec, bucket_mb=0.001)
+    straight = workers(2, lambda run: steps(run, 13), strategy=strategy)
+    first = workers(2, lambda run: steps(run, 7, save=True), strategy=strategy, folder=tmp_path)
+    later = workers(2, lambda run: steps(run, 6, resume=True), strategy=strategy, folder=tmp_path)
+    for rank in range(2):
+        pieced = [*first[rank], *later[rank]]
+        assert len(pieced) == len(straight[rank]) == 13
+        for turn, (one, other) in enumerate(zip(pieced, straight[rank], strict=True)):
+            assert torch.equal(one, other), f"step {turn}"
+
+
+@pytest.mark.parametrize(("before", "after_"), [(4, 3), (2, 4), (3, 2)])
+def test_with_other_workers_nothing_that_was_kept_is_lost(before: int, after_: int, tmp_path: Path) -> None:
+    """The sum of all residuals is what it was."""
+    strategy = AllReduce(codec=error_feedback(powersgd(2)))
+
+    def kept(run: Run) -> tuple[Tensor, Tensor]:
+        coded = exchange(run)._coded
+        assert coded is not None
+        states = coded.state_dict()["states"]
+        return torch.cat([state["residual"] for state in states]).double(), torch.cat([state["inner"]["q"] for state in states])
+
+    def first(run: Run) -> tuple[Tensor, Tensor]:
+        steps(run, 6, save=True)
+        return kept(run)
+
+    def later(run: Run) -> tuple[Tensor, Tensor]:
+        net = model()
+        run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), batches(dtype=torch.float32))
+        assert run.resume()
+        return kept(run)
+
+    old = workers(before, first, strategy=strategy, folder=tmp_path)
+    new = workers(after_, later, strategy=strategy, folder=tmp_path)
+    total = torch.stack([residual for residual, _ in old]).sum(0)
+    assert float(total.norm()) > 0
+    torch.testing.assert_close(torch.stack([residual for residual, _ in new]).sum(0), total, rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(q, old[0][1]) for _, q in [*old, *new])
+
+
+def test_another_codec_begins_anew_and_says_so(tmp_path: Path) -> None:
+    workers(2, lambda run: steps(run, 4, save=True), strategy=AllReduce(codec=error_feedback(topk(0.1))), folder=tmp_path)
+    for strategy, says in [
+        (AllReduce(codec=error_feedback(topk(0.2))), "the checkpoint was written with codec=error_feedback(topk(0.1)), this is codec="),
+        (AllReduce(), "the checkpoint was written with a codec: what it had kept of the gradients is dropped"),
+    ]:
+        said: list[str] = []
+        workers(2, lambda run: steps(run, 3, resume=True), strategy=strategy, folder=tmp_path, said=said)
+        assert any(says in text for text in said), said
