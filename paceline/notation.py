@@ -22,6 +22,8 @@ Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 # Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
+    **{word: f"paceline.sync.localsgd:{word}" for word in ("LocalSGD", "adaptive")},
+    **{word: f"paceline.sync.outer:{word}" for word in ("average", "nesterov")},
     **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},
     **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},
     **{word: f"paceline.codec.dense:{word}" for word in ("bfloat16", "half", "int4", "int8", "sign")},

@@ -203,6 +203,7 @@ def test_every_word_can_be_made() -> None:
         "compose": "topk(0.1), half()",
         "error_feedback": "sign()",
         "gathered": "int4()",
+        "LocalSGD": "16, outer=nesterov(momentum=0.8), codec=int8()",
         "named": "'*.bias'",
         "powersgd": "4",
         "randomk": "0.1",

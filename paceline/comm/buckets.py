@@ -57,6 +57,11 @@ class Bucket(NamedTuple):
     members: tuple[int, ...]
     views: tuple[Tensor, ...]
 
+    def over(self, flat: Tensor) -> list[Tensor]:
+        """The views of the members in another flat tensor of the same length."""
+        start = self.flat.storage_offset()
+        return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
+
 
 def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
     """Parameter numbers in `order`, cut into runs of one dtype, device and kind of at most `limit` bytes (the first run: `first` bytes).

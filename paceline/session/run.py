@@ -65,7 +65,7 @@ class Run:
         self._local: Group | None = None
         self._norms: Group | None = None
         self._progress = Progress(self._turns, self._loaders)
-        self._own = state.Own(Randomness(self.device), self._backward.sync)
+        self._own = state.Own(Randomness(self.device), self._backward.sync, self._optimizers)
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1

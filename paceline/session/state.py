@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import torch
+from torch.optim import Optimizer
 
 from paceline.cluster.snapshot import Snapshot, loads, pack
 from paceline.cluster.versioned import Randomness, Versioned
@@ -63,25 +64,30 @@ class Progress:
 
 @dataclass(frozen=True)
 class Own:
-    """What each worker has for itself: where its random generators stand, and what its strategy has kept."""
+    """What each worker has for itself: where its random generators stand, what its strategy has kept, and optimizers that differ."""
 
     randomness: Randomness
     sync: Sync
+    optimizers: list[Optimizer]
 
     def dumps(self) -> bytes:
         """All of it."""
-        return pack({"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict()}, 0).dumps()
+        apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.apart else []
+        return pack({"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}).dumps()
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
         """Go on from what was found, of each worker that there was."""
         states = {other: snapshot.unpack() for other, snapshot in found.items()}
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
+            for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
+                optimizer.load_state_dict(state)
         self.sync.adopt([states[other]["sync"] for other in sorted(states)])
 
 
 def save(state: Versioned, own: Own, agreement: Agreement, group: Group, folder: Path, *, step: int, keep: int) -> Path:
     """Write a checkpoint of `state`, and of `own` for each worker, into `folder`; gives its path, on all workers."""
+    own.sync.converge()
     theirs = _collect(own.dumps(), agreement, group)
 
     def write() -> bytes:

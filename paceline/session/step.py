@@ -70,6 +70,7 @@ class Turns:
         self._open: list[Course] = []  # those with a turn, in the order in which the turns began
         self._leader: Course | None = None
         self._calls = 0
+        self._part = 0.0  # of the step under way, mine
         self._step: defaultdict[str, float] = defaultdict(float)
         self._asked = self._began = time.perf_counter()
         self._exposed = self._waited = 0.0
@@ -102,7 +103,9 @@ class Turns:
         turn, moment = self.training, self.scene.moment
         if turn is None:
             moment.scale, moment.ghost, moment.silent = 1.0 / self.scene.group.size, False, self.quiet > 0
+            moment.part = moment.scale
         else:
+            moment.part = self._part
             moment.scale, moment.ghost, moment.silent = turn.scale, turn.ghost, self.quiet > 0 or (turn.train and not turn.last_micro)
 
     # ---- the loader's calls
@@ -110,6 +113,8 @@ class Turns:
     def epoch_begins(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
         self._calls += 1
+        if not loader.terms.training:
+            self.backward.sync.converge()  # replicas are evaluated as one
         course = self._courses.setdefault(id(loader), Course(loader))
         course.epoch_at = self._calls
         if loader.terms.training:
@@ -127,6 +132,7 @@ class Turns:
         if turn.train:
             if self._leader is None:
                 self._leader = course
+            self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 course.outer = self.backward.passes, self.backward.silenced
                 self.backward.turn()
@@ -182,7 +188,9 @@ class Turns:
         self.scene.moment.step = self.scene.trace.step = self.steps
         if self._page is not None:
             self._page.passed(self.steps)
+        began = time.perf_counter()
         self.backward.sync.commit()
+        self._step["exchange"] += time.perf_counter() - began
         seconds, self._step = dict(self._step), defaultdict(float)
         self.beat.step_ended(turn, seconds)
 
@@ -277,9 +285,10 @@ class Turns:
             self.bound.pop()()
 
     def finish(self) -> None:
-        """The run ends: close the turns that a `break` left open."""
+        """The run ends: close the turns that a `break` left open, and let replicas be equal."""
         for course in list(self._open):
             self.turn_ends(course.loader)
+        self.backward.sync.converge()
 
     # ---- clocks
 

@@ -73,6 +73,8 @@ class AllReduce:
 class Exchange:
     """The running side of `AllReduce`."""
 
+    apart = False
+
     def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int, coded: Coded | None = None) -> None:
         self._scene, self._reducing, self._limit, self._coded = scene, reducing, limit, coded
         self._reducer = reducing(scene)
@@ -320,6 +322,9 @@ class Exchange:
         """See `Sync.commit`."""
         if self._coded is not None:
             self._coded.commit()
+
+    def converge(self) -> None:
+        """See `Sync.converge`: replicas are always equal."""
 
     def abort(self) -> None:
         """See `Sync.abort`."""

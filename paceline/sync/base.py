@@ -35,6 +35,7 @@ class Moment:
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
     loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
+    part: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
     silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
 
 
@@ -88,6 +89,8 @@ class Scene:
 class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 
+    apart: bool  # whether replicas, and so what their optimizers remember, may differ between two steps
+
     def attach(self, slots: Sequence[Slot]) -> None:
         """Take charge of these parameters (again with more of them at the end, when some were unfrozen)."""
         ...
@@ -110,6 +113,10 @@ class Sync(Protocol):
 
     def abort(self) -> None:
         """The turn has failed: forget what it exchanged."""
+        ...
+
+    def converge(self) -> None:
+        """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
         ...
 
     def regroup(self, scene: Scene) -> None:
