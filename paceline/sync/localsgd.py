@@ -225,6 +225,7 @@ class Rounds:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """See `Sync.stepped`."""
+        self._counted = False
 
     # ---- rounds
 
@@ -237,7 +238,7 @@ class Rounds:
                 self._end_warm_up()
             return
         self._count()
-        self._open = self._counted = False
+        self._part, self._open, self._counted = 0.0, False, False
         for number, turn in enumerate(self._rounds):
             if turn.flying and turn.steps >= self._plan.delay:
                 self._land(turn, self._plan.alpha)
@@ -254,7 +255,7 @@ class Rounds:
             for turn in self._rounds:
                 turn.steps += 1
                 turn.parts += self._part
-        self._part, self._counted = 0.0, True
+        self._counted = True
 
     def _end_warm_up(self) -> None:
         assert self._warm is not None

@@ -68,7 +68,7 @@ def test_any_order_in_the_same_order_out(size: int) -> None:
         assert isinstance(ready, tuple) and len(ready) == 5
         assert isinstance(ready[1], ShareLoader) and len(ready[1]) == 5 and ready[1].dataset is data.dataset
         assert all(a is b for n, (a, b) in enumerate(zip(ready, given, strict=True)) if n != 1)
-        assert run.state.names == ("progress", "sync", "model", "optimizer", "scheduler", "scaler", "loader")
+        assert run.state.names == ("progress", "model", "optimizer", "scheduler", "scaler", "loader")
 
     workers(size, body)
 

@@ -309,7 +309,7 @@ def test_the_state_of_another_strategy_is_refused() -> None:
         sync = exchange(run)
         assert sync.state_dict() == {}
         sync.adopt([{}, {}])
-        with pytest.raises(UsageError, match="another strategy than AllReduce: it has clock"):
+        with pytest.raises(UsageError, match="another kind of strategy than AllReduce"):
             sync.adopt([{"clock": 3}])
 
     alone(body)

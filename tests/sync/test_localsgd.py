@@ -288,3 +288,24 @@ def test_notation() -> None:
     strategy = LocalSGD(every=16, outer=nesterov(0.5, 0.9), codec=where(smaller(10_000), exact(), int8()))
     assert repr(strategy) == "LocalSGD(16, outer=nesterov(lr=0.5), codec=where(smaller(10000), exact(), int8()))"
     assert repr(LocalSGD(8, outer=average())) == "LocalSGD(8)"
+
+
+def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:
+    def body(run: Run) -> tuple[Tensor, Tensor]:
+        net = model()
+        net, opt, loader = run.prepare(net, sgd(net), batches())
+        test = run.prepare(batches(), train=False)
+        for _ in run.epochs(2):
+            for x, y in loader:
+                F.mse_loss(net(x), y).backward()
+                for _x, _y in test:
+                    break
+                opt.step()
+                opt.zero_grad()
+        before = parameters(net)
+        run._turns.finish()
+        return before, parameters(net)
+
+    (one, together), (other, also), _ = workers(3, body, strategy=LocalSGD(3))
+    assert not torch.equal(one, other) and torch.equal(together, also)
+    assert distance(together, runs(AllReduce(), epochs=2)) < 1e-2

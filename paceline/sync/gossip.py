@@ -1,0 +1,227 @@
+"""Gossip: workers step by themselves and mix with neighbours only; nobody ever waits for all.
+
+x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then mix)
+known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019): neighbours know each other about,
+x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each message; the mean never changes
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.codec.coding import Coding, exact, parts, room
+from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.errors import UsageError
+from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.graph import Edges, check, prove, weights
+from paceline.wording import spell
+
+TAG = 70_000  # of messages between neighbours
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """p.grad is my own share's contribution, times the number of workers; step moves my own replica, and mixes with neighbours after it.
+
+    `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then plain SGD is AllReduce), or pairs of
+    ranks. `codec`: a coding such as `int8()` or `topk(0.01)`; what it loses is corrected later by itself (no error_feedback), and `gamma`
+    below 1 steps more carefully for those that lose much. `every`: steps between two messages.
+
+    Replicas differ all the time. They become equal, the mean of all, where they are looked at as one: before an evaluation, at `run.save`,
+    and at the end of the run.
+    """
+
+    graph: str | Edges = "exponential"
+    codec: Coding = field(default_factory=exact)
+    gamma: float = 1.0
+    every: int = 1
+    bucket_mb: float = 8.0
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        check(self.graph)
+        if not hasattr(self.codec, "layout"):
+            raise UsageError(f"{self!r}: gossip wants a coding, such as int8() or topk(0.01); it corrects what is lost itself")
+        if not 0 < self.gamma <= 1 or self.every < 1 or not self.bucket_mb > 0:
+            raise UsageError(f"{self!r}: gamma has to be above 0 and at most 1, every 1 or more, bucket_mb above 0")
+        if isinstance(self.codec, exact) and self.gamma != 1:
+            raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        found = prove(self.graph, scene.group.size)
+        if scene.group.size > 1:
+            shown = self.graph if isinstance(self.graph, str) else "this graph"
+            scene.say(f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})")
+        return Mixing(scene, self)
+
+
+class Mixing:
+    """The running side of `Gossip`."""
+
+    apart = True
+
+    def __init__(self, scene: Scene, plan: Gossip) -> None:
+        self._scene, self._plan = scene, plan
+        self._slots: list[Slot] = []
+        self._buckets: list[Bucket] = []
+        self._equal: list[Tensor] = []  # of each bucket: what all were when replicas were equal
+        self._known: dict[tuple[int, int, bool], Tensor] = {}  # by bucket, peer, and whether it is mine as that one knows it
+        self._grads: dict[int, Tensor] = {}
+        self._steps = 0
+        self._equals = True  # nothing has changed since replicas were equal
+        self._open = False  # a step is under way
+
+    # ---- layout
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """See `Sync.attach`."""
+        self.converge()
+        self._slots = list(slots)
+        shapes = [Shape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
+        runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
+        self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Replicas are equal: everybody knows everybody."""
+        self._known.clear()
+        coded = not isinstance(self._plan.codec, exact)
+        self._equal = [self._read(bucket).to(torch.float32, copy=True) for bucket in self._buckets] if coded else []
+
+    def _read(self, bucket: Bucket) -> Tensor:
+        for number, view in zip(bucket.members, bucket.views, strict=True):
+            view.copy_(self._slots[number].parameter.detach())
+        return bucket.flat
+
+    def _write(self, bucket: Bucket) -> None:
+        for number, view in zip(bucket.members, bucket.views, strict=True):
+            self._slots[number].parameter.detach().copy_(view)
+
+    # ---- backward: nothing travels
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        factor = scale * self._scene.group.size
+        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        self._grads[number] = self._grads[number] + value if number in self._grads else value
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        self._open, self._equals = True, False
+        found, self._grads = list(self._grads.items()), {}
+        return found
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """See `Sync.stepped`."""
+        self._equals = False
+
+    # ---- mixing
+
+    def commit(self) -> None:
+        """See `Sync.commit`: a step is over; mix."""
+        self._steps += 1
+        self._open = False
+        if not self._equals and self._steps % self._plan.every == 0 and self._scene.group.size > 1:
+            begun = time.perf_counter_ns()
+            self._mix(self._steps // self._plan.every - 1)
+            self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
+
+    def _mix(self, turn: int) -> None:
+        me = self._scene.group.rank
+        w = weights(self._plan.graph, self._scene.group.size, turn)
+        sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
+        targets = [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
+        mixes = self._mix_exact if isinstance(self._plan.codec, exact) else self._mix_coded
+        for index in range(len(self._buckets)):
+            mixes(index, sources, targets)
+
+    def _mix_exact(self, index: int, sources: Sequence[tuple[int, float]], targets: Sequence[tuple[int, float]]) -> None:
+        bucket = self._buckets[index]
+        mine = self._read(bucket)
+        theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
+        self._scene.group.exchange([(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index).wait()
+        mine.mul_(1 - sum(weight for _, weight in sources))
+        for rank, weight in sources:
+            mine.add_(theirs[rank], alpha=weight)
+        self._write(bucket)
+
+    def _mix_coded(self, index: int, sources: Sequence[tuple[int, float]], targets: Sequence[tuple[int, float]]) -> None:
+        bucket, coding = self._buckets[index], self._plan.codec
+        mine = self._read(bucket).to(torch.float32, copy=True)
+        sends, receives = [], []
+        for rank, _ in targets:
+            known = self._about(index, rank, own=True)
+            whole, message = room(coding, mine.numel(), mine.device)
+            seed = (self._steps * 1_000_003 + index) * 65_537 + self._scene.group.rank * 256 + rank
+            coding.encode(mine - known, message, torch.Generator(device=mine.device).manual_seed(seed))
+            coding.add(message, known)
+            sends.append((rank, whole))
+        for rank, _ in sources:
+            receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
+        self._scene.group.exchange(sends, receives, tag=TAG + index).wait()
+        for rank, whole in receives:
+            coding.add(parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
+        for rank, weight in sources:
+            mine.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
+        for rank, weight in targets:
+            mine.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
+        bucket.flat.copy_(mine)
+        self._write(bucket)
+
+    def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
+        """What that rank knows of me, or I of it; at first what all were when replicas were equal."""
+        key = (index, rank, own)
+        if key not in self._known:
+            self._known[key] = self._equal[index].clone()
+        return self._known[key]
+
+    def converge(self) -> None:
+        """See `Sync.converge`: the mean of all."""
+        if self._equals:
+            return
+        size = self._scene.group.size
+        for index, bucket in enumerate(self._buckets):
+            flat = self._read(bucket)
+            self._scene.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
+            flat.div_(size)
+            self._write(bucket)
+        self._forget()
+        self._equals = True
+
+    # ---- the rest of the life of a strategy
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._grads.clear()
+        self._open = False
+
+    def regroup(self, scene: Scene) -> None:
+        """See `Sync.regroup`: replicas that differ can't be brought to another group yet."""
+        raise UsageError("Gossip can't go on with other workers yet: resume from a checkpoint")
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        self._buckets, self._known = [], {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`; replicas are equal then."""
+        return {"gossip": self._steps + self._open}
+
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.adopt`."""
+        found = [state for state in states if state]
+        if any("gossip" not in state for state in found):
+            raise UsageError("this checkpoint was written with another kind of strategy than Gossip; resume with that one")
+        self._steps = found[0]["gossip"] if found else self._steps
+        self._grads.clear()
+        self._forget()
+        self._equals = True
