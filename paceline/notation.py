@@ -23,6 +23,7 @@ Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     **{word: f"paceline.sync.localsgd:{word}" for word in ("LocalSGD", "adaptive")},
+    "Sequence": "paceline.sync.sequence:Sequence",
     "Gossip": "paceline.sync.gossip:Gossip",
     **{word: f"paceline.sync.outer:{word}" for word in ("average", "nesterov")},
     **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},

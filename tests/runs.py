@@ -31,18 +31,22 @@ from paceline.trace import Trace
 T = TypeVar("T")
 
 
-def make(group: Group, strategy: Strategy, folder: str, say: Callable[[str], None], on_nan: OnNan = "warn") -> Run:
-    """A run over `group`, as `start` would make it."""
+def make(
+    group: Group, strategy: Strategy, folder: str, say: Callable[[str], None], on_nan: OnNan = "warn", *, hosts: tuple[int, ...] = ()
+) -> Run:
+    """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
     ranks = tuple(range(group.size))
     place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here")
-    cluster = Cluster((Host("here", ranks, "127.0.0.1"),))
+    where = hosts or (0,) * group.size
+    dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
+    cluster = Cluster(tuple(Host("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
     around = Surroundings(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
     run = Run(around, scene, strategy, seed=1, began=0.0)
-    where = Folder.agree(agreement, Path(folder), "test", say=say)
-    run.open(where, Log(Book(where) if group.rank == 0 else None, on_nan=on_nan, say=say))
+    kept = Folder.agree(agreement, Path(folder), "test", say=say)
+    run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
 
 
@@ -56,13 +60,16 @@ def workers(
     on_nan: OnNan = "warn",
     delay: Callable[[int], None] | None = None,
     deadline: float = 30.0,
+    hosts: tuple[int, ...] = (),
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one."""
     with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
-            with make(group if size > 1 else SoloGroup(), strategy or AllReduce(), str(folder or temporary), say, on_nan) as run:
+            with make(
+                group if size > 1 else SoloGroup(), strategy or AllReduce(), str(folder or temporary), say, on_nan, hosts=hosts
+            ) as run:
                 return body(run)
 
         return spawn(size, work, delay=delay, deadline=deadline)

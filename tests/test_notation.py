@@ -204,6 +204,7 @@ def test_every_word_can_be_made() -> None:
         "error_feedback": "sign()",
         "gathered": "int4()",
         "LocalSGD": "16, outer=nesterov(momentum=0.8), codec=int8()",
+        "Sequence": "(AllReduce(), 'local'), (LocalSGD(32), 'host')",
         "named": "'*.bias'",
         "powersgd": "4",
         "randomk": "0.1",

@@ -91,6 +91,17 @@ def everyone(around: Surroundings) -> Group:
     return _over_hosts(around)
 
 
+def within_host(group: Group, cluster: Cluster) -> Group:
+    """A group of the workers of my host alone; through shared memory where `group` has that. Collective."""
+    if isinstance(group, HostsGroup):
+        found = group.inner.sub(range(group.inner.size))
+    else:
+        subs = [group.sub(host.ranks) for host in cluster.hosts]
+        found = next(sub for sub in subs if sub is not None)
+    assert found is not None
+    return found
+
+
 def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchGroup:
     """All workers over torch.distributed; collective, `name` once."""
     group = TorchGroup.from_store(

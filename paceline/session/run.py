@@ -30,7 +30,7 @@ from paceline.session import joint, state
 from paceline.session import prepare as preparing
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
-from paceline.session.groups import Surroundings
+from paceline.session.groups import Surroundings, within_host
 from paceline.session.log import Log
 from paceline.session.moving import mover
 from paceline.session.state import Progress
@@ -56,13 +56,14 @@ class Run:
         self.events: list[dict[str, Any]] = []
         self.state = Versioned()
         self._around, self._scene, self._agreement = around, scene, scene.agreement
+        self._local: Group | None = None
+        scene.local = self._host_group
         self._backward = Backward(strategy.begin(scene), scene)
         self._turns = Turns(scene, self._backward, self, around.page)
         self._models: list[tuple[str, nn.Module]] = []
         self._optimizers: list[Optimizer] = []
         self._loaders: list[ShareLoader] = []
         self._slots: list[Slot] = []
-        self._local: Group | None = None
         self._norms: Group | None = None
         self._progress = Progress(self._turns, self._loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._optimizers)
@@ -222,10 +223,7 @@ class Run:
 
     def _host_group(self) -> Group:
         if self._local is None:
-            for host in self.cluster.hosts:
-                group = self.group.sub(host.ranks)
-                self._local = group if group is not None else self._local
-            assert self._local is not None
+            self._local = within_host(self.group, self.cluster)
             self._scene.sides.append(self._local)
         return self._local
 

@@ -72,6 +72,7 @@ class Scene:
     hosts: tuple[int, ...] = ()  # the host of each rank
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
+    local: Callable[[], Group] | None = None  # the workers of my host; collective
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
 
     @property
