@@ -1,0 +1,112 @@
+"""Codings of float32: how long it takes to make them and to read them, against one fused kernel of torch.compile that does int8.
+
+One process with one thread, as in a worker's exchange. What is read back is checked.
+
+    python benchmarks/codecs.py [--sizes 8M 100M] [--codings 'int8()' 'topk(0.01)']
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from harness import Row, arguments, interleave, ratio, report
+
+CODINGS = (
+    "half()",
+    "int8()",
+    "int8(rounding='stochastic')",
+    "int4()",
+    "sign()",
+    "topk(0.01)",
+    "topk(0.01, threshold='sampled')",
+    "randomk(0.01)",
+    "compose(topk(0.01, threshold='sampled'), int8())",
+)
+BLOCK = 1024
+MOST = 1.5  # times what the fused kernel needs, there and back, for 100 MB
+
+
+def timed(act: Callable[[], object]) -> Callable[[], float]:
+    """`act`, as something that gives the seconds it took."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+
+    return run
+
+
+def fused(x: Any) -> dict[str, Callable[[], object]]:
+    """int8 in blocks by torch.compile, there and back."""
+    import torch
+
+    def encode(x: Any) -> Any:
+        rows = x.view(-1, BLOCK)
+        scale = rows.abs().amax(1) * (1 / 127)
+        return (rows / scale.clamp_min(1e-30)[:, None]).round().to(torch.int8), scale
+
+    def decode(levels: Any, scale: Any) -> Any:
+        return levels.float() * scale[:, None]
+
+    there, back = torch.compile(encode), torch.compile(decode)
+    message = there(x)
+    back(*message)
+    return {"fused int8, encode": lambda: there(x), "fused int8, decode": lambda: back(*message)}
+
+
+def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
+    """A coding there and back, once it is seen to be right."""
+    import torch
+
+    from paceline.codec.coding import room
+    from paceline.notation import parse
+
+    coding = parse(text)
+    _, message = room(coding, x.numel())
+    out = torch.empty_like(x)
+    coding.encode(x, message)
+    coding.decode(message, out)
+    if float((out - x).norm()) > float(x.norm()):
+        raise RuntimeError(f"{text} gives something that is farther away than nothing")
+    return {f"{text}, encode": lambda: coding.encode(x, message), f"{text}, decode": lambda: coding.decode(message, out)}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__ or "", "codecs", rounds=9)
+    parser.add_argument("--sizes", nargs="+", default=["8M", "100M"])
+    parser.add_argument("--codings", nargs="+", default=CODINGS)
+    options = parser.parse_args(words)
+    import torch
+
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    for size in options.sizes:
+        count = int(float(size.removesuffix("M")) * 1e6) // 4 // BLOCK * BLOCK
+        x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+        acts = fused(x)
+        for text in options.codings:
+            acts |= ours(text, x)
+        samples = interleave({name: timed(act) for name, act in acts.items()}, options.rounds)
+        both = {
+            text: [a + b for a, b in zip(samples[f"{text}, encode"], samples[f"{text}, decode"], strict=True)]
+            for text in ("fused int8", *options.codings)
+        }
+        for text in options.codings:
+            medians = {side: statistics.median(samples[f"{text}, {side}"]) for side in ("encode", "decode")}
+            barred = MOST if text == "int8()" and size == "100M" else None
+            rows.append(
+                Row(f"{size}, {text}", medians, "of the fused int8's, both ways", ratio(both[text], both["fused int8"]), most=barred)
+            )
+        raw[size] = samples
+    if not report("codecs", rows, options, raw) and options.check:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
