@@ -19,9 +19,19 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
+    from paceline.codec.coding import compose, exact
+    from paceline.codec.dense import bfloat16, half, int4, int8, sign
+    from paceline.codec.powersgd import powersgd
+    from paceline.codec.sparse import randomk, topk
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
+    from paceline.sync.choosing import auto
+    from paceline.sync.gossip import Gossip
+    from paceline.sync.localsgd import LocalSGD, adaptive
+    from paceline.sync.outer import average, nesterov
+    from paceline.sync.sequence import Sequence
 
 __version__ = "0.1.0"
 
@@ -29,21 +39,56 @@ __all__ = [
     "AllReduce",
     "CheckpointError",
     "DeadlineExceeded",
+    "Gossip",
+    "LocalSGD",
     "Mismatch",
     "PacelineError",
     "ResourceError",
     "Run",
+    "Sequence",
     "UsageError",
     "WorkerLost",
     "__version__",
+    "adaptive",
+    "after",
+    "auto",
+    "average",
+    "bfloat16",
+    "compose",
+    "error_feedback",
+    "exact",
+    "gathered",
+    "half",
+    "int4",
+    "int8",
+    "named",
+    "nesterov",
+    "powersgd",
+    "randomk",
+    "scattered",
+    "sign",
+    "smaller",
     "start",
+    "topk",
+    "where",
 ]
 
-_HOMES: Final = {
-    "AllReduce": "paceline.sync.allreduce",
-    "Run": "paceline.session.run",
-    "start": "paceline.session.start",
+_NAMES: Final = {
+    "paceline.codec.codec": ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where"),
+    "paceline.codec.coding": ("compose", "exact"),
+    "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
+    "paceline.codec.powersgd": ("powersgd",),
+    "paceline.codec.sparse": ("randomk", "topk"),
+    "paceline.session.run": ("Run",),
+    "paceline.session.start": ("start",),
+    "paceline.sync.allreduce": ("AllReduce",),
+    "paceline.sync.choosing": ("auto",),
+    "paceline.sync.gossip": ("Gossip",),
+    "paceline.sync.localsgd": ("LocalSGD", "adaptive"),
+    "paceline.sync.outer": ("average", "nesterov"),
+    "paceline.sync.sequence": ("Sequence",),
 }
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

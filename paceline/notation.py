@@ -25,6 +25,7 @@ VOCABULARY: Final[Vocabulary] = {
     **{word: f"paceline.sync.localsgd:{word}" for word in ("LocalSGD", "adaptive")},
     "Sequence": "paceline.sync.sequence:Sequence",
     "Gossip": "paceline.sync.gossip:Gossip",
+    "auto": "paceline.sync.choosing:auto",
     **{word: f"paceline.sync.outer:{word}" for word in ("average", "nesterov")},
     **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},
     **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},

@@ -14,6 +14,8 @@ KEYS = {
     "reference": ("model", "workers", "steps", "seed", "code"),
     "buckets": ("cell", "steps", "seed"),
     "round": ("cell", "peer", "round", "steps", "seed"),
+    "learning": ("way", "sync", "model", "batch", "steps", "rate", "seed"),
+    "race": ("way", "sync", "model", "batch", "steps", "rate", "seed"),
 }
 
 

@@ -21,6 +21,12 @@ class Traffic:
     within: int = 0
     between: int = 0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.within + other.within, self.between + other.between)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.within - other.within, self.between - other.between)
+
 
 class Work(Protocol[T_co]):
     """An operation under way. Errors are ours and are raised once per waiter; dropping an unwaited Work keeps its buffers alive."""

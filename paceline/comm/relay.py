@@ -39,6 +39,7 @@ class Relay:
                 self._inner, self._hands = (_again(group.inner) for _ in range(2))
         self.place = leaders  # the group of those who lead; None on the others
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
+        self.beside = None if leaders is None else _again(leaders)  # of those who lead, for what isn't on the line
         self._line = Line("relay", stages + 1, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
@@ -49,7 +50,12 @@ class Relay:
 
     @property
     def _all(self) -> list[Group]:
-        return [group for group in (self._inner, self._hands, *self._ways) if group is not None]
+        return [group for group in (self._inner, self._hands, *self._ways, self.beside) if group is not None]
+
+    @property
+    def crossed(self) -> int:
+        """Bytes that I have sent on ways."""
+        return sum(group.traffic.within + group.traffic.between for group in self._ways)
 
     @property
     def traffic(self) -> Traffic:

@@ -37,6 +37,7 @@ class Facts:
     hosts: int = 1
     rank_seconds: list[dict[str, float]] = field(default_factory=list)
     bytes_sent: dict[str, float] | None = None
+    codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -57,7 +58,7 @@ def report(folder: Path) -> str:
     facts = read(Folder(folder))
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
-    blocks = [_title(facts), _times(facts), _traffic(facts), _advice(facts), _events(facts)]
+    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, _advice(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -97,6 +98,7 @@ def _from_summary(folder: Folder) -> Facts:
             hosts=int(fields["hosts"]),
             rank_seconds=[{part: float(rank[part]) for part in PARTS} for rank in fields.get("rank_seconds", [])],
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+            codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
         )
     except KeyError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import msgpack
@@ -16,6 +17,7 @@ from paceline.session import timeline
 from paceline.session.folder import Folder, Summary
 from paceline.session.log import Log
 from paceline.sync.base import Scene, Strategy
+from paceline.sync.paying import judge
 from paceline.wording import spell
 
 
@@ -39,6 +41,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     spans = timeline.gather(agreement, scene.trace.spans())
     digest = fingerprint(outcome.models)
     different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
+    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
     totals = log.totals()
     if totals is None:
         return
@@ -47,12 +50,15 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         outcome.event(text)
         scene.say(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
+    step = sum(totals.step_seconds.values())
+    verdicts = [judge(facts, step, totals.steps) for facts in zip(*codecs, strict=True)]
     Summary(
         sync=spell(outcome.strategy),
         workers=scene.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
         bytes_sent={"within": sum(s[0] for s in sent) / steps, "between": sum(s[1] for s in sent) / steps},
+        codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=digest,
         events=outcome.events,
     ).write(folder)

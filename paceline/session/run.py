@@ -334,6 +334,8 @@ class Run:
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
         """See `Beat`."""
+        for account in self._scene.accounts:
+            self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)
         if self.steps >= self._next_flush:
             self._flush()

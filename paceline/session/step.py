@@ -74,7 +74,7 @@ class Turns:
         self._step: defaultdict[str, float] = defaultdict(float)
         self._asked = self._began = time.perf_counter()
         self._exposed = self._waited = 0.0
-        self._sent = Traffic()
+        self._sent = self._aside = Traffic()
         self._announced = False
         backward.begins = self._weigh
         scene.moment.loss_scale = self._loss_scale
@@ -188,9 +188,10 @@ class Turns:
         self.scene.moment.step = self.scene.trace.step = self.steps
         if self._page is not None:
             self._page.passed(self.steps)
-        began = time.perf_counter()
+        began, before, aside = time.perf_counter(), self.scene.traffic, self.scene.aside
         self.backward.sync.commit()
         self._step["exchange"] += time.perf_counter() - began
+        self.sent += self.scene.traffic - before - (self.scene.aside - aside)
         seconds, self._step = dict(self._step), defaultdict(float)
         self.beat.step_ended(turn, seconds)
 
@@ -297,16 +298,15 @@ class Turns:
         self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
         self.backward.since = int(now * 1e9)
-        self._exposed, self._waited, self._sent = self.backward.seconds, self.scene.waited, self.scene.traffic
+        self._exposed, self._waited = self.backward.seconds, self.scene.waited
+        self._sent, self._aside = self.scene.traffic, self.scene.aside
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
         whole = now - self._began
         waited = min(self.scene.waited - self._waited, whole)
         exchange = min(max(self.backward.seconds - self._exposed - waited, 0.0), whole - waited)
-        sent = self.scene.traffic
-        self.sent.within += sent.within - self._sent.within
-        self.sent.between += sent.between - self._sent.between
+        self.sent += self.scene.traffic - self._sent - (self.scene.aside - self._aside)
         self._step["wait"] += waited
         self._step["exchange"] += exchange
         self._step["compute"] += whole - waited - exchange

@@ -11,11 +11,12 @@ own, so every rank exchanges the same buckets in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import torch
@@ -27,7 +28,8 @@ from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
-from paceline.sync.coded import Coded
+from paceline.sync.choosing import auto
+from paceline.sync.coded import Coded, Kind
 from paceline.sync.reducers import Reducer, reducer
 from paceline.wording import spell
 
@@ -44,18 +46,21 @@ class AllReduce:
     `via` says how it travels: "auto" (shared memory inside a host, one copy per host between hosts, NCCL between GPUs), "native" (Gloo or
     NCCL over all ranks), or a schedule: "direct", "ring", "tree", "halving-doubling", "hierarchical". `bucket_mb`: size of a bucket in MB.
     `codec`: how gradients are written on the wire, such as `int8()` or `error_feedback(topk(0.01))`; p.grad is then what arrived, the same
-    on every worker. Inside a host sums are exact, unless all workers have one host, or via="native".
+    on every worker. "auto" begins exact and takes a codec where that pays (see `auto`). Inside a host sums are exact, unless all workers
+    have one host, or via="native".
     """
 
     via: str = "auto"
     bucket_mb: float = 8.0
-    codec: Codec | Coding = field(default_factory=exact)
+    codec: Codec | Coding | auto | Literal["auto"] = field(default_factory=exact)
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
         reducer(self.via)  # raises for an unknown name
-        if not isinstance(lift(self.codec), plain) and self.via not in CODED:
+        if self.codec == "auto":
+            object.__setattr__(self, "codec", auto())
+        if self._lossy and self.via not in CODED:
             raise UsageError(
                 f"{self!r}: a codec has a way of its own to sum, so via={self.via!r} can't be honoured; leave via out (exact inside a "
                 "host, coded between hosts), or say via='native' (coded between all workers)"
@@ -63,10 +68,18 @@ class AllReduce:
         if not self.bucket_mb > 0:
             raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=8")
 
+    @property
+    def _lossy(self) -> bool:
+        """Whether gradients are coded, or may come to be."""
+        if isinstance(self.codec, str):
+            raise UsageError(f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec such as int8()")
+        return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
+
     def begin(self, scene: Scene) -> Sync:
         """See `Strategy.begin`."""
-        codec = lift(self.codec)
-        coded = None if isinstance(codec, plain) else Coded(scene, codec, hosts=self.via != "native")
+        coded = None
+        if self._lossy and not isinstance(self.codec, str):
+            coded = Coded(scene, self.codec, hosts=self.via != "native")
         return Exchange(scene, reducer(self.via), int(self.bucket_mb * 1e6), coded)
 
 
@@ -80,7 +93,7 @@ class Exchange:
         self._reducer = reducing(scene)
         self._slots: list[Slot] = []
         self._shapes: list[Shape] = []
-        self._kinds: list[Codec | None] = []
+        self._kinds: list[Kind | None] = []
         self._buckets: list[Bucket] = []
         self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
         self._missing: list[int] = []  # of each bucket: members that have not come
@@ -234,10 +247,12 @@ class Exchange:
                 if not self._flags[number] & USED:
                     view.zero_()
             self._send(index)
-        for index, work in enumerate(self._works):
-            if work is not None:
-                work.wait()
-                self._scene.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
+        begun = [(index, self._begun[index]) for index, work in enumerate(self._works) if work is not None]
+        with contextlib.nullcontext() if self._coded is None else self._coded.awaited(begun):
+            for index, work in enumerate(self._works):
+                if work is not None:
+                    work.wait()
+                    self._scene.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
         results = {number: home[1] for number in used if (home := self._home[number]) is not None}
         for number, flag in enumerate(flags):
             if flag & LATE:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Group, Traffic
 from paceline.comm.ordered import Agreement
+from paceline.sync.paying import Account
 from paceline.trace import Trace
 
 Axes = tuple[str, ...]
@@ -74,6 +75,8 @@ class Scene:
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
+    aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
 
     @property
     def waited(self) -> float:

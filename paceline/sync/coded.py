@@ -6,48 +6,81 @@ failed (`abort`). Between hosts only the leader of a host has one: inside the ho
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+import msgpack
 import torch
 from torch import Size, Tensor
 
 from paceline.codec.codec import Codec, State, Wire, fresh, lift, merge, plain
 from paceline.codec.coding import Coding
 from paceline.comm.buckets import Bucket, Shape
-from paceline.comm.group import Group, Work
+from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.relay import Relay
 from paceline.sync.base import Scene, Slot
+from paceline.sync.choosing import GAIN, Record, attempt, auto, predict
+from paceline.sync.paying import SAMPLE, Account, Cost, Trip, Turn, exposed, measure, sampled, timed
+
+Kind = tuple[Codec, ...]
 
 
 class Coded:
     """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
 
-    def __init__(self, scene: Scene, codec: Codec | Coding, *, hosts: bool) -> None:
-        self._scene, self._codec = scene, lift(codec)
+    def __init__(self, scene: Scene, codec: Codec | Coding | auto, *, hosts: bool) -> None:
+        self._scene = scene
         group = scene.group
-        self._relay = Relay(group if hosts else _flat(group), self._codec.stages, trace=scene.trace)
+        chosen = codec.candidates if isinstance(codec, auto) else (codec,)
+        self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
+        self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
+        self._record = Record() if isinstance(codec, auto) else None
+        self._relay = Relay(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
         scene.sides.append(self._relay)
-        self._codecs: list[Codec | None] = []  # of each bucket; None: it is exact
+        self._buckets: Sequence[Bucket] = ()
+        self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
+        self._codecs: list[Codec | None] = []  # of each bucket, as of now
         self._shapes: list[list[Size]] = []
         self._states: list[State] = []  # as of the last turn that counted
         self._next: dict[int, State] = {}  # of this turn
+        self._trips: dict[int, Trip] = {}  # of the buckets that have come through since they were last waited for
+        self._every = 1  # one element in so many is looked at
+        self._crossed = 0
+        self.account = Account(repr(codec))
+        scene.accounts.append(self.account)
 
-    def kind(self, slot: Slot) -> Codec | None:
-        """The codec for a parameter; None where it is exact. What isn't real can't be coded."""
+    def kind(self, slot: Slot) -> Kind | None:
+        """The codecs for a parameter; None where it is exact. What isn't real can't be coded."""
         if not slot.parameter.dtype.is_floating_point:
             self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return None
-        chosen = self._codec.choose(slot.name, slot.parameter.shape)
-        return None if isinstance(chosen, plain) else chosen
+        chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
+        return None if all(isinstance(codec, plain) for codec in chosen) else chosen
 
-    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[Shape], kinds: Sequence[Codec | None]) -> None:
-        """These are the buckets, of parameters with these shapes and kinds; all states begin anew."""
-        self._codecs = [kinds[bucket.members[0]] for bucket in buckets]
+    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[Shape], kinds: Sequence[Kind | None]) -> None:
+        """These are the buckets, of parameters with these shapes and kinds; all states begin anew. Collective."""
+        self._buckets = buckets
+        self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [[Size(shapes[number].lying) for number in bucket.members] for bucket in buckets]
-        self._states = []
+        coded = [bucket.flat for bucket, kind in zip(buckets, self._kinds, strict=True) if kind is not None]
+        self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
+        beside = self._relay.beside
+        if coded and self.account.rate is None and beside is not None:
+            before = beside.traffic + Traffic()
+            self.account.rate = measure(beside, coded[0].device)
+            self._scene.aside += beside.traffic - before
+        self._take(self._taken)
+
+    def _take(self, option: int | None) -> None:
+        """Code by this option from now on; nothing has been kept yet."""
+        self._taken = option
+        self._codecs, self._states = [], []
         self._next.clear()
-        for codec, sizes, bucket in zip(self._codecs, self._shapes, buckets, strict=True):
+        for kind, sizes, bucket in zip(self._kinds, self._shapes, self._buckets, strict=True):
+            codec = None if kind is None or option is None or isinstance(kind[option], plain) else kind[option]
+            self._codecs.append(codec)
             self._states.append(codec.init(sizes, bucket.flat.device) if codec is not None and self._relay.leads else {})
 
     def takes(self, index: int) -> bool:
@@ -62,26 +95,83 @@ class Coded:
         def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
             draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._scene.group.rank)
             wire = Wire(groups, scale=scale, step=step, draw=draw)
-            found = yield from codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire)
-            self._next[index] = found.state
+            trip = Trip(index, x.numel(), given=sampled(x, self._every, step))
+            found = yield from timed(codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire), trip)
+            trip.total = sampled(found.total, self._every, step)
+            self._next[index], self._trips[index] = found.state, trip
             return found.total
 
         return self._relay.all_reduce(flat, way, name)
+
+    @contextlib.contextmanager
+    def awaited(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Around the wait for some buckets: (index, when it left in nanoseconds of the performance counter) of each; for the account."""
+        needed = time.perf_counter()
+        yield
+        shown = time.perf_counter() - needed
+        if self._taken is None and self._record is not None:
+            self._record.exchanged(shown, [(index, needed - when * 1e-9) for index, when in begun if self._kinds[index] is not None])
+            return
+        rate, beside, left = self.account.rate, self._relay.beside, dict(begun)
+        trips = [self._trips.pop(index) for index in sorted(left) if index in self._trips]
+        if not trips or rate is None or beside is None:
+            return
+        ready, costs = [left[trip.index] * 1e-9 for trip in trips], [Cost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips]
+        before, self._crossed = self._crossed, self._relay.crossed
+        self.account.add(
+            Turn(
+                sent=self._crossed - before,
+                exact=rate.sent * 4 * sum(trip.numel for trip in trips),
+                coding=sum(sum(trip.coding) for trip in trips),
+                shown=shown,
+                exact_shown=exposed(ready, costs, needed),
+            )
+        )
+        self.account.settle()
+        given, total = (torch.cat([side for trip in trips if (side := getattr(trip, name)) is not None]) for name in ("given", "total"))
+        self.account.compare(beside.all_reduce(given, out=given), total)
 
     def commit(self) -> None:
         """The turn counts."""
         for index, state in self._next.items():
             self._states[index] = state
         self._next.clear()
+        if self._taken is None and self._record is not None and self._record.over():
+            self._choose(self._record)
+
+    def _choose(self, record: Record) -> None:
+        """Take the option that promises most, if it is enough. Collective."""
+        largest = max((n for n, kind in enumerate(self._kinds) if kind is not None), key=lambda n: self._buckets[n].flat.numel())
+        kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.beside
+        mine = None
+        if rate is not None and beside is not None and kind is not None:
+            sizes, before = [bucket.flat.numel() for bucket in self._buckets], beside.traffic + Traffic()
+            flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
+            mine = [predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind]
+            self._scene.aside += beside.traffic - before
+        found = [msgpack.unpackb(body) for body in self._scene.agreement.meet("codec", msgpack.packb([record.step, mine]))]
+        self._record = None
+        now = max(step for step, _ in found)
+        promised = [max(step) for step in zip(*(steps for _, steps in found if steps is not None), strict=True)]
+        best = min(range(len(promised)), key=promised.__getitem__)
+        times = f"{now * 1e3:.0f} ms a step with exact sums, {promised[best] * 1e3:.0f} ms predicted with {self._names[best]}"
+        if now < GAIN * promised[best]:
+            self._scene.say(f"codec: {times}, so sums stay exact")
+            return
+        self._scene.say(f"codec: {times}, which is taken from step {self._scene.moment.step} on")
+        self.account.codec = self._names[best]
+        self._take(best)
 
     def abort(self) -> None:
         """It doesn't."""
         self._next.clear()
+        self._trips.clear()
 
     def close(self) -> None:
         """End threads and groups."""
         self._scene.sides.remove(self._relay)
         self._relay.close()
+        self._trips.clear()
 
     # ---- state
 
@@ -93,15 +183,21 @@ class Coded:
     def state_dict(self) -> dict[str, Any]:
         """What is kept here, the turn under way included; nothing where another worker leads this host."""
         states = [self._next.get(index, state) for index, state in enumerate(self._states)]
-        return {"codec": repr(self._codec), "states": states if self._relay.leads else []}
+        return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
+
+    def _name(self, option: int | None) -> str:
+        return "exact" if option is None else self._names[option]
 
     def adopt(self, found: Sequence[dict[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker: who leads now sends later what one of those who led has kept, or several."""
         kept = [state["states"] for state in found if state["states"]]
-        written = next((state["codec"] for state in found), repr(self._codec))
-        if written != repr(self._codec):
+        written = next((state["codec"] for state in found), self._name(self._taken))
+        if self._record is not None and written in self._names:
+            self._record, self.account.codec = None, written  # chosen before the checkpoint
+            self._take(self._names.index(written))
+        if written != self._name(self._taken):
             self._scene.say(
-                f"the checkpoint was written with codec={written}, this is codec={self._codec!r}: what that had kept is dropped"
+                f"the checkpoint was written with codec={written}, this is codec={self._name(self._taken)}: what that had kept is dropped"
             )
             return
         place = self._relay.place

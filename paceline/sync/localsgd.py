@@ -11,6 +11,7 @@ What a worker has changed counts by its part of the samples, so that `every=1` w
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from paceline.comm.group import Work
 from paceline.errors import UsageError
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.choosing import auto
 from paceline.sync.coded import Coded
 from paceline.sync.outer import Outer, average
 from paceline.sync.reducers import reducer
@@ -90,6 +92,8 @@ class LocalSGD:
     __repr__ = spell
 
     def __post_init__(self) -> None:
+        if isinstance(self.codec, auto):
+            raise UsageError(f"{self.codec!r} measures steps of AllReduce; give LocalSGD a codec, such as int8()")
         lift(self.codec)
         steps = self.every.least if isinstance(self.every, adaptive) else self.every
         if not isinstance(self.every, int | adaptive) or steps < 1:
@@ -119,6 +123,7 @@ class _Unit:
     start: Tensor
     memory: Tensor | None
     work: Work[Tensor] | None = None
+    begun: int = 0  # when it left, nanoseconds
 
 
 @dataclass
@@ -141,8 +146,7 @@ class Rounds:
         self._scene, self._plan = scene, plan
         self._every = plan.every.first if isinstance(plan.every, adaptive) else plan.every
         self._reducer = reducer("auto")(scene)
-        codec = lift(plan.codec)
-        self._coded = None if isinstance(codec, plain) else Coded(scene, codec, hosts=True)
+        self._coded = None if isinstance(lift(plan.codec), plain) else Coded(scene, plan.codec, hosts=True)
         self._warm = AllReduce().begin(scene) if plan.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
@@ -280,7 +284,7 @@ class Rounds:
         self._adapt([drift for _, drift in found])
         for unit in turn.units:
             flat = self._read(unit.bucket, unit.bucket.flat).sub_(unit.start).mul_(mine)
-            name = f"change {unit.index}"
+            name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
             if self._coded is not None and self._coded.takes(unit.index):
                 unit.work = self._coded.all_reduce(unit.index, flat, name)
             else:
@@ -292,10 +296,12 @@ class Rounds:
     def _land(self, turn: _Round, alpha: float) -> None:
         """What all have changed is there: go on from it."""
         begun, apart, moved = time.perf_counter_ns(), 0.0, 0.0
-        for unit in turn.units:
-            assert unit.work is not None
-            change = unit.work.wait().div_(turn.weights)
+        works = [unit.work for unit in turn.units if unit.work is not None]
+        with contextlib.nullcontext() if self._coded is None else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units]):
+            changes = [work.wait() for work in works]
+        for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
+            change.div_(turn.weights)
             if isinstance(self._plan.every, adaptive):
                 mine = self._read(unit.bucket, torch.zeros_like(change)).sub_(unit.start)
                 apart += float((mine - change).square().sum())

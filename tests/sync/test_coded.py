@@ -93,7 +93,7 @@ def test_via_native_and_ways_that_a_codec_does_not_have() -> None:
     assert all(torch.equal(other, found[0]) for other in found)
     with pytest.raises(UsageError, match=r"AllReduce\(via='ring', codec=int8\(\)\): a codec has a way of its own to sum"):
         AllReduce(via="ring", codec=int8())
-    with pytest.raises(UsageError, match="a codec is wanted"):
+    with pytest.raises(UsageError, match="codec='int8' is unknown; as a string there is 'auto', else give a codec such as"):
         AllReduce(codec="int8")  # type: ignore[arg-type]
     AllReduce(via="ring", codec=exact())
 

@@ -1,0 +1,58 @@
+"""The strategies that are compared, and how near to exact each has to end, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DDP = "train_ddp.py"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: paceline with `sync`, or DDP with `arguments`. `bound`: how much worse than exact it may end, if it has one."""
+
+    name: str
+    title: str
+    sync: str = ""
+    bound: float | None = None
+    stretch: int = 20  # steps between two validations where there is a race: a multiple of the steps in a round
+    arguments: tuple[str, ...] = ()
+    rate: float = 1.0  # times the rate of all, where a way wants another
+
+    @property
+    def program(self) -> str:
+        """The program that trains this way."""
+        return "train.py" if self.sync else DDP
+
+
+def _by_name(*ways: Way) -> dict[str, Way]:
+    return {way.name: way for way in ways}
+
+
+TABLE = _by_name(
+    Way("exact", "exact", "AllReduce()"),
+    Way("half", "half", "AllReduce(codec=half())", 0.005),
+    Way("int8", "int8", "AllReduce(codec=int8())", 0.005),
+    Way("sign", "sign, error feedback", "AllReduce(codec=error_feedback(sign()))", 0.01),
+    Way("powersgd", "PowerSGD rank 4, error feedback", "AllReduce(codec=error_feedback(powersgd(4)))", 0.01),
+    Way("topk", "top-k 1 %, error feedback", "AllReduce(codec=error_feedback(topk(0.01)))", 0.01),
+    Way("local", "local SGD every 8", "LocalSGD(every=8)", 0.02),
+    Way("diloco", "DiLoCo every 16", "LocalSGD(every=16, outer=nesterov(0.7, 0.9))", 0.02),
+    Way("gossip", "gossip, exponential graph", "Gossip(graph='exponential')", 0.02),
+    Way("topk-bare", "top-k 1 %, nothing kept", "AllReduce(codec=topk(0.01))"),
+    Way("sign-bare", "sign, nothing kept", "AllReduce(codec=sign())"),
+)
+
+DILOCO = "LocalSGD(every=32, outer=nesterov(0.7, 0.9), codec=int8())"
+RACE = _by_name(
+    Way("ddp", "DDP"),
+    Way("ddp-fp16", "DDP, fp16 hook", arguments=("--hook", "fp16")),
+    Way("ddp-local", "DDP, post-local SGD every 8", stretch=24, arguments=("--hook", "local")),
+    Way("exact", "paceline, exact", "AllReduce()"),
+    Way("int8", "paceline, int8", "AllReduce(codec=int8())"),
+    Way("topk", "paceline, top-k 1 %, error feedback", "AllReduce(codec=error_feedback(topk(0.01)))"),
+    Way("powersgd", "paceline, PowerSGD rank 4, error feedback", "AllReduce(codec=error_feedback(powersgd(4)))"),
+    Way("local", "paceline, local SGD every 8, int8", "LocalSGD(every=8, codec=int8())", stretch=24),
+    Way("local-32", "paceline, local SGD every 32, int8", "LocalSGD(every=32, codec=int8())", stretch=32),
+    Way("diloco", "paceline, DiLoCo every 32, int8", DILOCO, stretch=32),
+)
