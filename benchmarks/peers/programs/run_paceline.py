@@ -8,8 +8,11 @@ import paceline as pl
 
 
 def main() -> None:
-    job = workload.Job(workload.parser(__doc__).parse_args())
-    with pl.start(folder=str(job.options.out), name="run") as run:
+    arguments = workload.parser(__doc__)
+    arguments.add_argument("--sync", help="a strategy in its notation (default: AllReduce())")
+    asked = arguments.parse_args()
+    job = workload.Job(asked)
+    with pl.start(asked.sync, folder=str(job.options.out), name="run") as run:
         model, optimizer, loader = run.prepare(job.model, job.optimizer(), job.loader(job.batch))
         for x, y in job.turns(loader):
             loss = workload.loss_of(model(x), y)
@@ -18,7 +21,7 @@ def main() -> None:
             optimizer.zero_grad()
             run.log(loss=loss)
             job.note(loss)
-        job.finish(run.rank, run.size, "paceline")
+    job.finish(run.rank, run.size, "paceline")  # replicas are equal, whatever the strategy, once the run has ended
 
 
 if __name__ == "__main__":
