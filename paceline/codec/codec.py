@@ -33,7 +33,7 @@ class Sum(NamedTuple):
     """What has come of a sum."""
 
     total: Tensor  # the same bits on every rank
-    settle: Callable[[Tensor], None]  # takes off a tensor what of mine is in the total
+    settle: Callable[[Tensor], None]  # takes off a tensor, which may be what was given, what of mine is in the total
     state: State
 
 
@@ -226,20 +226,18 @@ class error_feedback:
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         """See `Codec.sum`."""
-        left = state["residual"] * wire.scale if wire.scale != 1.0 else state["residual"].clone()
-        left += x
+        left = torch.add(x, state["residual"], alpha=wire.scale)
         found = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
         if not finite(found.total):
             return Sum(found.total, lambda y: _take(y, x), state)
-        kept = left.clone()
-        found.settle(kept)
+        found.settle(left)  # now what is left of it
         if wire.scale != 1.0:
-            kept /= wire.scale
+            left /= wire.scale
 
         def settle(y: Tensor) -> None:
             y.sub_(x)  # lost nothing: it is in the total, or kept here
 
-        return Sum(found.total, settle, {"residual": kept, "inner": found.state})
+        return Sum(found.total, settle, {"residual": left, "inner": found.state})
 
 
 @runtime_checkable

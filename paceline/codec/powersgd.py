@@ -92,9 +92,7 @@ class powersgd:
             left, rest = back.clone(), p.clone()
             turned.settle(left)
             summed.settle(rest)
-            arrived = torch.empty_like(x)
-            self._lay(cuts, arrived, basis, back - left, p - rest)
-            y.sub_(arrived)
+            self._take_off(cuts, y, basis, back - left, p - rest)
 
         return Sum(total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state})
 
@@ -142,4 +140,16 @@ class powersgd:
                 at += cut.matrix[0] * self.rank
             else:
                 part.copy_(p[at : at + cut.stop - cut.start])
+                at += cut.stop - cut.start
+
+    def _take_off(self, cuts: Sequence[_Cut], y: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor) -> None:
+        """Subtract what `_lay` writes."""
+        turned, at = self._views(cuts, q, 1), 0
+        for cut in cuts:
+            part = y[cut.start : cut.stop]
+            if cut.matrix:
+                part.view(cut.matrix).addmm_(basis[cut], turned[cut].t(), alpha=-1)
+                at += cut.matrix[0] * self.rank
+            else:
+                part.sub_(p[at : at + cut.stop - cut.start])
                 at += cut.stop - cut.start

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, Part
+from paceline.codec.coding import Message, Part, spans
 from paceline.errors import UsageError
 from paceline.wording import choices, spell
 
@@ -84,16 +84,16 @@ class topk(_Picked):
         indices[found.numel() :].zero_()
 
     def _largest(self, x: Tensor, count: int) -> Tensor:
-        size = x.abs()
         stride = max(1, x.numel() // SAMPLE)
-        sample = size[::stride]
+        sample = x[::stride].abs()
         rank = max(1, round(MARGIN * count * sample.numel() / x.numel()))
         if self.threshold == "exact" or stride == 1 or rank >= sample.numel():
-            return torch.topk(size, count, sorted=False).indices
+            return torch.topk(x.abs(), count, sorted=False).indices
         least = torch.topk(sample, rank, sorted=False).values.min()
-        found = torch.nonzero(torch.logical_not(size < least)).view(-1)  # what is not a number is not less
+        few = [torch.nonzero((x[start:stop].abs() < least).logical_not_()).view(-1).add_(start) for start, stop in spans(x)]
+        found = torch.cat(few)  # what is not a number is not less
         if found.numel() > count:
-            found = found[torch.topk(size[found], count, sorted=False).indices]
+            found = found[torch.topk(x[found].abs(), count, sorted=False).indices]
         return found
 
     def _where(self, message: Message, numel: int) -> Tensor:
