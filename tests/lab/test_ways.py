@@ -1,0 +1,55 @@
+"""Every codec and every strategy on hosts that are apart; and bytes, as the links count them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.lab.hosts import Cluster
+from tests import ways
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("hosts", "workers"), [(2, 2), (3, 1)])
+def test_on_hosts(hosts: int, workers: int, build: Callable[..., Cluster], tmp_path: Path) -> None:
+    cluster = build(hosts=hosts, workers=workers, bandwidth="1gbit")
+    outcome = cluster.run(ways.__file__, str(tmp_path), ways.ask(tmp_path), deadline=200)
+    assert outcome.code == 0, outcome.output
+    ways.check(tmp_path, hosts * workers)
+
+
+COUNTED = {
+    "exact": "AllReduce()",
+    "int8": "AllReduce(codec=int8())",
+    "topk": "AllReduce(codec=error_feedback(topk(0.05)))",
+    "powersgd": "AllReduce(codec=error_feedback(powersgd(64)))",
+    "local": "LocalSGD(every=1, codec=half())",
+    "gossip": "Gossip(graph='exponential')",
+}
+
+
+def test_bytes_are_those_that_the_links_count(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(
+        ways.__file__, str(tmp_path), ways.ask(tmp_path, COUNTED, width=2000), deadline=200
+    )
+    assert outcome.code == 0, outcome.output
+    for name in COUNTED:
+        found = ways.seen(tmp_path, name, 4)
+        counted = sum({worker["host"]: worker["left"] for worker in found}.values()) / (ways.STEPS - 1)
+        said = json.loads((tmp_path / name / "summary.json").read_text())["bytes_sent"]["between"]
+        assert said == pytest.approx(counted, rel=0.03), f"{name}: the summary says {said:.0f} bytes a step, the links {counted:.0f}"
+
+
+def test_auto_takes_a_codec_on_a_slow_link_and_none_on_a_quick_one(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    for rate, taken in (("100mbit", True), ("10gbit", False)):
+        folder = tmp_path / rate
+        folder.mkdir()
+        asked = ways.ask(folder, {"auto": "AllReduce(codec='auto')"}, width=1000)
+        outcome = build(hosts=2, workers=1, bandwidth=rate).run(ways.__file__, str(folder), asked, deadline=100)
+        assert outcome.code == 0, outcome.output
+        assert ("which is taken from step" in outcome.output) == taken, outcome.output
+        assert bool(json.loads((folder / "auto" / "summary.json").read_text())["codecs"]) == taken

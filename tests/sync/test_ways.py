@@ -1,0 +1,21 @@
+"""Every codec and every strategy on processes: the same bits on all of them, and the identities between strategies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ways
+from tests.launches import jobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_processes(size: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size), ways.__file__, str(tmp_path), ways.ask(tmp_path)]
+    with jobs(tmp_path) as job:
+        ended = job.start(command).end(150)
+    assert ended.code == 0, ended.err
+    ways.check(tmp_path, size)
