@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
     from paceline.codec.coding import compose, exact
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
+    from paceline.codec.normal import normalised
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
     from paceline.session.run import Run
@@ -63,6 +64,7 @@ __all__ = [
     "int8",
     "named",
     "nesterov",
+    "normalised",
     "powersgd",
     "randomk",
     "scattered",
@@ -77,6 +79,7 @@ _NAMES: Final = {
     "paceline.codec.codec": ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where"),
     "paceline.codec.coding": ("compose", "exact"),
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
+    "paceline.codec.normal": ("normalised",),
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.session.run": ("Run",),

@@ -40,6 +40,7 @@ NAMES = [
     "int8",
     "named",
     "nesterov",
+    "normalised",
     "powersgd",
     "randomk",
     "scattered",

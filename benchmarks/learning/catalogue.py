@@ -43,16 +43,14 @@ TABLE = _by_name(
     Way("sign-bare", "sign, nothing kept", "AllReduce(codec=sign())"),
 )
 
-DILOCO = "LocalSGD(every=32, outer=nesterov(0.7, 0.9), codec=int8())"
 RACE = _by_name(
     Way("ddp", "DDP"),
+    Way("local-16", "paceline, local SGD every 16, int8", "LocalSGD(every=16, codec=int8())", stretch=16),
+    Way("local-8", "paceline, local SGD every 8, int8", "LocalSGD(every=8, codec=int8())", stretch=16),
+    Way("ddp-local-8", "DDP, post-local SGD every 8", stretch=24, arguments=("--hook", "local", "--period", "8")),
+    Way("ddp-local-16", "DDP, post-local SGD every 16", stretch=16, arguments=("--hook", "local", "--period", "16")),
     Way("ddp-fp16", "DDP, fp16 hook", arguments=("--hook", "fp16")),
-    Way("ddp-local", "DDP, post-local SGD every 8", stretch=24, arguments=("--hook", "local")),
-    Way("exact", "paceline, exact", "AllReduce()"),
-    Way("int8", "paceline, int8", "AllReduce(codec=int8())"),
-    Way("topk", "paceline, top-k 1 %, error feedback", "AllReduce(codec=error_feedback(topk(0.01)))"),
     Way("powersgd", "paceline, PowerSGD rank 4, error feedback", "AllReduce(codec=error_feedback(powersgd(4)))"),
-    Way("local", "paceline, local SGD every 8, int8", "LocalSGD(every=8, codec=int8())", stretch=24),
-    Way("local-32", "paceline, local SGD every 32, int8", "LocalSGD(every=32, codec=int8())", stretch=32),
-    Way("diloco", "paceline, DiLoCo every 32, int8", DILOCO, stretch=32),
+    Way("int8", "paceline, int8", "AllReduce(codec=int8())"),
+    Way("exact", "paceline, exact", "AllReduce()"),
 )

@@ -92,7 +92,7 @@ class powersgd:
             left, rest = back.clone(), p.clone()
             turned.settle(left)
             summed.settle(rest)
-            self._take_off(cuts, y, basis, back - left, p - rest)
+            self._lay(cuts, y, basis, back - left, p - rest, minus=True)
 
         return Sum(total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state})
 
@@ -130,26 +130,16 @@ class powersgd:
                 at += cut.stop - cut.start
         return found
 
-    def _lay(self, cuts: Sequence[_Cut], out: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor) -> None:
-        """Write P Q' where matrices are, and what travelled with P where the rest is."""
+    def _lay(self, cuts: Sequence[_Cut], out: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor, *, minus: bool = False) -> None:
+        """Write P Q' where matrices are, and what travelled with P where the rest is; or subtract it."""
         turned, at = self._views(cuts, q, 1), 0
         for cut in cuts:
             part = out[cut.start : cut.stop]
             if cut.matrix:
-                torch.mm(basis[cut], turned[cut].t(), out=part.view(cut.matrix))
+                product = part.view(cut.matrix)
+                torch.addmm(product, basis[cut], turned[cut].t(), beta=int(minus), alpha=-1 if minus else 1, out=product)
                 at += cut.matrix[0] * self.rank
             else:
-                part.copy_(p[at : at + cut.stop - cut.start])
-                at += cut.stop - cut.start
-
-    def _take_off(self, cuts: Sequence[_Cut], y: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor) -> None:
-        """Subtract what `_lay` writes."""
-        turned, at = self._views(cuts, q, 1), 0
-        for cut in cuts:
-            part = y[cut.start : cut.stop]
-            if cut.matrix:
-                part.view(cut.matrix).addmm_(basis[cut], turned[cut].t(), alpha=-1)
-                at += cut.matrix[0] * self.rank
-            else:
-                part.sub_(p[at : at + cut.stop - cut.start])
+                rest = p[at : at + cut.stop - cut.start]
+                part.sub_(rest) if minus else part.copy_(rest)
                 at += cut.stop - cut.start
