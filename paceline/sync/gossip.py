@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 
 from paceline.codec.coding import Coding, exact, parts, room
 from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
 from paceline.sync.base import Scene, Slot, Sync
 from paceline.sync.graph import Edges, check, prove, weights
+from paceline.sync.paying import SAMPLE, Account, Turn, measure, sampled
 from paceline.wording import spell
 
 TAG = 70_000  # of messages between neighbours
+Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,32 @@ class Gossip:
         return Mixing(scene, self)
 
 
+@dataclass
+class _Turn:
+    """What a coded mixing sends and takes; how far what neighbours know of me is from what I am, on a sample."""
+
+    sent: int = 0
+    exact: list[int] = field(default_factory=list)  # bytes of each tensor that was sent, as it is
+    coding: float = 0.0
+    mine: list[Tensor] = field(default_factory=list)
+    known: list[Tensor] = field(default_factory=list)
+
+    def compare(self, mine: Tensor, known: Tensor) -> None:
+        """Keep a sample of both."""
+        every = max(1, mine.numel() // SAMPLE)
+        self.mine.append(sampled(mine, every, 0))
+        self.known.append(sampled(known, every, 0))
+
+    def tell(self, account: Account, shown: float) -> None:
+        """The mixing is over, and has taken so long."""
+        if not self.exact or account.rate is None:
+            return
+        exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
+        account.add(Turn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown))
+        account.compare(Finished(torch.cat(self.mine)), torch.cat(self.known))
+        account.settle()
+
+
 class Mixing:
     """The running side of `Gossip`."""
 
@@ -79,6 +108,10 @@ class Mixing:
         self._steps = 0
         self._equals = True  # nothing has changed since replicas were equal
         self._open = False  # a step is under way
+        self._account = None if isinstance(plan.codec, exact) else Account(repr(plan.codec), "what neighbours know")
+        if self._account is not None:
+            scene.accounts.append(self._account)
+        self._turn = _Turn()
 
     # ---- layout
 
@@ -90,6 +123,21 @@ class Mixing:
         runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
         self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._forget()
+        self._measure()
+
+    def _measure(self) -> None:
+        """How fast the links to my neighbours are. Collective."""
+        group, account = self._scene.group, self._account
+        if account is None or account.rate is not None or group.size == 1 or not self._buckets:
+            return
+        sources, targets = self._neighbours(0)
+
+        def send(x: Tensor) -> Work[None]:
+            return group.exchange([(rank, x) for rank, _ in targets], [(rank, torch.empty_like(x)) for rank, _ in sources], tag=TAG - 1)
+
+        before = group.traffic + Traffic()
+        account.rate = measure(group, self._buckets[0].flat.device, send)
+        self._scene.aside += group.traffic - before
 
     def _forget(self) -> None:
         """Replicas are equal: everybody knows everybody."""
@@ -136,15 +184,22 @@ class Mixing:
             self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
 
     def _mix(self, turn: int) -> None:
+        sources, targets = self._neighbours(turn)
+        mixes = self._mix_exact if self._account is None else self._mix_coded
+        begun, self._turn = time.perf_counter(), _Turn()
+        for index in range(len(self._buckets)):
+            mixes(index, sources, targets)
+        if self._account is not None:
+            self._turn.tell(self._account, time.perf_counter() - begun)
+
+    def _neighbours(self, turn: int) -> tuple[Near, Near]:
+        """(rank, weight) of those that I hear from, and of those that hear from me."""
         me = self._scene.group.rank
         w = weights(self._plan.graph, self._scene.group.size, turn)
         sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
-        targets = [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
-        mixes = self._mix_exact if isinstance(self._plan.codec, exact) else self._mix_coded
-        for index in range(len(self._buckets)):
-            mixes(index, sources, targets)
+        return sources, [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
 
-    def _mix_exact(self, index: int, sources: Sequence[tuple[int, float]], targets: Sequence[tuple[int, float]]) -> None:
+    def _mix_exact(self, index: int, sources: Near, targets: Near) -> None:
         bucket = self._buckets[index]
         mine = self._read(bucket)
         theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
@@ -154,10 +209,10 @@ class Mixing:
             mine.add_(theirs[rank], alpha=weight)
         self._write(bucket)
 
-    def _mix_coded(self, index: int, sources: Sequence[tuple[int, float]], targets: Sequence[tuple[int, float]]) -> None:
+    def _mix_coded(self, index: int, sources: Near, targets: Near) -> None:
         bucket, coding = self._buckets[index], self._plan.codec
         mine = self._read(bucket).to(torch.float32, copy=True)
-        sends, receives = [], []
+        sends, receives, began = [], [], time.thread_time()
         for rank, _ in targets:
             known = self._about(index, rank, own=True)
             whole, message = room(coding, mine.numel(), mine.device)
@@ -165,15 +220,21 @@ class Mixing:
             coding.encode(mine - known, message, torch.Generator(device=mine.device).manual_seed(seed))
             coding.add(message, known)
             sends.append((rank, whole))
+            self._turn.sent += whole.nbytes
+            self._turn.exact.append(4 * mine.numel())
+            self._turn.compare(mine, known)
         for rank, _ in sources:
             receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
+        self._turn.coding += time.thread_time() - began
         self._scene.group.exchange(sends, receives, tag=TAG + index).wait()
+        began = time.thread_time()
         for rank, whole in receives:
             coding.add(parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
         for rank, weight in sources:
             mine.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
         for rank, weight in targets:
             mine.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
+        self._turn.coding += time.thread_time() - began
         bucket.flat.copy_(mine)
         self._write(bucket)
 

@@ -139,8 +139,8 @@ class Turn:
 class Account:
     """What one strategy's codec has done, turn by turn, on a leader; those who don't lead have an empty one."""
 
-    def __init__(self, codec: str) -> None:
-        self.codec = codec
+    def __init__(self, codec: str, compared: str = "the mean") -> None:
+        self.codec, self.compared = codec, compared
         self.rate: Rate | None = None
         self.turns: list[Turn] = []
         self.errors: list[float] = []  # of each turn whose sample was finite
@@ -178,6 +178,7 @@ class Account:
         means = {name: statistics.fmean(getattr(turn, name) for turn in self.turns) for name in Turn.__dataclass_fields__}
         return {
             "codec": self.codec,
+            "compared": self.compared,
             "turns": len(self.turns),
             **means,
             "error": statistics.fmean(self.errors) if self.errors else math.nan,
@@ -207,7 +208,8 @@ class Verdict:
     coding_seconds: float  # of a processor, mean over leaders
     shown_seconds: float  # of the exchange that was waited for, mean over leaders
     exact_shown_seconds: float  # the same with exact sums, as predicted
-    relative_error: float  # |mean that arrived - mean| / |mean|, mean over turns, on a sample
+    compared: str  # whose relative error it is: "the mean", or what neighbours know of each other
+    relative_error: float  # |what arrived - what is right| / |what is right|, mean over turns, on a sample
     link_bytes_per_second: float  # that a leader sends
     step_seconds: float  # of a step, all its parts
     gain: float  # predicted seconds of a step with exact sums / seconds of a step now
@@ -233,6 +235,7 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Ve
         coding_seconds=mean("coding"),
         shown_seconds=shown,
         exact_shown_seconds=exact,
+        compared=found[0]["compared"],
         relative_error=mean("error"),
         link_bytes_per_second=mean("link"),
         step_seconds=step,
@@ -243,7 +246,7 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Ve
 
 def _words(verdict: Verdict, steps: int) -> str:
     turn = "step" if verdict.turns * 1.1 > steps else "round"
-    off_by = f", and the mean was {verdict.relative_error:.2g} of its size off" if math.isfinite(verdict.relative_error) else ""
+    off_by = f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off" if math.isfinite(verdict.relative_error) else ""
     told = (
         f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} where exact sums would have sent "
         f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a processor{off_by}. On this link "

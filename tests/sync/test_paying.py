@@ -16,13 +16,14 @@ from paceline.codec.sparse import topk
 from paceline.comm.group import Group
 from paceline.comm.threads import spawn
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.gossip import Gossip
 from paceline.sync.localsgd import LocalSGD
 from paceline.sync.paying import Cost, Rate, exposed, judge, measure, off, sampled
 from tests.runs import workers
 from tests.sync.test_coded import model, train
 
 FACTS = {"codec": "int8()", "turns": 10, "sent": 1e6, "exact": 4e6, "coding": 0.01, "shown": 0.1, "exact_shown": 0.4, "error": 0.01}
-FACTS |= {"link": 12.5e6}
+FACTS |= {"link": 12.5e6, "compared": "the mean"}
 
 
 def test_what_is_exposed_is_what_backward_could_not_hide() -> None:
@@ -120,6 +121,15 @@ def test_rounds_have_accounts_too(tmp_path: Path) -> None:
     workers(2, train, strategy=LocalSGD(4, codec=error_feedback(topk(0.1))), folder=tmp_path)
     (codec,) = summary(tmp_path)["codecs"]
     assert codec["turns"] == 5 and " a round " in codec["words"] and codec["relative_error"] > 0.05
+
+
+def test_gossip_has_an_account_of_what_neighbours_know(tmp_path: Path) -> None:
+    workers(4, train, strategy=Gossip("ring", codec=int4(block=32), gamma=0.5), folder=tmp_path)
+    (codec,) = summary(tmp_path)["codecs"]
+    assert codec["turns"] == 20 and codec["bytes_exact"] == 4 * 2 * 4 * sum(p.numel() for p in model().parameters())
+    assert 0.1 < codec["bytes_sent"] / codec["bytes_exact"] < 0.3 and 0 < codec["relative_error"] < 0.1
+    assert "what neighbours know was " in codec["words"]
+    assert codec["coding_seconds"] > 0 and codec["exact_shown_seconds"] > 0
 
 
 def test_what_is_sent_is_counted_also_when_a_step_is_over(tmp_path: Path) -> None:
