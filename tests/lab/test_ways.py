@@ -14,18 +14,15 @@ from tests import ways
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("hosts", "workers"), [(2, 2), (3, 1)])
-def test_on_hosts(hosts: int, workers: int, build: Callable[..., Cluster], tmp_path: Path) -> None:
-    cluster = build(hosts=hosts, workers=workers, bandwidth="1gbit")
+def test_on_hosts(build: Callable[..., Cluster], tmp_path: Path) -> None:
+    cluster = build(hosts=2, workers=2, bandwidth="1gbit")
     outcome = cluster.run(ways.__file__, str(tmp_path), ways.ask(tmp_path), deadline=200)
     assert outcome.code == 0, outcome.output
-    ways.check(tmp_path, hosts * workers)
+    ways.check(tmp_path, 4)
 
 
 COUNTED = {
-    "exact": "AllReduce()",
     "int8": "AllReduce(codec=int8())",
-    "topk": "AllReduce(codec=error_feedback(topk(0.05)))",
     "powersgd": "AllReduce(codec=error_feedback(powersgd(64)))",
     "local": "LocalSGD(every=1, codec=half())",
     "gossip": "Gossip(graph='exponential')",
