@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Size, Tensor
@@ -20,19 +20,20 @@ from paceline.codec.coding import Coding
 from paceline.errors import UsageError
 from paceline.wording import spell
 
-FLOOR = 1e-3  # of the mean size: what is always zero isn't blown up
-
 
 @dataclass(frozen=True)
 class normalised:
     """`codec` on elements divided by their usual size, which is agreed on every `every` sums: `error_feedback(normalised(sign()))`.
 
-    The size of an element is the root of the mean square that it had in each rank's part, with weights that fall by `decay` a sum.
+    The square of an element's size is the mean square that it had in each rank's part, with weights that fall by `decay` a sum, and
+    `floor` squared times the mean of these over its tensor: so what was zero for a while (a word that no batch had) isn't blown up when
+    it comes back.
     """
 
     codec: Codec | Coding
     every: int = 50
-    decay: float = 0.9
+    decay: float = 0.97
+    floor: float = 0.3
 
     __repr__ = spell
 
@@ -40,6 +41,8 @@ class normalised:
         self._check(lift(self.codec).choose("", Size()))
         if self.every < 1 or not 0 <= self.decay < 1:
             raise UsageError(f"{self!r}: every has to be 1 or more, and decay from 0 to below 1")
+        if not 0 < self.floor < math.inf:
+            raise UsageError(f"{self!r}: floor is {self.floor}, and has to be above 0")
 
     def _check(self, chosen: Codec) -> None:
         if keeps(chosen.init([], torch.device("cpu"))):
@@ -54,7 +57,7 @@ class normalised:
         """See `Codec.choose`."""
         chosen = lift(self.codec).choose(name, shape)
         self._check(chosen)
-        return chosen if isinstance(chosen, plain) else normalised(chosen, self.every, self.decay)
+        return chosen if isinstance(chosen, plain) else replace(self, codec=chosen)
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         """See `Codec.init`."""
@@ -64,12 +67,12 @@ class normalised:
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         """See `Codec.sum`."""
-        inner, kept = lift(self.codec), self.decay if state["sums"] else 0.0
+        inner, kept = lift(self.codec), min(self.decay, state["sums"] / (state["sums"] + 1))  # the first ones weigh alike
         squares = torch.mul(state["squares"], kept).addcmul_(x, x, value=(1 - kept) / wire.scale**2)
         sizes = state["sizes"]
         if state["sums"] % self.every == 0:
             summed = yield from plain().sum(squares, shapes, {}, wire)
-            sizes = _sizes(summed.total, wire.group.size)
+            sizes = _sizes(summed.total, shapes, wire.group.size, self.floor)
         by = sizes if wire.scale == 1.0 else sizes * wire.scale
         found = yield from inner.sum(x / by, shapes, state["inner"], wire.after(1))
         total = found.total * by
@@ -84,8 +87,13 @@ class normalised:
         return Sum(total, settle, {"squares": squares, "sizes": sizes, "sums": state["sums"] + 1, "inner": found.state})
 
 
-def _sizes(squares: Tensor, ranks: int) -> Tensor:
-    """Sizes from summed squares; ones where nothing is known."""
-    sizes = squares.div_(ranks).sqrt_()
-    mean = float(sizes.mean())
-    return sizes.clamp_(min=FLOOR * mean) if 0 < mean < math.inf else torch.ones_like(sizes)
+def _sizes(squares: Tensor, shapes: Sequence[Size], ranks: int, floor: float) -> Tensor:
+    """Sizes from summed squares; ones in a tensor of which nothing is known."""
+    squares.div_(ranks)
+    for part in squares.split([math.prod(shape) for shape in shapes]):
+        mean = float(part.mean()) if part.numel() else 0.0
+        if 0 < mean < math.inf:
+            part.add_(floor**2 * mean).sqrt_()
+        else:
+            part.fill_(1.0)
+    return squares

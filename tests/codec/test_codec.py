@@ -332,7 +332,7 @@ def test_normalised_elements_do_not_drown() -> None:
 
     def work(group: Group) -> list[float]:
         draw, errors = torch.Generator().manual_seed(group.rank), []
-        for codec in (gathered(sign(block=NUMEL // 8 * 8)), normalised(gathered(sign(block=NUMEL // 8 * 8)), every=4)):
+        for codec in (gathered(sign(block=NUMEL // 8 * 8)), normalised(gathered(sign(block=NUMEL // 8 * 8)), every=4, floor=1e-3)):
             state = codec.init(SHAPES, torch.device("cpu"))
             for step in range(10):
                 x = torch.randn(NUMEL, generator=draw) * scales
@@ -347,7 +347,7 @@ def test_normalised_elements_do_not_drown() -> None:
 
 
 def test_sizes_are_agreed_on_now_and_then_and_without_a_loss_scale() -> None:
-    codec = normalised(half(), every=3)
+    codec = normalised(half(), every=3, floor=1e-3)
 
     def work(group: Group) -> list[Tensor]:
         state, sizes = codec.init(SHAPES, torch.device("cpu")), []
@@ -362,6 +362,20 @@ def test_sizes_are_agreed_on_now_and_then_and_without_a_loss_scale() -> None:
         torch.testing.assert_close(sizes[0], torch.full((NUMEL,), math.sqrt((4 + 9) / 2)))
 
 
+def test_what_was_zero_is_not_blown_up() -> None:
+    """Elements of which nothing is known have `floor` times the usual size of their tensor, and a tensor of zeros has ones."""
+    shapes = [Size((8,)), Size((4,))]
+    codec = normalised(half(), floor=0.5)
+
+    def work(group: Group) -> Tensor:
+        x = torch.tensor([2.0] * 4 + [0.0] * 8)
+        sizes: Tensor = drive(codec.sum(x, shapes, codec.init(shapes, torch.device("cpu")), Wire((group,) * codec.stages))).state["sizes"]
+        return sizes
+
+    for sizes in spawn(2, work):
+        torch.testing.assert_close(sizes, torch.tensor([4.5**0.5] * 4 + [0.5**0.5] * 4 + [1.0] * 4))
+
+
 def test_normalised_chooses() -> None:
     codec = normalised(where(smaller(10), exact(), sign()))
     assert codec.choose("", Size((5,))) == plain()
@@ -373,6 +387,7 @@ def test_normalised_chooses() -> None:
     [
         lambda: normalised(half(), every=0),
         lambda: normalised(half(), decay=1.0),
+        lambda: normalised(half(), floor=0.0),
         lambda: normalised(3),  # type: ignore[arg-type]
         lambda: normalised(error_feedback(topk(0.1))),
         lambda: normalised(where(smaller(10), exact(), error_feedback(topk(0.1)))).choose("", Size((20,))),
