@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
     from paceline.codec.coding import compose, exact
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
-    from paceline.codec.normal import normalised
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
     from paceline.session.run import Run
@@ -64,7 +63,6 @@ __all__ = [
     "int8",
     "named",
     "nesterov",
-    "normalised",
     "powersgd",
     "randomk",
     "scattered",
@@ -79,7 +77,6 @@ _NAMES: Final = {
     "paceline.codec.codec": ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where"),
     "paceline.codec.coding": ("compose", "exact"),
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
-    "paceline.codec.normal": ("normalised",),
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.session.run": ("Run",),

@@ -31,7 +31,6 @@ VOCABULARY: Final[Vocabulary] = {
     **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},
     **{word: f"paceline.codec.dense:{word}" for word in ("bfloat16", "half", "int4", "int8", "sign")},
     **{word: f"paceline.codec.sparse:{word}" for word in ("randomk", "topk")},
-    "normalised": "paceline.codec.normal:normalised",
     "powersgd": "paceline.codec.powersgd:powersgd",
 }
 

@@ -206,7 +206,6 @@ def test_every_word_can_be_made() -> None:
         "LocalSGD": "16, outer=nesterov(momentum=0.8), codec=int8()",
         "Sequence": "(AllReduce(), 'local'), (LocalSGD(32), 'host')",
         "named": "'*.bias'",
-        "normalised": "sign()",
         "powersgd": "4",
         "randomk": "0.1",
         "scattered": "bfloat16()",

@@ -40,7 +40,6 @@ NAMES = [
     "int8",
     "named",
     "nesterov",
-    "normalised",
     "powersgd",
     "randomk",
     "scattered",

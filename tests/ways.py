@@ -30,7 +30,6 @@ CODECS = {
     "topk": "error_feedback(topk(0.05))",
     "randomk": "error_feedback(randomk(0.2))",
     "composed": "error_feedback(compose(topk(0.1), int8(block=16)))",
-    "normalised": "error_feedback(normalised(sign(block=64), every=5))",
     "powersgd": "error_feedback(powersgd(2))",
     "powersgd-int8": "error_feedback(powersgd(2, inner=int8(block=16)))",
     "where": "where(smaller(100), exact(), error_feedback(topk(0.1)))",

@@ -1,7 +1,7 @@
 """What a strategy does to the loss.
 
 python -m benchmarks.learning tune     # the learning rate of the exact run, once
-python -m benchmarks.learning table    # GPT 0.9 M, 4 workers, 600 steps, three seeds: validation losses against exact
+python -m benchmarks.learning table    # GPT 0.9 M, 4 workers, 600 steps, three seeds, two sizes of batch: losses against exact
 python -m benchmarks.learning race     # GPT 3.5 M on 4 hosts with links of 100 Mbit/s: seconds to the loss that DDP has after 300 steps
 python -m benchmarks.learning report   # docs/learning.md and its pictures, from what was measured
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.learning.catalogue import RACE, TABLE, Way
+from benchmarks.learning.catalogue import RACE, TABLE, TUNING, Way
 from benchmarks.peers import environments
 from benchmarks.peers.catalogue import Peer, Setting
 from benchmarks.peers.launches import LaunchError, launch
@@ -31,7 +31,7 @@ RESULTS = environments.ROOT / "benchmarks" / "results" / "learning.jsonl"
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)  # that are tried for exact
 HERE = Setting("one-host", "one host, 4 workers", 1, 4)
 WAN = Setting("wan-100m", "4 hosts x 1 worker, 100 Mbit/s", 4, 1, "100mbit", 1e8)
-MODEL, STEPS, BATCH = "gpt-0.9m", 600, 32  # of the table
+MODEL, STEPS, BATCHES = "gpt-0.9m", 600, (8, 32)  # of the tables
 RACER, LAPS, RACE_BATCH, RACE_RATE = "gpt-3.5m", 300, 8, 1e-3  # of the race: LAPS are the steps of DDP that set the loss to reach
 FAR = 4  # times LAPS after which a way is given up
 
@@ -41,6 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=["tune", "table", "race", "report"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="samples of a step, for a table each")
     parser.add_argument("--ways", nargs="+", help="these only")
     parser.add_argument("--steps", type=int, help=f"default: {STEPS} in the table; in the race DDP's {LAPS}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where records go (default %(default)s)")
@@ -74,26 +75,27 @@ def train(way: Way, where: Place, records: Records, deadline: float, *, kind: st
     return records.add({"kind": kind, **key, "losses": losses, **course})
 
 
-def tuned(records: Records, where: Place, steps: int) -> float:
+def tuned(records: Records, where: Place, steps: int, batch: int) -> float:
     """The rate with which the exact run ends best, on a seed that isn't in the table."""
-    found = {rate: train(TABLE["exact"], where, records, 900, kind="learning", **table(steps, rate, seed=99)) for rate in RATES}
+    exact = TABLE["exact"]
+    found = {rate: train(exact, where, records, 900, kind="learning", **table(steps, batch, rate, TUNING)) for rate in RATES}
     return min(found, key=lambda rate: float(found[rate]["validation"][-1][2]))
 
 
-def table(steps: int, rate: float, seed: int) -> dict[str, object]:
+def table(steps: int, batch: int, rate: float, seed: int) -> dict[str, object]:
     """The arguments of a run for the table."""
     stretch = next(count for count in (48, 50, 40, 20, 16, 10, steps) if steps % count == 0)
-    return {"model": MODEL, "batch": BATCH, "steps": steps, "stretch": stretch, "rate": rate, "falling": True, "seed": seed}
+    return {"model": MODEL, "batch": batch, "steps": steps, "stretch": stretch, "rate": rate, "falling": True, "seed": seed}
 
 
-def make_table(records: Records, ways: Sequence[Way], seeds: Sequence[int], steps: int) -> None:
+def make_table(records: Records, ways: Sequence[Way], seeds: Sequence[int], steps: int, batch: int) -> None:
     """All ways with all seeds, each seed's after one another."""
     with place(HERE) as where:
-        rate = tuned(records, where, steps)
-        print(f"learning rate {rate:g}", flush=True)
+        rate = tuned(records, where, steps, batch)
+        print(f"batches of {batch}: learning rate {rate:g}", flush=True)
         for seed in seeds:
             for way in ways:
-                train(way, where, records, 900, kind="learning", **table(steps, rate, seed))
+                train(way, where, records, 900, kind="learning", **table(steps, batch, rate, seed))
 
 
 def make_race(records: Records, ways: Sequence[Way], seed: int, laps: int) -> None:
@@ -107,7 +109,7 @@ def make_race(records: Records, ways: Sequence[Way], seed: int, laps: int) -> No
                 "steps": steps,
                 "stretch": way.stretch,
                 "seed": seed,
-                "rate": RACE_RATE * way.rate,
+                "rate": RACE_RATE,
             }
             return train(way, where, records, 60 + 6.0 * steps, kind="race", **asked, until=until)
 
@@ -142,10 +144,11 @@ def main() -> None:
     if options.command == "race":
         make_race(records, ways, options.seeds[0], options.steps or LAPS)
     elif options.command == "table":
-        make_table(records, ways, options.seeds, options.steps or STEPS)
+        for batch in options.batches:
+            make_table(records, ways, options.seeds, options.steps or STEPS, batch)
     else:
         with place(HERE) as where:
-            print(json.dumps({"rate": tuned(records, where, options.steps or STEPS)}))
+            print(json.dumps({f"rate for {batch}": tuned(records, where, options.steps or STEPS, batch) for batch in options.batches}))
 
 
 if __name__ == "__main__":

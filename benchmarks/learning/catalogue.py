@@ -17,7 +17,7 @@ class Way:
     bound: float | None = None
     stretch: int = 20  # steps between two validations where there is a race: a multiple of the steps in a round
     arguments: tuple[str, ...] = ()
-    rate: float = 1.0  # times the rate of all, where a way wants another
+    warm: int = 0  # steps of exact sums at first
 
     @property
     def program(self) -> str:
@@ -29,18 +29,24 @@ def _by_name(*ways: Way) -> dict[str, Way]:
     return {way.name: way for way in ways}
 
 
+TUNING = 99  # the seed that rates are tried with
+WARM = 100  # steps of exact sums, where a way loses so much that papers start it late
+
 TABLE = _by_name(
     Way("exact", "exact", "AllReduce()"),
     Way("half", "half", "AllReduce(codec=half())", 0.005),
     Way("int8", "int8", "AllReduce(codec=int8())", 0.005),
-    Way("sign", "sign, error feedback", "AllReduce(codec=error_feedback(sign()))", 0.01),
-    Way("powersgd", "PowerSGD rank 4, error feedback", "AllReduce(codec=error_feedback(powersgd(4)))", 0.01),
-    Way("topk", "top-k 1 %, error feedback", "AllReduce(codec=error_feedback(topk(0.01)))", 0.01),
-    Way("local", "local SGD every 8", "LocalSGD(every=8)", 0.02),
-    Way("diloco", "DiLoCo every 16", "LocalSGD(every=16, outer=nesterov(0.7, 0.9))", 0.02),
+    Way("sign", "sign, error feedback", f"AllReduce(codec=error_feedback(after({WARM}, sign())))", 0.01, warm=WARM),
+    Way("powersgd-4", "PowerSGD rank 4, error feedback", f"AllReduce(codec=error_feedback(after({WARM}, powersgd(4))))", 0.01, warm=WARM),
+    Way("powersgd-8", "PowerSGD rank 8, error feedback", f"AllReduce(codec=error_feedback(after({WARM}, powersgd(8))))", 0.01, warm=WARM),
+    Way("topk", "top-k 1 %, error feedback", f"AllReduce(codec=error_feedback(after({WARM}, topk(0.01))))", 0.01, warm=WARM),
+    Way("local", "local SGD every 8", f"LocalSGD(every=8, after={WARM}, momentum='averaged')", 0.02, warm=WARM),
+    Way("diloco", "DiLoCo every 16", f"LocalSGD(every=16, outer=nesterov(0.7, 0.5), after={WARM}, momentum='averaged')", 0.02, warm=WARM),
     Way("gossip", "gossip, exponential graph", "Gossip(graph='exponential')", 0.02),
-    Way("topk-bare", "top-k 1 %, nothing kept", "AllReduce(codec=topk(0.01))"),
-    Way("sign-bare", "sign, nothing kept", "AllReduce(codec=sign())"),
+    Way("sign-bare", "sign, nothing kept", f"AllReduce(codec=after({WARM}, sign()))", warm=WARM),
+    Way("topk-bare", "top-k 1 %, nothing kept", f"AllReduce(codec=after({WARM}, topk(0.01)))", warm=WARM),
+    Way("sign-cold", "sign, error feedback, from the first step", "AllReduce(codec=error_feedback(sign()))"),
+    Way("topk-cold", "top-k 1 %, error feedback, from the first step", "AllReduce(codec=error_feedback(topk(0.01)))"),
 )
 
 RACE = _by_name(

@@ -1,6 +1,6 @@
 """Draws what was learned: `draw.py LEARNING.json FOLDER`. Needs only matplotlib.
 
-learning-table.png   training loss against steps, and against bytes     learning-race.png   validation loss against seconds
+learning-BATCH.png   training loss against steps, and against bytes     learning-race.png   validation loss against seconds
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ def finish(axes: Axes, x: str, y: str) -> None:
     axes.legend(fontsize=6, frameon=False)
 
 
+def sent(row: dict[str, Any], exact: float, steps: int) -> float:
+    """MB after so many steps; while it warms up, a way sends what exact does."""
+    whole, warm = len(row["curve"]), row["warm"]
+    if steps <= warm:
+        return exact * steps / 1e6
+    return (exact * warm + (row["sent"] * whole - exact * warm) / (whole - warm) * (steps - warm)) / 1e6
+
+
 def table(rows: list[dict[str, Any]], path: Path) -> None:
     """Training losses of the first seed."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
@@ -37,7 +45,7 @@ def table(rows: list[dict[str, Any]], path: Path) -> None:
         points = range(SMOOTH, len(curve) + 1, 5)
         means = [sum(curve[end - SMOOTH : end]) / SMOOTH for end in points]
         left.plot(points, means, label=row["title"], linewidth=1)
-        right.semilogx([end * row["sent"] / 1e6 for end in points], means, label=row["title"], linewidth=1)
+        right.semilogx([sent(row, rows[0]["sent"], end) for end in points], means, label=row["title"], linewidth=1)
     finish(left, "steps", "training loss, nats")
     finish(right, "MB sent by all workers", "")
     figure.savefig(path, dpi=110, metadata={"Software": None})
@@ -59,8 +67,8 @@ def race(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     found, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    if found["table"]:
-        table(found["table"], folder / "learning-table.png")
+    for batch, rows in found["tables"].items():
+        table(rows, folder / f"learning-{batch}.png")
     if found["race"]:
         race(found["race"], folder / "learning-race.png")
 

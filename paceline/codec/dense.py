@@ -197,10 +197,10 @@ class int4(_Levels):
 class sign(_Blocks):
     """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit SGD, Seide et al. 2014).
 
-    Loses so much that it needs `error_feedback` around it.
+    Loses so much that it needs `error_feedback` around it. The smaller the blocks, the less what is small drowns among what is large.
     """
 
-    block: int = 1024
+    block: int = 64
 
     __repr__ = spell
     packed = 8

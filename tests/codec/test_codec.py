@@ -28,7 +28,6 @@ from paceline.codec.codec import (
 )
 from paceline.codec.coding import Coding, compose, exact
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
-from paceline.codec.normal import normalised
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.comm.group import Group
@@ -59,8 +58,6 @@ GIVEN: list[Codec | Coding] = [
     error_feedback(sign(block=32)),
     error_feedback(compose(topk(0.1), int8())),
     error_feedback(powersgd(2)),
-    normalised(int8(block=64)),
-    error_feedback(normalised(sign(block=32), every=3)),
     error_feedback(powersgd(2, inner=int8(block=16))),
     after(5, int8(block=64)),
     error_feedback(after(3, topk(0.05), before=half())),
@@ -324,75 +321,3 @@ def test_finite() -> None:
     big = torch.full((4,), 3e38)
     assert finite(big) and finite(torch.zeros(0))
     assert not finite(torch.tensor([1.0, math.nan])) and not finite(torch.tensor([math.inf, -math.inf]))
-
-
-def test_normalised_elements_do_not_drown() -> None:
-    """With a scale for all, the sign of small elements says too much; divided by their size they arrive with it."""
-    scales = torch.logspace(-3, 0, NUMEL)
-
-    def work(group: Group) -> list[float]:
-        draw, errors = torch.Generator().manual_seed(group.rank), []
-        for codec in (gathered(sign(block=NUMEL // 8 * 8)), normalised(gathered(sign(block=NUMEL // 8 * 8)), every=4, floor=1e-3)):
-            state = codec.init(SHAPES, torch.device("cpu"))
-            for step in range(10):
-                x = torch.randn(NUMEL, generator=draw) * scales
-                found = drive(codec.sum(x, SHAPES, state, Wire((group,) * codec.stages, step=step)))
-                state = found.state
-            small = slice(0, NUMEL // 2)
-            errors.append(float(found.total[small].abs().mean() / scales[small].mean()))
-        return errors
-
-    for bare, normal in spawn(2, work):
-        assert bare > 5 and 0.3 < normal < 2
-
-
-def test_sizes_are_agreed_on_now_and_then_and_without_a_loss_scale() -> None:
-    codec = normalised(half(), every=3, floor=1e-3)
-
-    def work(group: Group) -> list[Tensor]:
-        state, sizes = codec.init(SHAPES, torch.device("cpu")), []
-        for step in range(7):
-            x = torch.full((NUMEL,), 2.0 + group.rank) * 1024
-            state = drive(codec.sum(x, SHAPES, state, Wire((group,) * codec.stages, step=step, scale=1024.0))).state
-            sizes.append(state["sizes"].clone())
-        return sizes
-
-    for sizes in spawn(2, work):
-        assert all(torch.equal(sizes[step], sizes[step // 3 * 3]) for step in range(7))
-        torch.testing.assert_close(sizes[0], torch.full((NUMEL,), math.sqrt((4 + 9) / 2)))
-
-
-def test_what_was_zero_is_not_blown_up() -> None:
-    """Elements of which nothing is known have `floor` times the usual size of their tensor, and a tensor of zeros has ones."""
-    shapes = [Size((8,)), Size((4,))]
-    codec = normalised(half(), floor=0.5)
-
-    def work(group: Group) -> Tensor:
-        x = torch.tensor([2.0] * 4 + [0.0] * 8)
-        sizes: Tensor = drive(codec.sum(x, shapes, codec.init(shapes, torch.device("cpu")), Wire((group,) * codec.stages))).state["sizes"]
-        return sizes
-
-    for sizes in spawn(2, work):
-        torch.testing.assert_close(sizes, torch.tensor([4.5**0.5] * 4 + [0.5**0.5] * 4 + [1.0] * 4))
-
-
-def test_normalised_chooses() -> None:
-    codec = normalised(where(smaller(10), exact(), sign()))
-    assert codec.choose("", Size((5,))) == plain()
-    assert codec.choose("", Size((50,))) == normalised(scattered(sign()))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: normalised(half(), every=0),
-        lambda: normalised(half(), decay=1.0),
-        lambda: normalised(half(), floor=0.0),
-        lambda: normalised(3),  # type: ignore[arg-type]
-        lambda: normalised(error_feedback(topk(0.1))),
-        lambda: normalised(where(smaller(10), exact(), error_feedback(topk(0.1)))).choose("", Size((20,))),
-    ],
-)
-def test_what_normalised_refuses(wrong: Any) -> None:
-    with pytest.raises(UsageError):
-        wrong()

@@ -123,7 +123,7 @@ def test_bytes_for_a_million() -> None:
         bfloat16(): 2.0,
         int8(): 1 + 4 / 1024,
         int4(): 0.5 + 4 / 256,
-        sign(): 1 / 8 + 4 / 1024,
+        sign(): 1 / 8 + 4 / 64,
         topk(1 / 64): 8 / 64,
         randomk(1 / 64): 4 / 64,
         compose(topk(1 / 64), int8()): (4 + 1 + 4 / 1024) / 64,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from paceline.codec.codec import after, error_feedback, named, smaller, where
 from paceline.codec.coding import compose, exact
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
-from paceline.codec.normal import normalised
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
@@ -33,7 +32,6 @@ CODECS = [
     error_feedback(randomk(0.3)),
     error_feedback(compose(topk(0.2), int8())),
     error_feedback(powersgd(2)),
-    error_feedback(normalised(sign(block=32), every=3)),
     error_feedback(powersgd(2, inner=int8(block=16))),
     where(smaller(30), exact(), error_feedback(topk(0.2))),
     where(named("*.bias"), half(), int4(block=8)),
