@@ -52,7 +52,7 @@ WAYS = {
     "exact": Way("AllReduce()", "exact", bars=(("100mbit", 1.35),)),
     "half": Way("AllReduce(codec=half())", "half"),
     "int8": Way("AllReduce(codec=int8())", bars=(("100mbit", 4.5), ("1gbit", 2.3))),
-    "sign": Way("AllReduce(codec=error_feedback(sign()))", bars=(("1gbit", 2.7),)),
+    "sign": Way("AllReduce(codec=error_feedback(sign(1024)))", bars=(("1gbit", 2.7),)),
     "topk": Way("AllReduce(codec=error_feedback(topk(0.01)))", bars=(("100mbit", 12.0),)),
     "topk-sampled": Way('AllReduce(codec=error_feedback(topk(0.01, threshold="sampled")))', bars=(("100mbit", 12.0), ("1gbit", 2.7))),
     "powersgd": Way("AllReduce(codec=error_feedback(powersgd(4)))", bars=(("100mbit", 12.0), ("1gbit", 2.7))),

@@ -16,7 +16,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-SMOOTH = 20  # steps of which the mean is drawn
+SMOOTH = 50  # steps of which the mean is drawn
+TOP = 3.3  # nats: where the picture of the table ends
 
 
 def finish(axes: Axes, x: str, y: str) -> None:
@@ -40,12 +41,14 @@ def sent(row: dict[str, Any], exact: float, steps: int) -> float:
 def table(rows: list[dict[str, Any]], path: Path) -> None:
     """Training losses of the first seed."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for row in rows:
+    for number, row in enumerate(rows):
         curve = row["curve"]
+        look: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else ":"}
         points = range(SMOOTH, len(curve) + 1, 5)
         means = [sum(curve[end - SMOOTH : end]) / SMOOTH for end in points]
-        left.plot(points, means, label=row["title"], linewidth=1)
-        right.semilogx([sent(row, rows[0]["sent"], end) for end in points], means, label=row["title"], linewidth=1)
+        left.plot(points, means, label=row["title"], linewidth=1, **look)
+        right.semilogx([sent(row, rows[0]["sent"], end) for end in points], means, label=row["title"], linewidth=1, **look)
+    left.set_ylim(top=TOP)
     finish(left, "steps", "training loss, nats")
     finish(right, "MB sent by all workers", "")
     figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -141,9 +141,10 @@ order of the data come from a seed, the same for all ways. AdamW; its learning r
 (on another seed), the same for all ways, and falls to a tenth by a cosine. `after({WARM}, ...)`: exact sums in the first {WARM} steps,
 as the papers do. `python -m benchmarks.learning table`
 
-**What it says.** Half and int8 are as good as exact. What sends a hundredth keeps the rest for later, and what comes late costs:
-little where gradients are mostly noise (small batches, later in training), much where every step goes the same way (large
-batches, early). So start with exact sums."""
+**What it says.** Half and int8 are as good as exact, and gossip nearly so. What sends a hundredth keeps the rest for later, and
+what comes late costs: little where gradients are mostly noise (small batches, later in training), much where every step goes the same
+way (large batches, early), and most from the first step on. So start with exact sums. Without error feedback top-k is worse still;
+signs are not: for Adam, which divides by the size of gradients anyway, the mean of some workers' signs is a good gradient."""
 
 
 def _tell_table(rows: list[dict[str, Any]], batch: str) -> str:

@@ -197,7 +197,8 @@ class int4(_Levels):
 class sign(_Blocks):
     """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit SGD, Seide et al. 2014).
 
-    Loses so much that it needs `error_feedback` around it. The smaller the blocks, the less what is small drowns among what is large.
+    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the blocks, the less what is small
+    drowns among what is large. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that again.
     """
 
     block: int = 64

@@ -21,7 +21,7 @@ import torch
 
 from paceline.comm.group import Work
 from paceline.comm.watch import fine_timer
-from paceline.errors import DeadlineExceeded, PacelineError, UsageError
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
 
 AHEAD = 2 << 20  # elements that may be between two stages
 TICK = 0.1  # seconds after which a wait looks up
@@ -157,6 +157,18 @@ class Line:
         self._jobs.put(None)
         for job in self._pending:
             job.void(error)
+
+    def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
+        """End with `error`; `let_go` of the groups is called once the threads are out of them, or to get them out. False if it was over."""
+        if isinstance(self.broken, ViewChanged):
+            return False
+        idle = self.idle
+        self.stop(error)
+        if idle:
+            self.join()
+        let_go()
+        self.join()
+        return True
 
     def join(self, seconds: float = 1.0) -> None:
         """Wait so long for the threads to end."""

@@ -114,16 +114,12 @@ class Relay:
         self._end(ViewChanged("this exchange has been aborted"), lambda group: group.abort())
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
-        if isinstance(self._line.broken, ViewChanged):
-            return
-        atexit.unregister(self.close)
-        idle = self._line.idle
-        self._line.stop(error)
-        if idle:
-            self._line.join()
-        for group in self._all:
-            end(group)
-        self._line.join()
+        def let_go() -> None:
+            for group in self._all:
+                end(group)
+
+        if self._line.finish(error, let_go):
+            atexit.unregister(self.close)
 
 
 def _again(group: Group) -> Group:

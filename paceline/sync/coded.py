@@ -132,10 +132,10 @@ class Coded:
         self.account.compare(beside.all_reduce(given, out=given), total)
 
     def commit(self) -> None:
-        """The turn counts."""
-        for index, state in self._next.items():
-            self._states[index] = state
-        self._next.clear()
+        """The turn counts. What is under way beyond it (streaming) may come through just now, and counts with the next one."""
+        for index in list(self._next):
+            self._states[index] = self._next[index]
+            del self._next[index]
         if self._taken is None and self._record is not None and self._record.over():
             self._choose(self._record)
 

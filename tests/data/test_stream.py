@@ -232,7 +232,7 @@ def test_an_empty_share_of_a_shard_raises():
         spawn(3, body)
 
 
-@pytest.mark.parametrize("stop", [4, 11])
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 11])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "drop_last"])
 @pytest.mark.parametrize("sizes", [(1, 2), (3, 1)])
 def test_the_position_of_a_stream_is_exact(name, sizes, stop):

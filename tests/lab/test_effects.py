@@ -330,7 +330,8 @@ def test_the_command_takes_faults(tmp_path: Path) -> None:
     ended = command(tmp_path, "[stop(rank=0, step=2, seconds=0.1), cut(host=0, seconds=0.1)]", "kill(rank=3, step=4)")
     said = ended.stdout + ended.stderr
     assert ended.returncode == 128 + signal.SIGKILL, said
-    assert re.findall(r"paceline: fault: (\w+)\(.*done before step (\d)", said) == [("cut", "0"), ("stop", "2"), ("kill", "4")]
+    done = re.findall(r"paceline: fault: (\w+)\(.*done before step (\d)", said)
+    assert sorted(done) == [("cut", "0"), ("kill", "4"), ("stop", "2")], said  # a stop is said when it is over: on a busy machine late
 
 
 def test_the_command_finds_a_wrong_fault_at_once(tmp_path: Path) -> None:

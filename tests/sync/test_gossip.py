@@ -20,7 +20,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip import Gossip, Mixing
 from tests.runs import batches, cut, distance, parameters, workers
-from tests.sync.test_localsgd import adam, model, runs, sgd, train
+from tests.sync.test_localsgd import adam, model, resumes, runs, sgd, train
 
 
 def spread(strategy: Strategy, size: int, **options: Any) -> tuple[list[Tensor], Tensor]:
@@ -111,28 +111,7 @@ def test_what_is_said_at_the_start() -> None:
 
 @pytest.mark.parametrize("strategy", [Gossip("ring"), Gossip(codec=int8(block=32)), Gossip("matching", every=2)], ids=repr)
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(strategy: Gossip, tmp_path: Path) -> None:
-    def steps(run: Run, count: int, *, save_at: int = 0, resume: bool = False) -> Tensor:
-        net = model()
-        opt = adam(net)
-        net, opt, loader = run.prepare(net, opt, batches())
-        assert run.resume() == resume
-        taken = 0
-        for _ in run.epochs(10):
-            for x, y in loader:
-                F.mse_loss(net(x), y).backward()
-                opt.step()
-                opt.zero_grad()
-                taken += 1
-                if taken == save_at:
-                    run.save()
-                if taken == count:
-                    return parameters(net)
-        raise AssertionError
-
-    straight = workers(3, lambda run: steps(run, 14, save_at=7), strategy=strategy, folder=tmp_path / "a")
-    workers(3, lambda run: steps(run, 7, save_at=7), strategy=strategy, folder=tmp_path / "b")
-    later = workers(3, lambda run: steps(run, 7, resume=True), strategy=strategy, folder=tmp_path / "b")
-    assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
+    resumes(strategy, 3, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,32 @@ def runs(strategy: Strategy, size: int = 3, **options: Any) -> Tensor:
     return found[0]
 
 
+def resumes(strategy: Strategy, size: int, folder: Path, hosts: tuple[int, ...] = ()) -> None:
+    """A run that is saved after 7 steps and resumed comes, bit for bit, to what it comes to when it is saved only."""
+
+    def steps(run: Run, count: int, *, resume: bool = False) -> Tensor:
+        net = model()
+        net, opt, loader = run.prepare(net, adam(net), batches())
+        assert run.resume() == resume
+        taken = 0
+        for _ in run.epochs(10):
+            for x, y in loader:
+                F.mse_loss(net(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                taken += 1
+                if taken == 7 and not resume:
+                    run.save()
+                if taken == count:
+                    return parameters(net)
+        raise AssertionError
+
+    straight = workers(size, lambda run: steps(run, 13), strategy=strategy, hosts=hosts, folder=folder / "a")
+    workers(size, lambda run: steps(run, 7), strategy=strategy, hosts=hosts, folder=folder / "b")
+    later = workers(size, lambda run: steps(run, 6, resume=True), strategy=strategy, hosts=hosts, folder=folder / "b")
+    assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"shares": cut(1, 7, 2)}, {"accumulate": 2}, {"loss": "sum"}, {"shares": cut(0, 3, 5)}], ids=str)
 def test_every_step_with_plain_sgd_is_allreduce(options: dict[str, Any]) -> None:
     make = sgd if options.get("loss") != "sum" else (lambda net: torch.optim.SGD(net.parameters(), lr=0.005))
@@ -140,6 +166,15 @@ def test_every_codec_goes_with_it(codec: Any, strategy: LocalSGD) -> None:
     coded = dataclasses.replace(strategy, codec=codec, bucket_mb=0.001)
     wanted = runs(strategy)
     assert 1e-7 < distance(runs(coded), wanted) < 0.5
+
+
+@pytest.mark.soak
+def test_what_comes_through_while_a_turn_is_counted() -> None:
+    """Rounds of streaming end in threads of their own, beside commits."""
+    strategy = LocalSGD(4, fragments=2, delay=1, codec=where(smaller(30), exact(), error_feedback(topk(0.1))), bucket_mb=0.001)
+    wanted = runs(strategy)
+    for _ in range(100):
+        assert torch.equal(runs(strategy), wanted)
 
 
 def test_momentum_kept_and_averaged() -> None:
@@ -219,29 +254,7 @@ def test_rounds_adapt_to_drift() -> None:
     ids=repr,
 )
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_been_saved_only(strategy: LocalSGD, tmp_path: Path) -> None:
-    def steps(run: Run, count: int, *, save_at: int = 0, resume: bool = False) -> Tensor:
-        net = model()
-        opt = adam(net)
-        net, opt, loader = run.prepare(net, opt, batches())
-        assert run.resume() == resume
-        taken = 0
-        for _ in run.epochs(10):
-            for x, y in loader:
-                F.mse_loss(net(x), y).backward()
-                opt.step()
-                opt.zero_grad()
-                taken += 1
-                if taken == save_at:
-                    run.save()
-                if taken == count:
-                    return parameters(net)
-        raise AssertionError
-
-    straight = workers(2, lambda run: steps(run, 14, save_at=7), strategy=strategy, folder=tmp_path / "a")
-    workers(2, lambda run: steps(run, 7, save_at=7), strategy=strategy, folder=tmp_path / "b")
-    later = workers(2, lambda run: steps(run, 7, resume=True), strategy=strategy, folder=tmp_path / "b")
-    for one, other in zip(later, straight, strict=True):
-        assert torch.equal(one, other)
+    resumes(strategy, 2, tmp_path)
 
 
 def test_before_an_evaluation_replicas_become_equal() -> None:

@@ -21,8 +21,8 @@ from paceline.sync.gossip import Gossip
 from paceline.sync.localsgd import LocalSGD
 from paceline.sync.outer import nesterov
 from paceline.sync.sequence import Sequence
-from tests.runs import batches, cut, distance, parameters, workers
-from tests.sync.test_localsgd import model, runs, sgd, train
+from tests.runs import batches, cut, distance, workers
+from tests.sync.test_localsgd import model, resumes, runs, sgd, train
 
 HOSTS = (0, 0, 1, 1)
 
@@ -68,28 +68,8 @@ def test_codecs_on_both_axes() -> None:
 
 
 def test_resume(tmp_path: Path) -> None:
-    def steps(run: Run, count: int, *, save: bool = False, resume: bool = False) -> Tensor:
-        net = model()
-        net, opt, loader = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), batches())
-        assert run.resume() == resume
-        taken = 0
-        for _ in run.epochs(10):
-            for x, y in loader:
-                F.mse_loss(net(x), y).backward()
-                opt.step()
-                opt.zero_grad()
-                taken += 1
-                if save and taken == 7:
-                    run.save()
-                if taken == count:
-                    return parameters(net)
-        raise AssertionError
-
     strategy = both(LocalSGD(3, codec=error_feedback(topk(0.3))), AllReduce(codec=error_feedback(int8(block=32))))
-    straight = workers(4, lambda run: steps(run, 12, save=True), strategy=strategy, hosts=HOSTS, folder=tmp_path / "a")
-    workers(4, lambda run: steps(run, 7, save=True), strategy=strategy, hosts=HOSTS, folder=tmp_path / "b")
-    later = workers(4, lambda run: steps(run, 5, resume=True), strategy=strategy, hosts=HOSTS, folder=tmp_path / "b")
-    assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
+    resumes(strategy, 4, tmp_path, HOSTS)
 
 
 @pytest.mark.parametrize(
