@@ -3,6 +3,9 @@
     AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
 
+Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so;
+what other passes of that turn add is dropped.
+
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
 """
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from paceline.errors import UsageError
+from paceline.errors import LOSSES, PacelineError, UsageError
 from paceline.sync.base import Scene, Slot, Sync
 
 
@@ -51,6 +54,8 @@ class Backward:
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
+        self.survives = False  # whether the loss of a worker fails the turn, and not the run
+        self.failed: PacelineError | None = None  # how a worker was lost since the turn began
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, Tap] = {}
@@ -163,7 +168,21 @@ class Backward:
         if tap.carry is not None:
             grad, tap.carry, scale = _add(grad.mul_(scale) if scale else torch.zeros_like(grad), tap.carry), None, 1.0
         tap.touched = True
-        self.sync.ready(tap.number, grad, scale)
+        self._give(tap, grad, scale)
+
+    def _give(self, tap: Tap, grad: Tensor, scale: float) -> None:
+        if self.failed is None:
+            try:
+                self.sync.ready(tap.number, grad, scale)
+            except LOSSES as error:
+                self._lose(error)
+
+    def _lose(self, error: PacelineError) -> None:
+        """A worker was lost in this pass."""
+        if not self.survives:
+            raise error
+        self.failed = error
+        self.sync.abort()
 
     # ---- at its end
 
@@ -180,13 +199,12 @@ class Backward:
             if tap.carry is not None:
                 self._set_apart(tap)
                 if tap.carry is not None:
-                    self.sync.ready(tap.number, tap.carry, 1.0)
-                    tap.carry, tap.touched = None, True
+                    carry, tap.carry, tap.touched = tap.carry, None, True
+                    self._give(tap, carry, 1.0)
             elif grad is not None and grad is tap.given:
                 tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
                 tap.given = None
-        results = self.sync.backward_done(where)
-        for number, mean in results:
+        for number, mean in self._results(where):
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None
             if prior is None:
@@ -200,6 +218,14 @@ class Backward:
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.scene.trace.record(where, "exchange", started, ended)
+
+    def _results(self, where: str) -> list[tuple[int, Tensor]]:
+        if self.failed is None:
+            try:
+                return self.sync.backward_done(where)
+            except LOSSES as error:
+                self._lose(error)
+        return [(tap.number, torch.zeros_like(tap.parameter)) for tap in self.taps if tap.touched]
 
     def computed(self, until: int) -> None:
         """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
@@ -247,12 +273,13 @@ class Backward:
                 "let the error end the run, or skip the batch before backward on every worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
-        if expected and self.taps and (self.owing or self.scene.group.size > 1):
+        if expected and self.failed is None and self.taps and (self.owing or self.scene.group.size > 1):
             self._silent = False
             self._close(where)
 
     def turn(self) -> None:
         """A new turn begins."""
+        self.failed = None
         self.passes = 0
         self.silenced = False
 
