@@ -50,6 +50,9 @@ class Place:
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
     progress: str | None = None  # the page where this worker says how far it is (paceline run)
+    worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
+    orders_fd: int | None = None  # where it hears of views then
+    joining: bool = False  # the others train already
 
 
 def environment() -> dict[str, str]:
@@ -102,6 +105,9 @@ def _paceline(environ: Environ) -> Place | None:
         report_fd=_integer(environ, "PACELINE_REPORT_FD", None),
         one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
         secret=None if descriptor is None else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
+        worker=_integer(environ, "PACELINE_WORKER", None),
+        orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
+        joining=environ.get("PACELINE_JOINING") == "1",
     )
 
 

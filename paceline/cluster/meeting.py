@@ -36,6 +36,7 @@ class Offer:
     store_port: int
     master_port: int
     placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
+    numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,21 @@ def closed(place: Place) -> None:
     _tell(place, {"event": "closed"})
 
 
+def surviving(place: Place) -> None:
+    """From now on the others can go on without this worker."""
+    _tell(place, {"event": "surviving"})
+
+
+def ready(place: Place) -> None:
+    """This worker has everything that it needs to take part, and waits for being let in."""
+    _tell(place, {"event": "ready"})
+
+
+def broken(place: Place, view: int) -> None:
+    """Connections of this worker broke in a view whose members live, as far as it knows: another view is needed."""
+    _tell(place, {"event": "broken", "view": view})
+
+
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
     """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):

@@ -169,8 +169,7 @@ class Indices:
         batches = self._draw(count)
         packed = [_packed(batch) for batch in batches]
         after = draws.shared_state()
-        moved = draws.mark(before) != draws.mark(after)
-        shared = (draws.mark(before), after) if moved else None
+        shared = {name: (draws.mark(before[name]), after[name]) for name in after if draws.mark(before[name]) != draws.mark(after[name])}
         own = draws.own_state(self._loader)
         origin = self.origin if self._high == self._start else None
         return pack((packed, len(batches) < count, origin, own, shared), what="the state of a sampler")
@@ -180,8 +179,9 @@ class Indices:
         self.origin = self.origin if origin is None else origin
         if self._source is None:
             draws.put_own(self._loader, own)
-            if shared is not None and shared[0] == draws.mark(before):
-                draws.put_shared(shared[1])  # this worker's generators were the first worker's: they move on together
+            for name, (mark, after) in shared.items():
+                if mark == draws.mark(before[name]):
+                    draws.put_shared({name: after})  # this generator was where the first worker's was: they move on together
         self._keep([_unpacked(body) for body in packed], ended=ended)
 
     def _keep(self, batches: list[Any], *, ended: bool | None = None) -> None:

@@ -1,15 +1,13 @@
-"""What the living do when somebody was lost in the middle of a turn: go on, take over the state of who is through, do it again, or go back.
+"""What the living do when somebody was lost: a function of what all of them say, so that all come to the same plan.
 
-    a turn    exchange . step . (exchange . step) . calls of all workers (means, gathers)      the next turn
-              A worker that lost another in an exchange has *failed*: the rest of its loop body does nothing.
+Workers make the same calls (exchanges, means, meetings) in the same order, and none ends anywhere before all have begun it:
 
-    somebody is in the next turn        failed ones take its state over, which is what the turn came to; the next turn is dealt again
-    all in one turn, and through        nothing is missing: a call that failed is made again by the living
-      "    some through, some failed    those take over the state of these
-      "    nobody has stepped           the turn is dealt again: only buffers and generators have changed
-      "    stepped in the middle        all go back to a copy from before their first step, and the turn is dealt again
+    call           ... k-2    k-1      k            a, b: have completed k-1, and were cut off in k
+    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and is told by a what that gave
+    c              ...  ok    lost                  d: is dead
 
-Everything here is a function of what all the living say of themselves, so that all come to the same plan.
+Then all are at call k. If that lies in a turn of training whose gradients are not complete, the turn can't be completed any more: a part
+of its batch died. So they are left out on all workers, nothing steps, and the same batch is dealt again.
 """
 
 from __future__ import annotations
@@ -17,85 +15,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
-from paceline.errors import WorkerLost
+from paceline.errors import Mismatch, WorkerLost
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far one worker has come. The living are in lockstep: neither `steps` nor `calls` of two of them differ by more than one."""
+    """How far one worker has come."""
 
-    steps: int  # turns that are over here
-    passes: int = 0  # exchanges of gradients that were completed in the turn under way
-    updates: int = 0  # steps of optimizers in it
-    failed: bool = False  # an exchange of gradients in it was not
-    whole: bool = False  # passes and updates are as many as a turn has
-    undo: bool = False  # it has a copy from before its first step in it
-    calls: int = 0  # calls of all workers that were completed in the run
-    fresh: bool = False  # it has just come, and has no state
+    rank: int  # in the group that has broken; -1: it has just come, and has no state
+    calls: int = 0  # that it has completed
+    turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
 
-    def dump(self) -> list[Any]:
-        """As `load` reads it."""
+    def dump(self) -> list[int]:
+        """As `Reach(*...)` takes it."""
         return list(astuple(self))
-
-    @classmethod
-    def load(cls, value: Sequence[Any]) -> Reach:
-        """From `dump`."""
-        steps, passes, updates, failed, whole, undo, calls, fresh = value
-        return cls(int(steps), int(passes), int(updates), bool(failed), bool(whole), bool(undo), int(calls), bool(fresh))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all do. Ranks are those of the new view."""
+    """What all do."""
 
-    steps: int  # turns that are over, for all, once the loop bodies under way are
-    again: frozenset[int]  # whose present turn is dealt again
-    undone: frozenset[int]  # who goes back to its copy first
-    healed: Mapping[int, int]  # who takes over the state, and from whom
-    answers: Mapping[int, int]  # who is told the result of the last call, and by whom
+    members: tuple[int, ...]  # who goes on, in the order of new ranks: that of the old ones
+    fresh: tuple[int, ...]  # who has just come, and is let in later
+    calls: int  # that all have completed then
+    behind: frozenset[int]  # who is told what the last one gave
+    teller: int  # by whom
+    turn: int  # the turn in which no exchange of gradients can be completed any more; 0: none
 
 
-def decide(reaches: Mapping[int, Reach], hosts: Mapping[int, int]) -> Plan:
-    """The plan of the living; `hosts` says where each of them is.
+def decide(reaches: Mapping[int, Reach]) -> Plan:
+    """The plan of the living.
 
-    Raises `WorkerLost` if nobody is left who has the state, or who can go back to it.
+    Raises `WorkerLost` if nobody is left who has the state, and `Mismatch` if workers had come apart before.
     """
-    old = {rank: reach for rank, reach in reaches.items() if not reach.fresh}
+    old = {worker: reach for worker, reach in reaches.items() if reach.rank >= 0}
     if not old:
         raise WorkerLost("nobody who has the state of this run is left: resume it from a checkpoint")
-    steps, calls = (max(getattr(reach, name) for reach in old.values()) for name in ("steps", "calls"))
-    first = [rank for rank, reach in old.items() if reach.steps == steps]
-    knowing = [rank for rank, reach in old.items() if reach.calls == calls]
-    answers = {rank: _nearest(rank, knowing, hosts) for rank in old if rank not in knowing}
-    if len(first) < len(old):  # nobody can have stepped in a turn that others have not reached
-        lacking = {rank for rank, reach in old.items() if reach.steps < steps and reach.failed}
-        again, undone, sources = set(first), set[int](), first
-    else:
-        again, undone, lacking = _one_turn(old)
-        sources = [rank for rank in old if rank not in lacking]
-        steps += not again
-    fresh = {rank for rank, reach in reaches.items() if reach.fresh}
-    healed = {rank: _nearest(rank, sources, hosts) for rank in sorted(lacking | fresh)}
-    answers = {rank: by for rank, by in answers.items() if rank not in healed}
-    return Plan(steps, frozenset(again), frozenset(undone), healed, answers)
+    members = tuple(sorted(old, key=lambda worker: old[worker].rank))
+    calls = max(reach.calls for reach in old.values())
+    if any(reach.calls < calls - 1 for reach in old.values()):
+        counts = ", ".join(f"rank {reach.rank}: {reach.calls}" for reach in old.values())
+        raise Mismatch(f"workers have come apart: they have completed different numbers of calls ({counts})")
+    ahead = [worker for worker in members if old[worker].calls == calls]
+    fresh = tuple(sorted(worker for worker in reaches if worker not in old))
+    return Plan(members, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
 
 
-def _one_turn(old: Mapping[int, Reach]) -> tuple[set[int], set[int], set[int]]:
-    """Who does the turn again, who goes back before that, and who lacks what others have; all are in the same turn."""
-    failed = {rank for rank, reach in old.items() if reach.failed}
-    whole = {rank for rank, reach in old.items() if reach.whole and not reach.failed}
-    stepped = {rank for rank, reach in old.items() if reach.updates}
-    if whole and whole | failed == set(old):
-        return set(), set(), failed
-    bound = {rank for rank in stepped if not old[rank].undo}
-    if bound and len(bound) == len(old):
-        raise WorkerLost(f"a worker was lost in the middle of the turn after step {next(iter(old.values())).steps}, and nobody can go back")
-    return set(old), stepped - bound, bound
-
-
-def _nearest(rank: int, sources: Sequence[int], hosts: Mapping[int, int]) -> int:
+def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
     """Who gives something to `rank`: somebody on its host; not all ask the same one."""
     near = [source for source in sources if hosts[source] == hosts[rank]] or sources
     return near[rank % len(near)]

@@ -13,6 +13,7 @@ from paceline.cluster.discover import Place
 from paceline.cluster.progress import Page
 from paceline.cluster.store import Store, address
 from paceline.cluster.topology import Cluster
+from paceline.comm.breaker import Breaker
 from paceline.comm.group import Group
 from paceline.comm.hosts import HostsGroup
 from paceline.comm.shared import SharedGroup
@@ -37,6 +38,7 @@ class Surroundings:
     trace: Trace = field(default_factory=Trace)
     natives: int = 0
     page: Page | None = None
+    breaker: Breaker = field(default_factory=Breaker)  # of all groups made from here
 
     @property
     def local(self) -> int:
@@ -84,7 +86,8 @@ def everyone(around: Surroundings) -> Group:
         return network(around, "flat")
     if len(hosts) == 1:
         try:
-            return SharedGroup.from_store(around.store.sub("host0"), around.place.rank, around.place.size, deadline=around.deadline)
+            store, place = around.store.sub("host0"), around.place
+            return SharedGroup.from_store(store, place.rank, place.size, deadline=around.deadline, breaker=around.breaker)
         except ResourceError as error:
             around.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
             return network(around, "flat")
@@ -112,6 +115,7 @@ def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchG
         address=address(around.place),
         deadline=around.deadline,
         hosts=around.cluster.where(),
+        breaker=around.breaker,
     )
     group.trace = around.trace
     return group
@@ -141,7 +145,12 @@ def _over_hosts(around: Surroundings) -> Group:
         name = f"host{cluster.where()[place.rank]}"
         try:
             inner = SharedGroup.from_store(
-                around.store.sub(name), mine.ranks.index(place.rank), len(mine.ranks), deadline=around.deadline, ranks=mine.ranks
+                around.store.sub(name),
+                mine.ranks.index(place.rank),
+                len(mine.ranks),
+                deadline=around.deadline,
+                ranks=mine.ranks,
+                breaker=around.breaker,
             )
         except ResourceError as caught:
             error = str(caught)

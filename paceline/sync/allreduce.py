@@ -109,6 +109,11 @@ class Exchange:
         self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
         self._full = b""
 
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`."""
+        return True
+
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
@@ -352,11 +357,21 @@ class Exchange:
         self._rewind()
 
     def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`: new buckets in the new group at the next backward."""
-        self._scene = scene
-        self._release()
-        self._reducer = self._reducing(scene)
+        """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
+        order = [number for bucket in self._buckets for number in bucket.members]
+        sparse = {number for number in range(len(self._slots)) if self._buckets and self._home[number] is None}
+        self._buckets = []  # in memory of the old group, which Gloo may still write to
+        self._scene, self._reducer = scene, self._reducing(scene)
+        self._held.clear()
+        self._sparse.clear()
+        self._late.clear()
+        if self._coded is not None:
+            self._coded.regroup()
         self.attach(self._slots)
+        if self._coded is not None and order:
+            states = self._coded.kept
+            self._lay_out(order, sparse)
+            self._coded.keep(states)
 
     def detach(self) -> None:
         """See `Sync.detach`."""

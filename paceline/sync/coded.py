@@ -31,7 +31,7 @@ class Coded:
     """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
 
     def __init__(self, scene: Scene, codec: Codec | Coding | auto, *, hosts: bool) -> None:
-        self._scene = scene
+        self._scene, self._hosts = scene, hosts
         group = scene.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
@@ -166,6 +166,27 @@ class Coded:
         """It doesn't."""
         self._next.clear()
         self._trips.clear()
+
+    def regroup(self) -> None:
+        """Another group, with other leaders perhaps."""
+        group = self._scene.group
+        relay = Relay(group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace)
+        self._relay = relay
+        self._crossed = 0
+        self._scene.sides.append(relay)
+        self._trips.clear()
+
+    @property
+    def kept(self) -> tuple[list[State], dict[int, State]]:
+        """What is kept of each bucket, and what this turn would make of it."""
+        return self._states, dict(self._next)
+
+    def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
+        """After `regroup` and `lay_out` of the same buckets: go on with what was kept. Who leads since then begins with nothing."""
+        states, following = found
+        if self._relay.leads and any(states):
+            self._states = [mine if mine else new for mine, new in zip(states, self._states, strict=True)]
+            self._next = following
 
     def close(self) -> None:
         """End threads and groups."""

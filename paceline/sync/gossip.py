@@ -113,6 +113,11 @@ class Mixing:
             scene.accounts.append(self._account)
         self._turn = _Turn()
 
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`."""
+        return False
+
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:

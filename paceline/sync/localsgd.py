@@ -156,6 +156,11 @@ class Rounds:
         self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
         self._rounds = [_Round() for _ in range(plan.fragments)]
 
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`: while it warms up."""
+        return self._warm is not None
+
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:

@@ -58,6 +58,7 @@ class Both:
     """The running side of `Sequence`."""
 
     apart = True
+    together = True
 
     def __init__(self, scene: Scene, inside: Scene, inner: Sync, outer: Sync) -> None:
         self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer

@@ -41,6 +41,7 @@ class View:
     number: int
     seats: tuple[Seat, ...]
     fresh: int
+    renewed: bool = False  # groups of the view before are no good, whoever lives
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -64,13 +65,13 @@ class View:
     def dump(self) -> dict[str, Any]:
         """As `load` reads it."""
         seats = [[seat.host, list(seat.workers), seat.facts] for seat in self.seats]
-        return {"number": self.number, "seats": seats, "fresh": self.fresh}
+        return {"number": self.number, "seats": seats, "fresh": self.fresh, "renewed": self.renewed}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> View:
         """From `dump`."""
         seats = tuple(Seat(int(host), tuple(map(int, workers)), dict(facts)) for host, workers, facts in value["seats"])
-        return cls(int(value["number"]), seats, int(value["fresh"]))
+        return cls(int(value["number"]), seats, int(value["fresh"]), bool(value["renewed"]))
 
 
 @dataclass
@@ -81,16 +82,20 @@ class Wishes:
     gone: set[int] = field(default_factory=set)  # hosts
     come: dict[int, int] = field(default_factory=dict)  # worker: its host, which is in the view
     joining: dict[str, Seat] = field(default_factory=dict)  # by a word of the host's own: it has no number yet
+    broken: bool = False  # connections of workers have broken that live
 
     def dump(self) -> dict[str, Any]:
         """As `merge` reads it."""
         joining = {word: [list(seat.workers), seat.facts] for word, seat in self.joining.items()}
-        return {"lost": sorted(self.lost), "gone": sorted(self.gone), "come": [*map(list, self.come.items())], "joining": joining}
+        return {"lost": sorted(self.lost), "gone": sorted(self.gone), "come": [*map(list, self.come.items())], "joining": joining} | {
+            "broken": self.broken
+        }
 
     def merge(self, said: dict[str, Any]) -> None:
         """Take over what another host wishes."""
         self.lost |= set(map(int, said["lost"]))
         self.gone |= set(map(int, said["gone"]))
+        self.broken = self.broken or bool(said["broken"])
         self.come |= {int(worker): int(host) for worker, host in said["come"]}
         self.joining |= {str(word): Seat(-1, tuple(map(int, workers)), dict(facts)) for word, (workers, facts) in said["joining"].items()}
 
@@ -105,7 +110,7 @@ class Wishes:
         self.joining = {word: seat for word, seat in self.joining.items() if word not in here}
 
     def __bool__(self) -> bool:
-        return bool(self.lost or self.gone or self.come or self.joining)
+        return bool(self.lost or self.gone or self.come or self.joining or self.broken)
 
 
 def follow(view: View, wishes: Wishes) -> View:
@@ -120,7 +125,7 @@ def follow(view: View, wishes: Wishes) -> View:
     for word, seat in sorted(wishes.joining.items()):
         seats.append(Seat(fresh, seat.workers, {**seat.facts, "word": word}))
         fresh += 1
-    return View(view.number + 1, tuple(seats), fresh)
+    return View(view.number + 1, tuple(seats), fresh, wishes.broken)
 
 
 class Membership:
@@ -171,6 +176,12 @@ class Membership:
         """This host has new workers that are ready to take part."""
         self._wishes.come |= dict.fromkeys(workers, self.host)
         self._press(now)
+
+    def renew(self, number: int, now: float) -> None:
+        """Workers that live have lost a connection in the view `number`: they need another one, to make new groups in."""
+        if number == self.view.number:
+            self._wishes.broken = True
+            self._press(now)
 
     def joining(self, word: str, workers: Sequence[int], facts: dict[str, Any], now: float) -> None:
         """A new host wants to take part; `word` tells it from all others."""
@@ -300,6 +311,7 @@ class Membership:
         self.expelled = view.seat(self.host) is None
         self._silent &= set(view.hosts)
         self._wishes.gone = set(self._silent)
+        self._wishes.broken = False
         self.decided.append(view)
         self._open(now)
         self._press(now)

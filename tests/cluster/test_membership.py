@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.fault.membership import Membership, Seat, View
+from paceline.cluster.membership import Membership, Seat, View
 
 
 def view(*hosts: tuple[int, ...], number: int = 0) -> View:
