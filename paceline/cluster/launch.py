@@ -96,7 +96,7 @@ def _mending(job: Job, assembly: Assembly, again: Again, crew: Crew) -> Mending:
             crew.begin(task)
 
     assert job.min_workers is not None
-    return Mending(assembly, job.min_workers, job.restarts, begin, lambda text: crew.say(text))
+    return Mending(assembly, job.min_workers, job.restarts, begin, crew.say)
 
 
 def check(job: Job) -> None:

@@ -78,6 +78,14 @@ class Agreement:
             raise Voided("a worker was lost in this call")
         return mine[0]
 
+    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None) -> T:
+        """`settle`, again after each loss until it is settled; `void` is called before."""
+        while True:
+            try:
+                return self.settle(act)
+            except Voided:
+                void()
+
     def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
         """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
         assert self.recovery is not None

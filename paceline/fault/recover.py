@@ -23,7 +23,7 @@ from paceline.errors import Mismatch, WorkerLost
 class Reach:
     """How far one worker has come."""
 
-    rank: int  # in the group that has broken; -1: it has just come, and has no state
+    origin: int  # what it was called at the start, or when it was let in; -1: it has just come, and has no state
     calls: int = 0  # that it has completed
     turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
 
@@ -36,7 +36,8 @@ class Reach:
 class Plan:
     """What all do."""
 
-    members: tuple[int, ...]  # who goes on, in the order of new ranks: that of the old ones
+    members: tuple[int, ...]  # who goes on, in the order of new ranks: that of their origins
+    origins: tuple[int, ...]
     fresh: tuple[int, ...]  # who has just come, and is let in later
     calls: int  # that all have completed then
     behind: frozenset[int]  # who is told what the last one gave
@@ -49,17 +50,18 @@ def decide(reaches: Mapping[int, Reach]) -> Plan:
 
     Raises `WorkerLost` if nobody is left who has the state, and `Mismatch` if workers had come apart before.
     """
-    old = {worker: reach for worker, reach in reaches.items() if reach.rank >= 0}
+    old = {worker: reach for worker, reach in reaches.items() if reach.origin >= 0}
     if not old:
         raise WorkerLost("nobody who has the state of this run is left: resume it from a checkpoint")
-    members = tuple(sorted(old, key=lambda worker: old[worker].rank))
+    members = tuple(sorted(old, key=lambda worker: old[worker].origin))
     calls = max(reach.calls for reach in old.values())
     if any(reach.calls < calls - 1 for reach in old.values()):
-        counts = ", ".join(f"rank {reach.rank}: {reach.calls}" for reach in old.values())
+        counts = ", ".join(f"{reach.calls} by rank {reach.origin}" for reach in old.values())
         raise Mismatch(f"workers have come apart: they have completed different numbers of calls ({counts})")
     ahead = [worker for worker in members if old[worker].calls == calls]
     fresh = tuple(sorted(worker for worker in reaches if worker not in old))
-    return Plan(members, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
+    origins = tuple(old[worker].origin for worker in members)
+    return Plan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise
 from paceline.session import joint, state
 from paceline.session import prepare as preparing
+from paceline.session.body import Body
 from paceline.session.cast import Cast
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
@@ -31,10 +32,11 @@ from paceline.session.line import Line
 from paceline.session.log import Log
 from paceline.session.state import Progress
 from paceline.session.step import Turns
-from paceline.session.survival import Founded, Survival, reap
+from paceline.session.survival import Founded, Survival
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Strategy
+from paceline.sync.sequence import Sequence
 from paceline.wording import spell
 
 
@@ -62,7 +64,7 @@ class Run:
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
-        self._closed = self._introduced = False
+        self._closed = self._introduced = self._waits = self._joined = False
         self.seed = self._shared_seed(seed)
         self.state.add("progress", self._progress)
         self._survival: Survival | None = None
@@ -71,13 +73,16 @@ class Run:
 
     def _survive(self, around: Surroundings) -> None:
         """Go on when workers are lost: from the first epoch on."""
-        self._survival = Survival(around, self._agreement, self._regroup, self._turn_number)
-        self._survival.lost = self._lost
+        if isinstance(self.strategy, Sequence):
+            raise UsageError("Sequence can't go on yet when workers are lost; leave out --min-workers, or give another strategy")
+        body = Body(self._scene, self._cast, self._turns, self._own)
+        body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
+        survival = self._survival = Survival(around, self._agreement, body)
         self._cast.survives = True
-        turns, survival = self._turns, self._survival
-        turns.undo = Undo(self._undone, turns.models, self._own.randomness, self._backward)
-        turns.generation_of = lambda loader: survival.generation
-        turns.asked = lambda loader: self._begin() if loader.terms.training else None
+        self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
+        self._turns.generation_of = self._generation
+        self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
+        self._waits = survival.fresh
 
     def _shared_seed(self, seed: int | None) -> int:
         drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
@@ -102,7 +107,7 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this is the first of all workers."""
-        return self.rank == 0
+        return self.rank == 0 and not self._waits
 
     @property
     def turn(self) -> Turn | None:
@@ -164,39 +169,40 @@ class Run:
     # ---- when workers are lost
 
     def _begin(self) -> None:
-        """All are about to train: losses are survived from here on."""
-        if self._survival is not None:
+        """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
+        if self._survival is not None and self._survival.fresh:
+            self._survival.join()
+            self._waits, self._joined = False, True
+        elif self._survival is not None:
             self._survival.arm()
 
-    def _turn_number(self) -> int:
-        """The turn of training under way, from 1 on; 0 if there is none."""
-        return self.steps + 1 if self._turns.led is not None else 0
+    def _generation(self, loader: ShareLoader) -> int:
+        """How often the workers have become others; between two turns of training those who wait are let in."""
+        assert self._survival is not None
+        training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
+        if self._survival.pending and training == [loader] and self._turns.turn is None:
+            self._backward.sync.converge()
+            self._survival.admit()
+        return self._survival.generation
 
-    def _undone(self) -> dict[str, Stateful]:
-        """What of the state a turn changes itself: all but the loaders and the progress."""
-        parts = zip(self.state.names, self.state.parts, strict=True)
-        return {name: part for name, part in parts if not isinstance(part, ShareLoader | Progress)}
-
-    def _regroup(self, founded: Founded) -> None:
-        """Go on with other workers, in the middle of whatever call has failed."""
-        around, scene = founded.around, self._scene
-        place, old = around.place, [*scene.sides, self.group]
-        scene.leave()
+    def _moved(self, founded: Founded) -> None:
+        """The workers are others now, in the middle of whatever call has failed."""
+        around = founded.around
         self._around, self.cluster, self.group = around, around.cluster, founded.group
-        self.rank, self.size, self.local_rank = place.rank, place.size, around.local
-        scene.group, scene.hosts, scene.native = self.group, self.cluster.where(), around.native
-        self._turns.cut_turn(founded.plan.turn)
-        self._agreement.regroup(self.group, self.cluster.names(), founded.origins)
-        self._cast.regroup()
-        self._backward.sync.regroup(scene)
-        self._turns.settle()
-        reap(old)
+        self.rank, self.size, self.local_rank = around.place.rank, around.place.size, around.local
         if self.is_first:
             self._log.take_over(Line())
 
     def _lost(self, text: str) -> None:
         self.event(text)
         self._scene.say(text)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"flush": self._next_flush, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
+
+    def _learn(self, facts: dict[str, Any]) -> None:
+        self._next_flush, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
+        self._log.place(facts["log"])
 
     # ---- in the loop
 
@@ -207,7 +213,8 @@ class Run:
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
-            if self._stop_agreed():
+            joined, self._joined = self._joined, False
+            if not joined and self._stop_agreed():  # who has joined did so in the middle of an epoch
                 return
             self._progress.begin()
             yield self._progress.epoch
@@ -305,9 +312,12 @@ class Run:
     def _flush(self) -> None:
         """Hand what was logged to the first worker; about once a second, at a step agreed before."""
         preparing.check_known(self._cast.models, self._cast.slots)
-        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank]])
+        views = 0 if self._survival is None else self._survival.orders.latest
+        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank], views])
         answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
         self._next_flush = self.steps + answers[0][2]
+        if self._survival is not None:
+            self._survival.note(min(answer[4] for answer in answers))
         reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers])
         if reason is not None and not self._stopping:
             self.event(f"stopped: {reason}")

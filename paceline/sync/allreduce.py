@@ -356,10 +356,16 @@ class Exchange:
             self._coded.abort()
         self._rewind()
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
+    def layout(self) -> Any:
+        """See `Sync.layout`: the order of parameters in coded buckets."""
+        if self._coded is None or not self._buckets:
+            return None
         order = [number for bucket in self._buckets for number in bucket.members]
-        sparse = {number for number in range(len(self._slots)) if self._buckets and self._home[number] is None}
+        return {"order": order, "coded": self._coded.layout()}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
+        layout = self.layout() if layout is None else layout
         self._buckets = []  # in memory of the old group, which Gloo may still write to
         self._scene, self._reducer = scene, self._reducing(scene)
         self._held.clear()
@@ -368,10 +374,14 @@ class Exchange:
         if self._coded is not None:
             self._coded.regroup()
         self.attach(self._slots)
-        if self._coded is not None and order:
+        if self._coded is not None and layout is not None:
             states = self._coded.kept
-            self._lay_out(order, sparse)
+            self._coded.follow(layout["coded"])
+            self._lay_out(layout["order"], set(range(len(self._slots))) - {*layout["order"]})
             self._coded.keep(states)
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`: residuals begin with nothing, and there is nothing else."""
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -135,8 +135,19 @@ class Sync(Protocol):
         """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
         ...
 
-    def regroup(self, scene: Scene) -> None:
-        """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew."""
+    def layout(self) -> Any:
+        """What who has just come has to know for `regroup`: JSON."""
+        ...
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew.
+
+        `layout`: what `layout` gave where somebody has just come, on all workers.
+        """
+        ...
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
         ...
 
     def detach(self) -> None:

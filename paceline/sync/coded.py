@@ -22,7 +22,7 @@ from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.relay import Relay
 from paceline.sync.base import Scene, Slot
 from paceline.sync.choosing import GAIN, Record, attempt, auto, predict
-from paceline.sync.paying import SAMPLE, Account, Cost, Trip, Turn, exposed, measure, sampled, timed
+from paceline.sync.paying import SAMPLE, Account, Cost, Rate, Trip, Turn, exposed, measure, sampled, timed
 
 Kind = tuple[Codec, ...]
 
@@ -162,9 +162,10 @@ class Coded:
         self.account.codec = self._names[best]
         self._take(best)
 
-    def abort(self) -> None:
-        """It doesn't."""
-        self._next.clear()
+    def abort(self, index: int | None = None) -> None:
+        """It doesn't; or one bucket is void that was under way."""
+        for number in [*self._next] if index is None else [index]:
+            self._next.pop(number, None)
         self._trips.clear()
 
     def regroup(self) -> None:
@@ -175,6 +176,19 @@ class Coded:
         self._crossed = 0
         self._scene.sides.append(relay)
         self._trips.clear()
+
+    def layout(self) -> list[Any]:
+        """Which codec was chosen, and the rate of the link: for who has just come."""
+        rate = self.account.rate
+        return [self._taken, self._record is None, None if rate is None else list(rate)]
+
+    def follow(self, layout: list[Any]) -> None:
+        """Take up what `layout` gave."""
+        taken, chosen, rate = layout
+        self._taken = taken
+        self._record = None if chosen else self._record
+        if self.account.rate is None and rate is not None:
+            self.account.rate = Rate(*rate)
 
     @property
     def kept(self) -> tuple[list[State], dict[int, State]]:

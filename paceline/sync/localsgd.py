@@ -27,7 +27,7 @@ from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
 from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.comm.group import Work
-from paceline.errors import UsageError
+from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Scene, Slot, Sync
 from paceline.sync.choosing import auto
@@ -133,8 +133,10 @@ class _Round:
     units: list[_Unit] = field(default_factory=list)
     steps: int = 0  # since it was last sent
     parts: float = 0.0  # my part of the samples of those, in steps
-    weights: float = 1.0  # of all workers, for what is under way
+    mine: float = 0.0  # my part, for what is under way
+    weights: float = 1.0  # of all workers, for that
     flying: bool = False
+    here: bool = False  # what flew has come, and perhaps not everywhere
 
 
 class Rounds:
@@ -250,11 +252,11 @@ class Rounds:
         self._part, self._open, self._counted = 0.0, False, False
         for number, turn in enumerate(self._rounds):
             if turn.flying and turn.steps >= self._plan.delay:
-                self._land(turn, self._plan.alpha)
+                self._land(number, self._plan.alpha)
             if self._due(number):
                 self._send(number)
                 if not self._plan.delay:
-                    self._land(turn, 0.0)
+                    self._land(number, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
@@ -283,27 +285,55 @@ class Rounds:
     def _send(self, number: int) -> None:
         """What I have changed in a fragment, weighted by my samples, is on its way."""
         turn = self._rounds[number]
-        mine = turn.parts / turn.steps
-        found = [msgpack.unpackb(body) for body in self._scene.agreement.meet(f"round of {number}", msgpack.packb([mine, self._drift]))]
-        turn.weights = sum(weight for weight, _ in found) or 1.0
-        self._adapt([drift for _, drift in found])
-        for unit in turn.units:
-            flat = self._read(unit.bucket, unit.bucket.flat).sub_(unit.start).mul_(mine)
-            name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
-            if self._coded is not None and self._coded.takes(unit.index):
-                unit.work = self._coded.all_reduce(unit.index, flat, name)
-            else:
-                unit.work = self._reducer.all_reduce(flat, name)
-        if self._plan.momentum == "averaged":
-            self._average_memories(turn, mine)
-        turn.steps, turn.parts, turn.flying = 0, 0.0, True
+        turn.mine = turn.parts / turn.steps
+        turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
+        self._launch(number, adapt=True) if self._plan.delay else None
 
-    def _land(self, turn: _Round, alpha: float) -> None:
-        """What all have changed is there: go on from it."""
-        begun, apart, moved = time.perf_counter_ns(), 0.0, 0.0
+    def _launch(self, number: int, *, adapt: bool) -> None:
+        turn, agreement = self._rounds[number], self._scene.agreement
+        found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", msgpack.packb([turn.mine, self._drift]))]
+        turn.weights = sum(weight for weight, _ in found) or 1.0
+        if adapt:
+            self._adapt([drift for _, drift in found])
+        for unit in turn.units:
+            flat = self._read(unit.bucket, unit.bucket.flat).sub_(unit.start).mul_(turn.mine)
+            name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
+            try:
+                if self._coded is not None and self._coded.takes(unit.index):
+                    unit.work = self._coded.all_reduce(unit.index, flat, name)
+                else:
+                    unit.work = self._reducer.all_reduce(flat, name)
+            except LOSSES:
+                if agreement.recovery is None:
+                    raise
+                return  # it is sent anew when it is waited for
+
+    def _arrive(self, number: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """What all have changed, once it is there, and the means of what optimizers remember."""
+        turn = self._rounds[number]
+        if any(unit.work is None for unit in turn.units):
+            self._launch(number, adapt=not self._plan.delay)
         works = [unit.work for unit in turn.units if unit.work is not None]
+        if len(works) < len(turn.units):
+            raise ViewChanged("a worker was lost while changes were sent")
         with contextlib.nullcontext() if self._coded is None else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units]):
             changes = [work.wait() for work in works]
+        turn.here = True
+        return changes, self._mean_memories(turn) if self._plan.momentum == "averaged" else []
+
+    def _void(self, number: int) -> None:
+        """A worker was lost before all had what they were sent: it is sent anew."""
+        turn = self._rounds[number]
+        turn.here = False
+        for unit in turn.units:
+            unit.work = None
+            if self._coded is not None:
+                self._coded.abort(unit.index)
+
+    def _land(self, number: int, alpha: float) -> None:
+        """What all have changed is there: go on from it."""
+        begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
+        changes, memories = self._scene.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number))
         for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
             change.div_(turn.weights)
@@ -312,10 +342,12 @@ class Rounds:
                 apart += float((mine - change).square().sum())
                 moved += float(change.square().sum())
             self._plan.outer.move(unit.start, change, unit.memory)
-            for number, view in zip(unit.bucket.members, unit.bucket.over(unit.start), strict=True):
-                parameter = self._slots[number].parameter.detach()
+            for index, view in zip(unit.bucket.members, unit.bucket.over(unit.start), strict=True):
+                parameter = self._slots[index].parameter.detach()
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
-        turn.flying, self._drift = False, (apart, moved)
+        for memory, mean in memories:
+            memory.copy_(mean)
+        turn.flying, turn.here, self._drift = False, False, (apart, moved)
         self._scene.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
@@ -324,9 +356,9 @@ class Rounds:
         if isinstance(self._plan.every, adaptive) and moved > 0:
             self._every = max(self._plan.every.next(self._every, math.sqrt(apart / moved)), self._plan.delay + 1)
 
-    def _average_memories(self, turn: _Round, mine: float) -> None:
-        """The means of what optimizers remember of the parameters of a fragment."""
-        tensors = []
+    def _mean_memories(self, turn: _Round) -> list[tuple[Tensor, Tensor]]:
+        """What optimizers remember of the parameters of a fragment, and the means of it."""
+        tensors, found = [], []
         for unit in turn.units:
             for slot in (self._slots[number] for number in unit.bucket.members):
                 state = {} if slot.optimizer is None else slot.optimizer.state.get(slot.parameter, {})
@@ -334,10 +366,10 @@ class Rounds:
                 tensors += [value for value in alike if value.is_floating_point()]
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             kind = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(mine)
+            flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(turn.mine)
             means = self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.weights)
-            for tensor, mean in zip(kind, means.split([tensor.numel() for tensor in kind]), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            found += [(tensor, mean.view(tensor.shape)) for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)]
+        return found
 
     def converge(self) -> None:
         """See `Sync.converge`: a round that ends early; the step under way is part of it."""
@@ -347,11 +379,11 @@ class Rounds:
             self._count()
         for number, turn in enumerate(self._rounds):
             if turn.flying:
-                self._land(turn, self._plan.alpha)
+                self._land(number, self._plan.alpha)
                 turn.steps = max(turn.steps, 1)
             if turn.units and turn.steps:
                 self._send(number)
-                self._land(turn, 0.0)
+                self._land(number, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
@@ -366,9 +398,47 @@ class Rounds:
         if self._coded is not None:
             self._coded.abort()
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`: replicas that differ can't be brought to another group yet."""
-        raise UsageError("LocalSGD can't go on with other workers yet: resume from a checkpoint")
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        warm = None if self._warm is None else self._warm.layout()
+        coded = None if self._coded is None or not self._units else self._coded.layout()
+        return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
+        layout = self.layout() if layout is None else layout
+        self._scene, self._reducer = scene, reducer("auto")(scene)
+        self._steps, self._every = layout["steps"], layout["every"]
+        if self._coded is not None:
+            self._coded.regroup()
+            if layout["coded"] is not None:
+                self._coded.follow(layout["coded"])
+        if self._warm is not None and self._steps >= self._plan.after:
+            self._warm = None
+        if self._warm is not None:
+            self._warm.regroup(scene, layout["warm"])
+            return
+        kept = None if self._coded is None else self._coded.kept
+        before = self._rounds
+        self._rounds = [_Round() for _ in before]
+        self._lay_out()
+        for turn, old in zip(self._rounds, before, strict=True):
+            for new, unit in zip(turn.units, old.units, strict=False):  # who has just come had none perhaps
+                new.start, new.memory = unit.start, unit.memory
+                if not old.here and self._coded is not None and kept is not None:
+                    kept[1].pop(unit.index, None)
+            old.units = turn.units
+        self._rounds = before
+        if self._coded is not None and kept is not None:
+            self._coded.keep(kept)
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        for unit, memory in zip(self._units, state["memory"], strict=True):
+            unit.memory = memory
+            self._read(unit.bucket, unit.start)
+        for turn in self._rounds:
+            turn.steps, turn.parts, turn.flying = 0, 0.0, False
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -100,9 +100,17 @@ class Both:
         self._inner.abort()
         self._outer.abort()
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`."""
-        self._outer.regroup(scene)
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        return None
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: not yet."""
+        raise UsageError("Sequence can't go on with other workers yet: leave out --min-workers, and resume from a checkpoint")
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        self.regroup(self._scene)
 
     def detach(self) -> None:
         """See `Sync.detach`."""
