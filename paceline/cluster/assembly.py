@@ -63,7 +63,7 @@ class Assembly:
         self._send()
 
     def renew(self, number: int) -> None:
-        """Groups of this view have broken, and all live: a new one is wanted."""
+        """Groups have broken, and all live, in this view: a new one is wanted."""
         self.membership.renew(number, time.monotonic())
         self._send()
 

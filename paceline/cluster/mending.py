@@ -75,6 +75,12 @@ class Mending:
     def turn(self, workers: Sequence[Worker], suspect: Suspect) -> Failure | None:
         """Take leave of who has ended, and start others; gives the failure that ends the job, if one does."""
         now = time.monotonic()
+        if any(worker.said("closed") for worker in workers):  # the run is over: nobody is let in any more
+            self._due.clear()
+            for worker in workers:
+                if worker.joining and not worker.said("surviving"):
+                    self._buried.add(worker.number)
+                    worker.send(signal.SIGTERM)
         for worker in workers:
             if worker.number in self._gone and worker.ended is None and now - self._gone[worker.number] > _LEAVE_SECONDS:
                 worker.send(signal.SIGKILL)
@@ -109,4 +115,4 @@ class Mending:
             return None
         if any(worker.ended is None and worker.number not in self._gone and worker.number not in members for worker in workers):
             return None  # one is on its way
-        return min(self._failures, key=lambda failure: (failure.is_echo, -failure.age))
+        return min(self._failures, key=lambda failure: (failure.is_echo, failure.age))  # the last: others were survived

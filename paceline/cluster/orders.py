@@ -98,6 +98,12 @@ class Orders:
             self._changed.wait_for(lambda: self.latest > number, seconds)
             return self._rosters[self.latest] if self.latest > number else None
 
+    def breaking(self, seconds: float) -> Roster | None:
+        """The newest view, once one has come since `arm` that breaks the groups; None when none has come in time."""
+        with self._changed:
+            broke = self._changed.wait_for(lambda: any(self._breaks(roster) for roster in self._rosters.values()), seconds)
+            return self._rosters[self.latest] if broke else None
+
     def _listen(self) -> None:
         rest = b""
         while data := os.read(self._descriptor, 1 << 16):

@@ -115,7 +115,8 @@ def leading(address: str, port: int) -> set[str]:
     for number in _sockets():
         with _borrowed(number) as line:
             try:
-                if line.getpeername()[:2] == (address, port):
+                peer = line.getpeername()
+                if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):  # torch has sockets for both versions of IP
                     found.add(os.readlink(f"/proc/self/fd/{number}"))
             except OSError:
                 continue

@@ -169,7 +169,8 @@ class ShareLoader:
         terms = self.terms
         terms.training = torch.is_grad_enabled() if terms.train is None else terms.train
         self.hooks.epoch_asked(self)
-        self._generation = self.hooks.generation(self)
+        if (now := self.hooks.generation(self)) != self._generation:
+            self._generation, terms.shares = now, policy(terms.reshared(), terms.agreement.group.size)
         state, self._resumed = self._resumed, None
         self._compare("epoch", self._facts(0 if state is None else state["step"]))
         self._index = self._pipeline.begin(self.epoch, state)

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -120,20 +121,20 @@ class Survival:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
         began, complained = time.monotonic(), False
         while True:
-            roster = self.orders.newer(self.view, TOLD_SECONDS)
+            roster = self.orders.breaking(TOLD_SECONDS)
             if roster is None and complained:
                 raise error
             if roster is None:  # nobody has died: a connection broke
                 complained = True
-                report.broken(self._around.place, self.view)
+                report.broken(self._around.place, self.orders.latest)
                 continue
             complained, self.view = False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                return self._recover(roster, began)
+                return self._recover(roster, began, error)
 
-    def _recover(self, roster: Roster, began: float) -> Result[Any] | None:
+    def _recover(self, roster: Roster, began: float, error: PacelineError) -> Result[Any] | None:
         breaker = Breaker()
         self.orders.arm(roster.number, frozenset(roster.workers), lambda: self._trip(breaker))
         store = self._open(roster, breaker)
@@ -146,7 +147,7 @@ class Survival:
         self._found(Founded(around, group, plan.origins, plan.turn), plan.members)
         self.pending = roster.number if plan.fresh else 0
         told = self._tell(group, plan)
-        self._say(gone, time.monotonic() - began)
+        self._say(gone, time.monotonic() - began, error)
         return told
 
     def _found(self, founded: Founded, members: tuple[int, ...]) -> None:
@@ -170,9 +171,9 @@ class Survival:
         found = group.agree(body)[plan.members.index(plan.teller)]
         return Result(loads(found).unpack()[0]) if self.worker in plan.behind else None
 
-    def _say(self, gone: list[int], seconds: float) -> None:
+    def _say(self, gone: list[int], seconds: float, error: PacelineError) -> None:
         ranks = ", ".join(map(str, gone))
-        who = f"ranks {ranks} were lost" if len(gone) > 1 else f"rank {ranks} was lost" if gone else "a connection broke"
+        who = f"ranks {ranks} were lost" if len(gone) > 1 else f"rank {ranks} was lost" if gone else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view})")
 
@@ -196,7 +197,6 @@ class Survival:
         fresh = tuple(worker for worker in roster.workers if worker not in self.members)
         if not fresh:
             return
-        began = time.monotonic()
         breaker = Breaker()
         self.orders.arm(number, frozenset(roster.workers), lambda: self._trip(breaker))
         here = self._open(roster, breaker).sub(f"view{number}")
@@ -217,9 +217,11 @@ class Survival:
             self._found(Founded(around, everyone(around), origins, layout=layout), members)
             self._hand_over(old)
             self._agreement.meet("let in")
-            ranks = ", ".join(str(rank) for rank in range(old, len(members)))
-            seconds = time.monotonic() - began
-            self._heart.lost(f"rank {ranks} has come: {len(members)} workers go on after {seconds:.2f} s (view {number})")
+            self._welcome(old)
+
+    def _welcome(self, old: int) -> None:
+        ranks = ", ".join(str(rank) for rank in range(old, len(self.members)))
+        self._heart.lost(f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})")
 
     def _hand_over(self, old: int) -> None:
         """Those from `old` on are given the state, each by somebody near; checked by the hash that most of the others have."""
@@ -269,6 +271,7 @@ class Survival:
         self.generation = 0
         self._found(Founded(around, everyone(around), tuple(found["origins"]), layout=found["layout"]), members)
         self._hand_over(found["old"])
+        self._welcome(found["old"])
         self._agreement.recovery = self.recover
         report.surviving(self._around.place)
 
@@ -292,9 +295,10 @@ class Survival:
         """The store of a view."""
         first, place = roster.members[0], self._around.place
         try:
+            socket.create_connection((first.address, first.port), timeout=CONNECT_SECONDS).close()  # torch would be loud about it
             before = wires.leading(first.address, first.port)
             client = TCPStore(first.address, first.port, None, False, timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False)
-        except DistError as error:
+        except (OSError, DistError) as error:
             raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
         mine = wires.leading(first.address, first.port) - before
         breaker.add(lambda error: wires.sever(mine))

@@ -174,6 +174,7 @@ class Coded:
         relay = Relay(group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace)
         self._relay = relay
         self._crossed = 0
+        self.account.forget()
         self._scene.sides.append(relay)
         self._trips.clear()
 
