@@ -7,19 +7,63 @@ launcher 0 ------ launcher 1      connections between all of them; `membership` 
 
 from __future__ import annotations
 
+import select
 import signal
+import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.cluster.channel import Channel, Gone
+from paceline.cluster.channel import Caller, Channel, Gone, call
+from paceline.cluster.meeting import Offer
 from paceline.cluster.membership import Membership, View
 from paceline.cluster.orders import Member, Roster
 from paceline.cluster.peers import Failure
+from paceline.errors import DeadlineExceeded, SecretError
 
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
 _FLUSH_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 _LONGEST_TAIL = 8_000  # characters
+
+
+def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, secret: bytes, deadline: float) -> dict[int, Channel]:
+    """Connections to the launchers of all hosts: each calls those before it, and is called by those after it.
+
+    Raises `DeadlineExceeded` naming who doesn't come.
+    """
+    end = time.monotonic() + deadline
+    channels: dict[int, Channel] = {}
+    for other, offer in enumerate(table[:host]):
+        try:
+            connection = socket.create_connection((offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic()))
+            channels[other] = call(connection, secret, f"{offer.address}:{offer.agent_port}")
+        except OSError as error:
+            raise DeadlineExceeded(
+                f"the launcher on {offer.name} can't be reached at {offer.address}:{offer.agent_port}: {error}"
+            ) from error
+        channels[other].send({"kind": "host", "host": host})
+    callers: list[Caller] = []
+    while len(channels) < len(table) - 1:
+        waiting: list[socket.socket | Channel] = [listening, *(caller.channel for caller in callers)]
+        ready = select.select(waiting, [], [], min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))[0]
+        if time.monotonic() > end:
+            absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
+            raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
+        if listening in ready:
+            connection, address = listening.accept()
+            callers.append(Caller(connection, secret, str(address[0])))
+        for caller in list(callers):
+            try:
+                message = caller.step()
+            except (Gone, SecretError):
+                callers.remove(caller)
+                continue
+            if message is not None and message.get("kind") == "host":
+                callers.remove(caller)
+                channels[int(message["host"])] = caller.channel
+    return channels
 
 
 class Assembly:
@@ -100,6 +144,11 @@ class Assembly:
                 self.membership.heard(host)
         self.membership.tick(now)
         self._send()
+        if self.membership.stranded and not self.all_finished and self.verdict is None:
+            seat = self.view.seat(self.host)
+            name = "this host" if seat is None else seat.facts["name"]
+            why = "the others went on without it" if self.membership.expelled else "fewer than half of the hosts are within reach"
+            self.verdict = Failure(None, name, 1, f"was cut off from the other hosts: {why}, so it stops here")
 
     def _send(self) -> None:
         """Give the network what membership has to say, and take out what it has decided."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.cluster import machine, network, orders, progress, secret
-from paceline.cluster.assembly import Assembly
+from paceline.cluster.assembly import Assembly, connect_all
 from paceline.cluster.crew import Crew
 from paceline.cluster.discover import environment, seconds
 from paceline.cluster.meeting import Meeting, Offer, assemble
@@ -177,17 +177,22 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
     numbers = tuple(orders.named(random.randbits(32), store.getsockname()[1]) for store in stores) if survives else ()
     reserved = held.enter_context(_reserve(address))
     ports = (stores[0].getsockname()[1], reserved.getsockname()[1])
-    offer = Offer(host, job.workers, address, machine.fingerprint(), *ports, job.placement, numbers)
+    agent = held.enter_context(network.listen(address)) if survives else None
+    called = 0 if agent is None else agent.getsockname()[1]
+    offer = Offer(host, job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
     peers: Peers = Nobody()
     table: tuple[Offer, ...] = (offer,)
     rank = 0
+    given = 30.0
     if join is not None:
         given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
         council = assemble(Meeting(join, key, offer, job.hosts, job.host_rank, given))
         held.callback(council.close)
         peers, table, rank = council, council.table, council.host_rank
-    if survives:
-        peers = Assembly(rank, _first_view(table), {})
+    if agent is not None:
+        channels = connect_all(table, rank, agent, key, given)
+        peers.close()
+        peers = Assembly(rank, _first_view(table), channels)
     lent = secret.lend(key)
     inherited.callback(os.close, lent)
     environ["PACELINE_JOB"] = random.token_hex(16)

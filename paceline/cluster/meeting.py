@@ -37,6 +37,7 @@ class Offer:
     master_port: int
     placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
     numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
+    agent_port: int = 0  # where its launcher is called by the others then
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> Offer:

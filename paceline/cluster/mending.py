@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.cluster import guard
 from paceline.cluster.assembly import Assembly
 from paceline.cluster.peers import Failure
 from paceline.cluster.worker import Worker
 
 _BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started again; twice as long each time
 _STEADY_SECONDS = 60.0  # a worker that lived for so long is started again as if none had died before
+_STOPPED_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # how long a worker may be stopped; between two looks
 _LEAVE_SECONDS = 5.0  # how long one that has failed may take to end
 Suspect = Callable[[Worker], Failure | None]
 
@@ -36,6 +39,8 @@ class Mending:
     _called: set[int] = field(default_factory=set)  # who is ready, as the others know
     _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
     _failures: list[Failure] = field(default_factory=list)
+    _stopped: dict[int, float] = field(default_factory=dict)  # since when
+    _looked_at: float = 0.0
 
     def active(self, workers: Sequence[Worker]) -> bool:
         """Whether losses are survived by now: all who were there at the start have begun to train."""
@@ -59,10 +64,25 @@ class Mending:
         if ready:
             self._called |= {*ready}
             self.assembly.come(ready)
+        self._free(workers, now)
         for worker in workers:
             for record in worker.take("broken"):
                 self.assembly.renew(int(str(record["view"])))
         self._tell(workers)
+
+    def _free(self, workers: Sequence[Worker], now: float) -> None:
+        """End a worker that was stopped (SIGSTOP) and doesn't go on: nobody else can tell that it won't answer."""
+        if now - self._looked_at < _LOOK_SECONDS:
+            return
+        self._looked_at = now
+        for worker in workers:
+            if worker.ended is not None or worker.number in self._gone or not guard.is_stopped(worker.process.pid):
+                self._stopped.pop(worker.number, None)
+            elif now - self._stopped.setdefault(worker.number, now) > _STOPPED_SECONDS:
+                self.say(
+                    f"paceline: rank {worker.rank} has been stopped for {_STOPPED_SECONDS:g} s (SIGSTOP): it is ended, and counts as lost"
+                )
+                os.kill(worker.process.pid, signal.SIGKILL)
 
     def _tell(self, workers: Sequence[Worker]) -> None:
         """Tell each worker of the views that it doesn't know."""
@@ -101,7 +121,7 @@ class Mending:
         return self._too_few(workers)
 
     def _replace(self, worker: Worker, failure: Failure, now: float) -> None:
-        again = self.restarts > 0
+        again = self.restarts > 0 and not (worker.joining and failure.is_echo)  # nobody was left to join
         self.say(f"{failure.line()}; {'it is started again' if again else 'the others go on'}")
         if again:
             self.restarts -= 1

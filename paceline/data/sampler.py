@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -140,14 +140,16 @@ class Indices:
 
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""
+        again = self._fresh and self._source is not None  # what was drawn first got lost with a worker
         kept = None if self._fresh else draws.shared_state()
-        if kept is not None:
+        if kept is not None or again:
             draws.put_own(self._loader, self.origin["own"])
             draws.put_shared(self.origin["shared"])
             if self.origin["seeded"]:
                 draws.draw_seed(self._loader.generator)
         self._source = _ordered(self._loader)
         mark = self._skip(self._high)
+        self._source = chain(list(islice(self._source, 1)), self._source)  # samplers draw when they are asked first: now
         if kept is not None:
             draws.put_shared(kept)
         if self._wanted is not None and mark != self._wanted:

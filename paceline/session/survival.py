@@ -252,8 +252,11 @@ class Survival:
                 raise DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
             self.view = roster.number
             if self.worker in roster.workers:
-                with contextlib.suppress(*LOSSES):
+                try:
                     self._join(roster)
+                except LOSSES:
+                    if self.orders.latest == self.view:
+                        raise  # nobody is left to join
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 
     def _join(self, roster: Roster) -> None:
@@ -262,7 +265,7 @@ class Survival:
         here = self._open(roster, breaker).sub(f"view{roster.number}")
         here.put(f"form/{self.worker}", self._heart.form())
         here.put(f"reach/{self.worker}", Reach(-1).dump())
-        found = self._admitted(here)
+        found = self._admitted(here, roster)
         members = tuple(found["members"])
         if self.worker not in members:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
@@ -275,7 +278,7 @@ class Survival:
         self._agreement.recovery = self.recover
         report.surviving(self._around.place)
 
-    def _admitted(self, here: Store) -> dict[str, Any]:
+    def _admitted(self, here: Store, roster: Roster) -> dict[str, Any]:
         """What those who train say when they let me in; `ViewChanged` where they do so in a newer view."""
         end = time.monotonic() + self._around.deadline
         while time.monotonic() < end:
@@ -284,6 +287,8 @@ class Survival:
                 return found
             if self.orders.latest > self.view:
                 raise ViewChanged("there is a newer view")
+            if here.has([f"reach/{worker}" for worker in roster.workers]):  # as all say after a loss
+                decide({worker: Reach(*here.take(f"reach/{worker}")) for worker in roster.workers})  # raises if nobody has the state
         raise DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
 
     def _around_group(self) -> tuple[Group, Sequence[int]]:
