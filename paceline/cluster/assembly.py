@@ -78,6 +78,7 @@ class Assembly:
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
         self.rosters: list[Roster] = []
+        self.late: dict[int, bool] = {}  # calls in which somebody waits for others; whether those are given up
         self.membership = Membership(host, view, now=time.monotonic())
         self._channels = channels
         self._finished: set[int] = set()
@@ -110,6 +111,11 @@ class Assembly:
         """Groups have broken, and all live, in this view: a new one is wanted."""
         self.membership.renew(number, time.monotonic())
         self._send()
+
+    def tell_late(self, call: int, given_up: bool) -> None:
+        """Workers of this host wait for others in a call."""
+        self.late[call] = self.late.get(call, False) or given_up
+        self._tell_all({"kind": "late", "call": call, "given_up": given_up})
 
     # ---- the other launchers
 
@@ -167,6 +173,8 @@ class Assembly:
         elif kind == "failed":
             self._failures.append(Failure(**message["failure"]))
             self.verdict = self.verdict or self._failures[0]
+        elif kind == "late":
+            self.late[int(message["call"])] = self.late.get(int(message["call"]), False) or bool(message["given_up"])
         elif kind == "stopped":
             self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
         elif kind == "finished":

@@ -201,7 +201,8 @@ class Crew:
             worker.records_fd = -1
         if worker.orders_fd >= 0:
             os.close(worker.orders_fd)
-            worker.orders_fd = -1
+            os.close(worker.stack_fd)
+            worker.orders_fd = worker.stack_fd = -1
 
     def _decide(self, now: float) -> None:
         """Go from running to failed to ended, as the workers, the other hosts and the user's signals ask."""

@@ -53,6 +53,7 @@ class Place:
     worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
     orders_fd: int | None = None  # where it hears of views then
     joining: bool = False  # the others train already
+    stack_fd: int | None = None  # where its stack is to be written, when it is asked for
 
 
 def environment() -> dict[str, str]:
@@ -108,6 +109,7 @@ def _paceline(environ: Environ) -> Place | None:
         worker=_integer(environ, "PACELINE_WORKER", None),
         orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
         joining=environ.get("PACELINE_JOINING") == "1",
+        stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
     )
 
 

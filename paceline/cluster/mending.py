@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from paceline.cluster import guard
 from paceline.cluster.assembly import Assembly
+from paceline.cluster.lateness import Lateness
 from paceline.cluster.peers import Failure
 from paceline.cluster.worker import Worker
 
@@ -42,6 +43,9 @@ class Mending:
     _stopped: dict[int, float] = field(default_factory=dict)  # since when
     _looked_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._lateness = Lateness(self.assembly, self.say)
+
     def active(self, workers: Sequence[Worker]) -> bool:
         """Whether losses are survived by now: all who were there at the start have begun to train."""
         return bool(workers) and all(worker.joining or worker.said("surviving") for worker in workers)
@@ -65,6 +69,7 @@ class Mending:
             self._called |= {*ready}
             self.assembly.come(ready)
         self._free(workers, now)
+        self._lateness.turn(workers)
         for worker in workers:
             for record in worker.take("broken"):
                 self.assembly.renew(int(str(record["view"])))

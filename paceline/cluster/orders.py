@@ -1,6 +1,7 @@
 """What a launcher tells its workers while they run: the view, each time that it changes. Lines of JSON through a pipe.
 
     launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
+               {"ask": true}                                                                    --->  (it says where it is)
 
 Whoever is missing in the new view won't answer any more: the thread ends at once what this worker waits for.
 """
@@ -69,6 +70,7 @@ class Orders:
         self._rosters: dict[int, Roster] = {}
         self._needed: frozenset[int] = frozenset()
         self._since = 0
+        self.asked: Callable[[], None] = lambda: None  # called when the launcher wants to know where this worker is
         self._trip: Callable[[], None] = lambda: None
         threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
 
@@ -109,6 +111,9 @@ class Orders:
         while data := os.read(self._descriptor, 1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
+                if "ask" in json.loads(line):
+                    self.asked()
+                    continue
                 roster = Roster.load(line)
                 with self._changed:
                     trip = self._trip if self._breaks(roster) else None

@@ -39,6 +39,16 @@ def broken(place: Place, view: int) -> None:
     _tell(place, {"event": "broken", "view": view})
 
 
+def late(place: Place, call: int, what: str, seconds: float, *, given_up: bool) -> None:
+    """This worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
+    _tell(place, {"event": "late", "call": call, "what": what, "seconds": seconds, "given_up": given_up})
+
+
+def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) -> None:
+    """This worker has completed so many calls, the last of them that long ago, and waits in the next one or not."""
+    _tell(place, {"event": "where", "call": call, "what": what, "seconds": seconds, "waits": waits})
+
+
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
     """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):

@@ -47,6 +47,7 @@ class Worker:
     number: int = -1
     joining: bool = False
     orders_fd: int = -1
+    stack_fd: int = -1
     began: float = field(default_factory=time.time)
     _line: bytes = b""
 
@@ -59,6 +60,13 @@ class Worker:
         for record in found:
             self.records.remove(record)
         return found
+
+    def stack(self) -> str:
+        """What its threads were doing, if it has been asked (SIGUSR1) and has answered."""
+        try:
+            return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
+        except BlockingIOError:
+            return ""
 
     def order(self, line: bytes) -> None:
         """Tell it something; one that is gone, or has not listened for long, misses it."""
@@ -90,8 +98,12 @@ class Worker:
 def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> Worker:
     """Start a worker that leads a process group of its own; its output goes to these screens."""
     ours, theirs = os.pipe()
-    heard, orders = os.pipe() if task.number is not None else (-1, -1)
-    own = {} if task.number is None else {"PACELINE_ORDERS_FD": str(heard), "PACELINE_WORKER": str(task.number)}
+    own: dict[str, str] = {}
+    heard = orders = stack = shown = -1
+    if task.number is not None:
+        heard, orders = os.pipe()
+        stack, shown = os.pipe()
+        own = {"PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown), "PACELINE_WORKER": str(task.number)}
     try:
         process = subprocess.Popen(
             task.command,
@@ -99,12 +111,12 @@ def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs, *([heard] if own else []), *task.descriptors),
+            pass_fds=(theirs, *([heard, shown] if own else []), *task.descriptors),
             process_group=0,
             preexec_fn=prepare,  # noqa: PLW1509 (the launcher has one thread)
         )
     finally:
-        for descriptor in (theirs, *([heard] if own else [])):
+        for descriptor in (theirs, *([heard, shown] if own else [])):
             os.close(descriptor)
     if task.page is not None:
         task.page.started(process.pid)
@@ -112,11 +124,11 @@ def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen,
     pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
     process.stdout.close()
     process.stderr.close()
-    for descriptor in (ours, *pipes, *([orders] if own else [])):
+    for descriptor in (ours, *pipes, *([orders, stack] if own else [])):
         os.set_blocking(descriptor, False)
     streams = (Stream(task.rank, pipes[0], screens[0]), Stream(task.rank, pipes[1], screens[1]))
     number = -1 if task.number is None else task.number
-    return Worker(task.rank, process, streams, ours, number=number, joining=task.joining, orders_fd=orders)
+    return Worker(task.rank, process, streams, ours, number=number, joining=task.joining, orders_fd=orders, stack_fd=stack)
 
 
 def ending(code: int) -> str:

@@ -7,6 +7,7 @@ have begun it, so two of them never differ by more than one call that was comple
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +47,9 @@ class Agreement:
         self.calls = 0  # completed, where losses are survived
         self.last: Any = None  # what the last of them gave
         self.recovery: Recovery | None = None
+        self.since: float | None = None  # when the call under way began here, where losses are survived
+        self.what = ""  # the last meeting, in words
+        self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
@@ -89,17 +93,19 @@ class Agreement:
     def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
         """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
         assert self.recovery is not None
-        self._inside = True
+        self._inside, self.since = True, time.monotonic()
         try:
             return Result(act())
         except LOSSES as error:
+            self.since = None
             return self.recovery(error)
         finally:
-            self._inside = False
+            self._inside, self.since = False, None
 
     def _complete(self, result: Any) -> None:
         self.calls += 1
         self.last = result
+        self.ended.append(time.monotonic())
 
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
         """Meet in another group from now on."""
@@ -117,6 +123,8 @@ class Agreement:
         if self.group.size == 1:
             return [body]
         step = self._step()
+        if what != "settled":
+            self.what = f"{what} of step {step}"
         try:
             answers = self.group.agree(msgpack.packb((what, step, where, body)))
         except DeadlineExceeded as error:

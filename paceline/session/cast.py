@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,13 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.cluster.topology import Cluster
 from paceline.cluster.versioned import Stateful, Versioned
-from paceline.comm.group import Finished, Group, Op, Work
+from paceline.comm.group import Finished, Op, Work
 from paceline.data.loader import ShareLoader, deal
 from paceline.parallel.batchnorm import synchronise
 from paceline.session import prepare as preparing
-from paceline.session.groups import within_host
+from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
 from paceline.session.step import Turns
 from paceline.sync.backward import Backward
@@ -28,20 +26,17 @@ BatchNorm = Literal["sync", "local"]
 
 
 class Cast:
-    """All that was prepared. `hosts` is where everybody stands, `survives` whether the group may become another."""
+    """All that was prepared. `survives`: whether the group may become another."""
 
-    def __init__(self, scene: Scene, backward: Backward, turns: Turns, device: torch.device, hosts: Callable[[], Cluster]) -> None:
+    def __init__(self, scene: Scene, backward: Backward, turns: Turns, device: torch.device, subgroups: Subgroups) -> None:
         self.models: list[tuple[str, nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
         self.state = Versioned()
         self.survives = False
-        self.scene, self._backward, self._turns, self._device, self._hosts = scene, backward, turns, device, hosts
+        self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
-        self.norms: Group | None = None
-        self._local: Group | None = None
-        scene.local = self.host_group
 
     def prepare(self, objects: tuple[Any, ...], options: dict[str, Any], batchnorm: BatchNorm, train: bool | None) -> list[Any]:
         """See `Run.prepare`."""
@@ -103,7 +98,7 @@ class Cast:
     def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
         if train is False:
             options = {**options, "accumulate": 1}
-        local = self.host_group() if options["readers"] == "host" else None
+        local = self.subgroups.within_host() if options["readers"] == "host" else None
         hooks, say, move = self._turns, self.scene.say, mover(self._device)
         dealt = deal(loader, self.scene.agreement, train=train, local=local, hooks=hooks, say=say, move=move, **options)
         self.loaders.append(dealt)
@@ -115,27 +110,19 @@ class Cast:
         scene = self.scene
         if scene.group.size == 1:
             return
-        if self.norms is None:
-            self.norms = scene.group.sub(range(scene.group.size))
-            assert self.norms is not None
-            scene.sides.append(self.norms)
-        norms: Group = _Attempted(self) if self.survives else self.norms  # type: ignore[assignment]
+        norms = self.subgroups.everyone()
+        if self.survives:
+            norms = _Attempted(self)  # type: ignore[assignment]
         for model in models:
             synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
 
-    def host_group(self) -> Group:
-        """The workers of my host."""
-        if self._local is None:
-            self._local = within_host(self.scene.group, self._hosts())
-            self.scene.sides.append(self._local)
-        return self._local
-
     def regroup(self) -> None:
         """The workers are others now: make those groups again that there were."""
-        had_local, self.norms, self._local = self._local is not None, None, None
+        had_local = self.subgroups.host is not None
+        self.subgroups.forget()
         self._synchronise(self._synchronous)
         if had_local:
-            local = self.host_group()
+            local = self.subgroups.within_host()
             for loader in self.loaders:
                 loader.terms.local = None if loader.terms.local is None else local
 
@@ -159,7 +146,7 @@ class _Attempted:
         """See `Group.all_reduce`."""
 
         def act() -> Tensor:
-            norms = self._cast.norms
+            norms = self._cast.subgroups.norms
             return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
 
         total = self._cast.scene.agreement.attempt(act)

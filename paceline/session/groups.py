@@ -20,6 +20,7 @@ from paceline.comm.shared import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
+from paceline.sync.base import Scene
 from paceline.trace import Trace
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
@@ -92,6 +93,35 @@ def everyone(around: Surroundings) -> Group:
             around.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
             return network(around, "flat")
     return _over_hosts(around)
+
+
+class Subgroups:
+    """Groups that some runs need beside that of all workers: made when they are, and again when the workers are others."""
+
+    def __init__(self, scene: Scene, hosts: Callable[[], Cluster]) -> None:
+        self.norms: Group | None = None
+        self.host: Group | None = None
+        self._scene, self._hosts = scene, hosts
+        scene.local = self.within_host
+
+    def everyone(self) -> Group:
+        """All workers, in a group of its own: layers exchange while buckets are under way."""
+        if self.norms is None:
+            self.norms = self._scene.group.sub(range(self._scene.group.size))
+            assert self.norms is not None
+            self._scene.sides.append(self.norms)
+        return self.norms
+
+    def within_host(self) -> Group:
+        """The workers of my host."""
+        if self.host is None:
+            self.host = within_host(self._scene.group, self._hosts())
+            self._scene.sides.append(self.host)
+        return self.host
+
+    def forget(self) -> None:
+        """The workers are others now."""
+        self.norms = self.host = None
 
 
 def within_host(group: Group, cluster: Cluster) -> Group:

@@ -27,7 +27,7 @@ from paceline.session.body import Body
 from paceline.session.cast import Cast
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
-from paceline.session.groups import Surroundings
+from paceline.session.groups import Subgroups, Surroundings
 from paceline.session.line import Line
 from paceline.session.log import Log
 from paceline.session.state import Progress
@@ -55,9 +55,10 @@ class Run:
         self.strategy, self.cluster, self.began = strategy, around.cluster, began
         self.events: list[dict[str, Any]] = []
         self._around, self._scene, self._agreement = around, scene, scene.agreement
+        subgroups = Subgroups(scene, lambda: self.cluster)
         self._backward = Backward(strategy.begin(scene), scene)
         self._turns = Turns(scene, self._backward, self, around.page)
-        self._cast = Cast(scene, self._backward, self._turns, self.device, lambda: self.cluster)
+        self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
         self.state = self._cast.state
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
@@ -403,6 +404,8 @@ class Run:
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
+        if self._survival is not None:
+            self._survival.end()
         self._backward.unwatch()
         self._turns.release()
         for _, model in self._cast.models:

@@ -35,6 +35,7 @@ from paceline.comm.ordered import Agreement, Result
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 from paceline.fault.recover import Plan, Reach, decide, majority, nearest
 from paceline.session.groups import Surroundings, everyone
+from paceline.session.watching import Watching
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import TCPStore
@@ -103,6 +104,7 @@ class Survival:
         self.pending = 0  # the view in which somebody waits to be let in, as all know; 0: none
         self._around, self._agreement, self._heart = around, agreement, heart
         self._server = _serve(place)
+        self.watching: Watching | None = None
         here = around.store.sub("workers")
         here.put(str(place.rank), place.worker)
         self.members: tuple[int, ...] = tuple(here.take(str(rank)) for rank in range(place.size))
@@ -113,7 +115,14 @@ class Survival:
             return
         self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._around.breaker))
         self._agreement.recovery = self.recover
+        self.watching = Watching(self._around.place, self._agreement, self._around.deadline)
+        self.orders.asked = self.watching.answer
         report.surviving(self._around.place)
+
+    def end(self) -> None:
+        """The run is over."""
+        if self.watching is not None:
+            self.watching.stop()
 
     # ---- losses
 
@@ -276,6 +285,8 @@ class Survival:
         self._hand_over(found["old"])
         self._welcome(found["old"])
         self._agreement.recovery = self.recover
+        self.watching = Watching(self._around.place, self._agreement, self._around.deadline)
+        self.orders.asked = self.watching.answer
         report.surviving(self._around.place)
 
     def _admitted(self, here: Store, roster: Roster) -> dict[str, Any]:

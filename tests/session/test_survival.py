@@ -15,7 +15,7 @@ import pytest
 from tests.launches import Jobs, jobs
 from tests.survivors import BATCH, SAMPLES, Outcome, apart, gap, kill, outcome, pause, script, trains
 
-STEPS = 3 * SAMPLES // BATCH
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -204,3 +204,22 @@ def test_a_host_is_lost(job: Jobs, alone: Callable[..., Outcome], victim: int) -
     result = outcome(out, out)
     check(result, alone())
     assert result.size == 4 and gap(out) < 5
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_named_with_its_stack(job: Jobs) -> None:
+    """Others wait for it; its launcher says where it is, and gives it up before they do."""
+    hang = 'open(out / "hung", "w").close()\n                while True: pass'
+    out = job.folder / "killed"
+    out.mkdir()
+    text = script(
+        start="name='run', folder='killed/runs', deadline=10.0", before=f"if run.rank == 2 and run.steps == 20:\n                {hang}"
+    )
+    launched = job.run(text, 3, "--min-workers", "1", OUT=str(out))
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    line = next(number for number, content in enumerate((job.folder / "script.py").read_text().splitlines(), 1) if "while True" in content)
+    told = [content for content in ended.err.splitlines() if "others wait for rank 2" in content or f"line {line} in" in content]
+    assert len(told) == 2 and HOST in told[0] and "(backward of step 20)" in told[0] and "script.py" in told[1], ended.err
+    assert "rank 2 is given up" in ended.err
+    assert outcome(out, out).size == 2 and gap(out) < 12
