@@ -31,7 +31,7 @@ COUNTED = {
 
 def test_bytes_are_those_that_the_links_count(build: Callable[..., Cluster], tmp_path: Path) -> None:
     outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(
-        ways.__file__, str(tmp_path), ways.ask(tmp_path, COUNTED, width=2000), deadline=200
+        ways.__file__, str(tmp_path), ways.ask(tmp_path, COUNTED, width=1000), deadline=200
     )
     assert outcome.code == 0, outcome.output
     for name in COUNTED:
