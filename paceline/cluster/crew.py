@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -110,6 +111,11 @@ class Crew:
         self._workers.append(worker)
         self._known.add(worker.process.pid)
         self._inform(self._deputy, f"+{worker.process.pid}")
+
+    def opened(self) -> str:
+        """Folder and seed of the run, as JSON."""
+        found = next(record for worker in self._workers for record in worker.records if record["event"] == "opened")
+        return json.dumps([found["folder"], found["seed"]])
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""

@@ -40,6 +40,7 @@ _NOT_INHERITED = (
     "PACELINE_WORKER",
     "PACELINE_JOINING",
     "PACELINE_STACK_FD",
+    "PACELINE_RUN",
 )
 
 
@@ -93,7 +94,7 @@ def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
 
 def _mending(job: Job, assembly: Assembly, again: Again, crew: Crew) -> Mending:
     def begin() -> None:
-        with again() as task:
+        with again(crew.opened()) as task:
             crew.begin(task)
 
     assert job.min_workers is not None
@@ -160,7 +161,7 @@ def shared_secret(job: Job, environ: Mapping[str, str]) -> bytes:
     raise secret.missing(f"a job of {job.hosts} hosts needs a secret that they share")
 
 
-Again = Callable[[], AbstractContextManager[Task]]  # another worker, later: its task, and what it inherits until it has started
+Again = Callable[[str], AbstractContextManager[Task]]  # another worker of a run: its task, and what it inherits until it has started
 
 
 def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: ExitStack) -> tuple[list[Task], Peers, str, Again]:
@@ -210,7 +211,7 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
         command = [sys.executable, job.script, *job.args]
         tasks.append(Task(number, command, shared | mine, tuple(descriptors), page, numbers[local] if survives else None))
     labels = itertools.count(sum(other.workers for other in table) + rank, len(table))
-    return tasks, peers, host, partial(_another, job, shared, key, address, labels)
+    return tasks, peers, host, partial(_another, job, shared, key, address=address, labels=labels)
 
 
 def _first_view(table: Sequence[Offer]) -> View:
@@ -220,8 +221,8 @@ def _first_view(table: Sequence[Offer]) -> View:
 
 
 @contextmanager
-def _another(job: Job, shared: Mapping[str, str], key: bytes, address: str, labels: Iterator[int]) -> Iterator[Task]:
-    """A worker that comes while the others train; it finds them by its orders."""
+def _another(job: Job, shared: Mapping[str, str], key: bytes, run: str, *, address: str, labels: Iterator[int]) -> Iterator[Task]:
+    """A worker that comes while the others train; it finds them by its orders. `run`: what they have said of it, as JSON."""
     with ExitStack() as inherited:
         store = inherited.enter_context(network.listen(address))
         lent = secret.lend(key)
@@ -229,7 +230,7 @@ def _another(job: Job, shared: Mapping[str, str], key: bytes, address: str, labe
         port = store.getsockname()[1]
         mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
         mine |= {"PACELINE_SECRET_FD": str(lent), "PACELINE_STORE": f"{address}:{port}", "PACELINE_STORE_FD": str(store.fileno())}
-        environ = {**shared, **mine, "PACELINE_JOINING": "1"}
+        environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
         number = orders.named(random.randbits(32), port)
         yield Task(next(labels), [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), None, number, joining=True)
 

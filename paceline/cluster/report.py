@@ -24,6 +24,12 @@ def closed(place: Place) -> None:
     _tell(place, {"event": "closed"})
 
 
+def opened(place: Place, folder: str, seed: int) -> None:
+    """The run's folder and seed, for workers that come later."""
+    if place.worker is not None:
+        _tell(place, {"event": "opened", "folder": folder, "seed": seed})
+
+
 def surviving(place: Place) -> None:
     """From now on the others can go on without this worker."""
     _tell(place, {"event": "surviving"})

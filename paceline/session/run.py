@@ -20,6 +20,7 @@ from paceline.data.loader import ShareLoader, Turn
 from paceline.data.shares import Shares
 from paceline.data.terms import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
+from paceline.fault import checkpoint
 from paceline.parallel.batchnorm import desynchronise
 from paceline.session import joint, state
 from paceline.session import prepare as preparing
@@ -76,6 +77,8 @@ class Run:
         """Go on when workers are lost: from the first epoch on."""
         if isinstance(self.strategy, Sequence):
             raise UsageError("Sequence can't go on yet when workers are lost; leave out --min-workers, or give another strategy")
+        if self.device.type == "cuda":
+            raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
         body = Body(self._scene, self._cast, self._turns, self._own)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
         survival = self._survival = Survival(around, self._agreement, body)
@@ -338,7 +341,14 @@ class Run:
         """
         turn = self._turns.led
         step = self.steps + (turn is not None and turn.last_micro)
-        return state.save(self.state, self._own, self._agreement, self.group, self.folder.checkpoints, step=step, keep=keep)
+        folder = self.folder.checkpoints
+        if self._backward.failed:  # this turn comes again, and saves then
+            return next(iter(checkpoint.newest(folder)), folder)
+
+        def save() -> str:
+            return str(state.save(self.state, self._own, self._agreement, self.group, folder, step=step, keep=keep))
+
+        return Path(self._agreement.attempt(save))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).

@@ -83,9 +83,10 @@ def start(
             moment = Moment(scale=1.0 / group.size)
             agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
             scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), announcer.say, around.native)
-            run = Run(around, scene, strategy, seed=seed, began=began)
+            run = Run(around, scene, strategy, seed=seed if place.run is None else place.run[1], began=began)
             announcer.first = lambda: run.is_first
-            where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
+            where = _folder(agreement, place, Path(folder), name, announcer.say)
+            report.opened(place, str(where.path.absolute()), run.seed)
             if page is not None:
                 page.writes_to(where.path)
             run.open(where, Log(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
@@ -103,6 +104,13 @@ def _surroundings(place: Place, device: str | None, seconds: float, say: Callabl
     cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
     local = cluster.of(place.rank).ranks.index(place.rank)
     return Surroundings(place, store, cluster, choose_device(device, local), seconds, say)
+
+
+def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> Folder:
+    """That of the run which this worker joins, or a new one."""
+    if place.run is not None:
+        return Folder(Path(place.run[0]))
+    return Folder.agree(agreement, root, name if name is not None else place.run_name, say=say)
 
 
 def _book(folder: Folder, place: Place) -> Book | None:

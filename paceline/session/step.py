@@ -161,7 +161,7 @@ class Turns:
                 course.outer = self.backward.passes, self.backward.silenced
                 passes = self.backward.passes
                 self.backward.turn()
-                self.backward.cut = course is self._leader and self.cut_off == self.steps + 1
+                self.backward.cut = self.led is not None and self.cut_off == self.steps + 1
                 self.thaw()
                 if self.undo is not None and course is self._leader:
                     self.undo.begin(passes)

@@ -137,7 +137,8 @@ class Coded:
             self._states[index] = self._next[index]
             del self._next[index]
         if self._taken is None and self._record is not None and self._record.over():
-            self._choose(self._record)
+            record = self._record
+            self._scene.agreement.attempt(lambda: self._choose(record))
 
     def _choose(self, record: Record) -> None:
         """Take the option that promises most, if it is enough. Collective."""

@@ -186,7 +186,7 @@ class Rounds:
         if self._warm is not None:
             self._warm.commit()
             if self._steps >= self._plan.after:
-                self._end_warm_up()
+                self._scene.agreement.attempt(self._end_warm_up)
             return
         self._count()
         self._part, self._open, self._counted = 0.0, False, False
@@ -209,10 +209,11 @@ class Rounds:
         self._counted = True
 
     def _end_warm_up(self) -> None:
-        assert self._warm is not None
-        self._warm.detach()
-        self._warm = None
-        self._lay_out()
+        if self._warm is not None:
+            self._warm.detach()
+            self._warm = None
+        if not self._units:  # or a worker was lost in between, and they were made since
+            self._lay_out()
 
     def _due(self, number: int) -> bool:
         """Fragments take turns within a round: the first time they come after parts of it, from then on after all of it."""
