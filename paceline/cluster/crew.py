@@ -47,6 +47,7 @@ class Crew:
         self._told_at = 0.0  # monotonic: when the other hosts were told of it
         self._ending_at: float | None = None  # monotonic: the workers are being ended since
         self._asked: int | None = None  # the signal that asked for the end
+        self._leaving = False  # this host was asked to go, and the others go on
         self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
         self._littered_at = 0.0
         self._known: set[int] = set()  # workers and their children
@@ -134,7 +135,7 @@ class Crew:
             return False
         if self._mending is not None and self._mending.waiting and self._asked is None and self._verdict() is None:
             return False
-        if self._asked is not None or self._peers.all_finished or self._peers.verdict is not None:
+        if self._asked is not None or self._leaving or self._peers.all_finished or self._peers.verdict is not None:
             return True
         return self._failure is not None and time.monotonic() - self._told_at > _VERDICT_SECONDS
 
@@ -235,7 +236,9 @@ class Crew:
             self._peers.tell_finished()
 
     def _ask(self, number: int, now: float) -> None:
-        if self._asked is None:
+        if number == signal.SIGTERM and self._mending is not None and not self._leaving and self._mending.leave(self._workers):
+            self._leaving = True  # asked again, it ends the job
+        elif self._asked is None:
             self._asked, self._ending_at = number, now
             self._peers.tell_stopped(number)
         else:  # asked twice: at once
@@ -351,8 +354,8 @@ class Crew:
                     _empty(wake)
 
     def _code(self) -> int:
-        if self._asked is not None:
-            return 128 + self._asked
+        if self._asked is not None or self._leaving:
+            return 128 + (self._asked or signal.SIGTERM)
         verdict = self._final()
         return 0 if verdict is None else verdict.code
 

@@ -58,7 +58,8 @@ class Mending:
     def look(self, workers: Sequence[Worker]) -> None:
         """Have the dead left out of the view, at once, and let in who is ready; tell the others."""
         now = time.monotonic()
-        gone = [w for w in workers if w.number not in self._gone and not w.said("closed") and (w.ended is not None or w.said("failed"))]
+        left = [w for w in workers if w.number not in self._gone and not w.said("closed")]
+        gone = [w for w in left if w.ended is not None or w.said("failed") or w.said("left")]
         if gone:
             self._gone |= {worker.number: now for worker in gone}
             self.assembly.lost([worker.number for worker in gone])
@@ -74,6 +75,18 @@ class Mending:
             for record in worker.take("broken"):
                 self.assembly.renew(int(str(record["view"])))
         self._tell(workers)
+
+    def leave(self, workers: Sequence[Worker]) -> bool:
+        """Have all workers of this host go after their present turn; False where there are no others who could go on."""
+        others = [seat for seat in self.assembly.view.seats if seat.host != self.assembly.host and seat.workers]
+        if not others or not self.active(workers):
+            return False
+        self.say("paceline: asked to leave (SIGTERM): the workers of this host go after their present step")
+        self._due.clear()
+        self.restarts = 0
+        for worker in workers:
+            worker.order(b'{"leave": true}\n')
+        return True
 
     def _free(self, workers: Sequence[Worker], now: float) -> None:
         """End a worker that was stopped (SIGSTOP) and doesn't go on: nobody else can tell that it won't answer."""
@@ -112,7 +125,7 @@ class Mending:
             if worker.ended is None or worker.number in self._buried or (failure := suspect(worker)) is None:
                 continue
             self._buried.add(worker.number)
-            if worker.said("closed"):
+            if worker.said("closed") or worker.said("left"):
                 continue
             self._failures.append(failure)
             cause = next(((str(r["type"]), str(r["message"])) for r in worker.records if r["event"] == "failed" and not r["is_echo"]), None)

@@ -2,6 +2,7 @@
 
     launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
                {"ask": true}                                                                    --->  (it says where it is)
+               {"leave": true}                                                                  --->  (it goes after its turn)
 
 Whoever is missing in the new view won't answer any more: the thread ends at once what this worker waits for.
 """
@@ -70,6 +71,7 @@ class Orders:
         self._rosters: dict[int, Roster] = {}
         self._needed: frozenset[int] = frozenset()
         self._since = 0
+        self.leaving = False  # whether this worker has been asked to go
         self.asked: Callable[[], None] = lambda: None  # called when the launcher wants to know where this worker is
         self._trip: Callable[[], None] = lambda: None
         threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
@@ -111,8 +113,10 @@ class Orders:
         while data := os.read(self._descriptor, 1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                if "ask" in json.loads(line):
-                    self.asked()
+                told = json.loads(line)
+                if "number" not in told:
+                    self.leaving = self.leaving or "leave" in told
+                    self.asked() if "ask" in told else None
                     continue
                 roster = Roster.load(line)
                 with self._changed:

@@ -45,6 +45,11 @@ def broken(place: Place, view: int) -> None:
     _tell(place, {"event": "broken", "view": view})
 
 
+def left(place: Place) -> None:
+    """This worker leaves between two turns, as its launcher has asked; the others go on without it."""
+    _tell(place, {"event": "left"})
+
+
 def late(place: Place, call: int, what: str, seconds: float, *, given_up: bool) -> None:
     """This worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
     _tell(place, {"event": "late", "call": call, "what": what, "seconds": seconds, "given_up": given_up})

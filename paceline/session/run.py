@@ -183,11 +183,21 @@ class Run:
     def _generation(self, loader: ShareLoader) -> int:
         """How often the workers have become others; between two turns of training those who wait are let in."""
         assert self._survival is not None
+        if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
+            self._depart()
         training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
         if self._survival.pending and training == [loader] and self._turns.turn is None:
             self._backward.sync.converge()
             self._survival.admit()
         return self._survival.generation
+
+    def _depart(self) -> None:
+        """This host is leaving: go, between two turns; the others deal the next one among themselves."""
+        self._closed = True
+        report.left(self._around.place)
+        self._log.close()
+        self._end(failed=True)
+        raise SystemExit(0)
 
     def _moved(self, founded: Founded) -> None:
         """The workers are others now, in the middle of whatever call has failed."""
