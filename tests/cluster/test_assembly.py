@@ -28,6 +28,9 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list
     view = View(1, tuple(Seat(n, o.numbers, {"name": o.name, "address": o.address}) for n, o in enumerate(offers)), size)
     found: list[Assembly | Exception] = [RuntimeError("absent")] * size
 
+    if absent is not None:
+        sockets[absent].close()
+
     def come(host: int) -> None:
         try:
             found[host] = Assembly(host, view, connect_all(offers, host, sockets[host], SECRET, seconds))

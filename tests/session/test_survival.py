@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launches import Jobs, jobs
+from tests.launches import Job, Jobs, jobs
 from tests.survivors import BATCH, SAMPLES, Outcome, apart, gap, kill, outcome, pause, script, trains
 
 HOST = socket.gethostname()
@@ -85,7 +85,7 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [kind if kind in ("adam", "readers") else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS])
 def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
     wanted = alone(**OTHERS[kind])
     chance, out = random.Random(kind), job.folder / "killed"
@@ -164,8 +164,13 @@ def test_before_training_begins_a_death_ends_the_job(job: Jobs) -> None:
     assert ended.code == 137 and "SIGKILL" in ended.last, ended
 
 
+MORE = ("Gossip()", "AllReduce(codec=powersgd(2))", "LocalSGD(4, momentum='averaged', fragments=2, delay=1)", "Gossip(codec=int8())")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["LocalSGD(4)", "Gossip()", "AllReduce(codec=error_feedback(int8()))", "AllReduce(codec=powersgd(2))"])
+@pytest.mark.parametrize(
+    "sync", ["LocalSGD(4)", "AllReduce(codec=error_feedback(int8()))", *(pytest.param(sync, marks=pytest.mark.soak) for sync in MORE)]
+)
 def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     chance, out = random.Random(sync), job.folder / "killed"
     out.mkdir()
@@ -182,19 +187,24 @@ def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     assert found.size >= 2 and sum("lost" in event for event in found.events) >= 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_host_is_lost(job: Jobs, alone: Callable[..., Outcome], victim: int) -> None:
-    """Also the first, which coordinates; its launcher and its workers are gone at once."""
-    out = job.folder / "killed"
-    out.mkdir()
+def three_hosts(job: Jobs, out: Path) -> list[Job]:
+    """The launchers of a run of three hosts with two workers each."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         point = f"127.0.0.1:{found.getsockname()[1]}"
     options = ("--min-workers", "1", "--hosts", "3", "--join", point)
     common = {"OUT": str(out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     text = script(start="name='run', folder='killed/runs'")
-    launched = [job.run(text, 2, *options, "--host-rank", str(rank), **common) for rank in range(3)]
+    return [job.run(text, 2, *options, "--host-rank", str(rank), **common) for rank in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_host_is_lost(job: Jobs, alone: Callable[..., Outcome], victim: int) -> None:
+    """Also the first, which coordinates; its launcher and its workers are gone at once."""
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = three_hosts(job, out)
     trains(launched[0], out, 6)
     pause(random.Random(victim), 0.3)
     for process in [psutil.Process(launched[victim].process.pid), *launched[victim].workers()]:
@@ -223,3 +233,37 @@ def test_a_worker_that_hangs_is_named_with_its_stack(job: Jobs) -> None:
     assert len(told) == 2 and HOST in told[0] and "(backward of step 20)" in told[0] and "script.py" in told[1], ended.err
     assert "rank 2 is given up" in ended.err
     assert outcome(out, out).size == 2 and gap(out) < 12
+
+
+@pytest.mark.slow
+def test_a_host_that_is_asked_to_leave_goes_after_its_step(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = three_hosts(job, out)
+    trains(launched[0], out, 6)
+    launched[1].process.terminate()
+    ends = [host.end(60) for host in launched]
+    assert [end.code for end in ends] == [0, 128 + signal.SIGTERM, 0], ends
+    result = outcome(out, out)
+    check(result, alone())
+    assert result.size == 4 and gap(out) < 5 and "asked to leave" in ends[1].err
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """Of random workers at random moments, three in a run; those that die come back."""
+    wanted = alone(epochs=8)
+    for seed in range(34):
+        chance, out = random.Random(seed), job.folder / f"killed{seed}"
+        out.mkdir()
+        text = script(start=f"name='run', folder='{out.name}/runs'", epochs=8, nap=0.03)
+        launched = job.run(text, 4, "--min-workers", "1", "--restarts", "3", OUT=str(out))
+        trains(launched, out, 4)
+        for _ in range(3):
+            pause(chance, 2.0)
+            kill(launched, chance)
+        ended = launched.end(90)
+        assert ended.code == 0, (seed, ended)
+        check(outcome(out, out), wanted)
+        assert gap(out) < 2, seed
