@@ -198,6 +198,8 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
     lent = secret.lend(key)
     inherited.callback(os.close, lent)
     environ["PACELINE_JOB"] = random.token_hex(16)
+    if survives:
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end
     shared = _shared_variables(job, environ, table, rank) | {"PACELINE_SECRET_FD": str(lent)}
     tasks = []
     for local, number in enumerate(deal([other.workers for other in table], job.placement)[rank]):
