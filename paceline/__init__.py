@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from paceline.sync.allreduce import AllReduce
     from paceline.sync.choosing import auto
     from paceline.sync.gossip import Gossip
-    from paceline.sync.localsgd import LocalSGD, adaptive
+    from paceline.sync.localsgd import LocalSGD
     from paceline.sync.outer import average, nesterov
+    from paceline.sync.rounds import adaptive
     from paceline.sync.sequence import Sequence
 
 __version__ = "0.1.0"
@@ -84,7 +85,8 @@ _NAMES: Final = {
     "paceline.sync.allreduce": ("AllReduce",),
     "paceline.sync.choosing": ("auto",),
     "paceline.sync.gossip": ("Gossip",),
-    "paceline.sync.localsgd": ("LocalSGD", "adaptive"),
+    "paceline.sync.localsgd": ("LocalSGD",),
+    "paceline.sync.rounds": ("adaptive",),
     "paceline.sync.outer": ("average", "nesterov"),
     "paceline.sync.sequence": ("Sequence",),
 }

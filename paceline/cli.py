@@ -68,6 +68,8 @@ def run(
     sync: Sync = None,
     name: Name = None,
     placement: Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")] = "block",
+    min_workers: Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")] = None,
+    restarts: Annotated[int, typer.Option(help="How many workers of this host are started again, with --min-workers.")] = 0,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = launch.Job(
@@ -82,6 +84,8 @@ def run(
         sync=sync,
         name=name,
         placement=placement,
+        min_workers=min_workers,
+        restarts=restarts,
     )
     raise typer.Exit(_start(job, interface))
 

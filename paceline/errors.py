@@ -65,6 +65,9 @@ class ViewChanged(PacelineError):
     """The view of the group has changed; work that was pending in the old one is void."""
 
 
+LOSSES = (WorkerLost, ViewChanged)  # what the living can go on after
+
+
 class ResourceError(PacelineError):
     """This machine lacks something that was needed, and the message says what to do."""
 

@@ -22,7 +22,8 @@ Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 # Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
-    **{word: f"paceline.sync.localsgd:{word}" for word in ("LocalSGD", "adaptive")},
+    "LocalSGD": "paceline.sync.localsgd:LocalSGD",
+    "adaptive": "paceline.sync.rounds:adaptive",
     "Sequence": "paceline.sync.sequence:Sequence",
     "Gossip": "paceline.sync.gossip:Gossip",
     "auto": "paceline.sync.choosing:auto",

@@ -50,7 +50,8 @@ NAMES = [
     "where",
 ]
 COMMANDS = {
-    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement",
+    "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
+    " --min-workers --restarts",
     "lab run": "cluster script args --fault --sync --name --placement",
     "lab check": "",
     "lab shell": "host command --lab",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.cluster import guard
+from paceline.cluster.mending import Mending
 from paceline.cluster.output import last_words, screens
 from paceline.cluster.peers import Failure, Peers
 from paceline.cluster.worker import Task, Worker, ending, preparation, start
@@ -35,7 +37,7 @@ _SLACK_SECONDS = 0.2  # a death is seen a little after it happened, a record car
 class Crew:
     """The workers of one host, from their start to the exit code of the job."""
 
-    def __init__(self, host: str, mark: str, peers: Peers) -> None:
+    def __init__(self, host: str, mark: str, peers: Peers, mending: Callable[[Crew], Mending] | None = None) -> None:
         self._host, self._mark, self._peers = host, mark, peers
         self._workers: list[Worker] = []
         self._out, self._err = screens()
@@ -45,10 +47,12 @@ class Crew:
         self._told_at = 0.0  # monotonic: when the other hosts were told of it
         self._ending_at: float | None = None  # monotonic: the workers are being ended since
         self._asked: int | None = None  # the signal that asked for the end
+        self._leaving = False  # this host was asked to go, and the others go on
         self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
         self._littered_at = 0.0
         self._known: set[int] = set()  # workers and their children
         self._began = time.time()
+        self._mending = None if mending is None else mending(self)
 
     def run(self, tasks: Sequence[Task], started: Callable[[], None] = lambda: None) -> int:
         """Start these workers, watch them until the last is gone, and give the exit code of the job.
@@ -97,14 +101,26 @@ class Crew:
 
     def _start(self, tasks: Sequence[Task], deputy: subprocess.Popen[bytes]) -> None:
         self._deputy = deputy
-        prepare = preparation(os.getpid())
         for task in tasks:
             if self._signals:
                 return
-            worker = start(task, prepare, (self._out, self._err))
-            self._workers.append(worker)
-            self._known.add(worker.process.pid)
-            self._inform(deputy, f"+{worker.process.pid}")
+            self.begin(task)
+
+    def begin(self, task: Task) -> None:
+        """Start a worker."""
+        worker = start(task, preparation(os.getpid()), (self._out, self._err))
+        self._workers.append(worker)
+        self._known.add(worker.process.pid)
+        self._inform(self._deputy, f"+{worker.process.pid}")
+
+    def opened(self) -> str:
+        """Folder and seed of the run, as JSON."""
+        found = next(record for worker in self._workers for record in worker.records if record["event"] == "opened")
+        return json.dumps([found["folder"], found["seed"]])
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._err.say(text)
 
     def _inform(self, deputy: subprocess.Popen[bytes], line: str) -> None:
         assert deputy.stdin is not None
@@ -117,7 +133,9 @@ class Crew:
     def _over(self) -> bool:
         if any(worker.ended is None for worker in self._workers):
             return False
-        if self._asked is not None or self._peers.all_finished or self._peers.verdict is not None:
+        if self._mending is not None and self._mending.waiting and self._asked is None and self._verdict() is None:
+            return False
+        if self._asked is not None or self._leaving or self._peers.all_finished or self._peers.verdict is not None:
             return True
         return self._failure is not None and time.monotonic() - self._told_at > _VERDICT_SECONDS
 
@@ -142,6 +160,8 @@ class Crew:
         now = time.monotonic()
         for worker in self._workers:
             self._look(worker)
+        if self._mending is not None and self._mending.active(self._workers):
+            self._mending.look(self._workers)
         for worker in self._workers:
             self._reap(worker)
             for stream in worker.streams:
@@ -186,6 +206,10 @@ class Crew:
         if worker.records_fd >= 0:
             os.close(worker.records_fd)
             worker.records_fd = -1
+        if worker.orders_fd >= 0:
+            os.close(worker.orders_fd)
+            os.close(worker.stack_fd)
+            worker.orders_fd = worker.stack_fd = -1
 
     def _decide(self, now: float) -> None:
         """Go from running to failed to ended, as the workers, the other hosts and the user's signals ask."""
@@ -201,7 +225,9 @@ class Crew:
         if self._asked is not None:
             self._end(now, signal.SIGINT, _ASKED_TERM_SECONDS, _ASKED_KILL_SECONDS)
             return
-        if self._verdict() is None:
+        if self._verdict() is None and self._mending is not None and self._mending.active(self._workers):
+            self._mend(now)
+        elif self._verdict() is None:
             self._judge(now)
         if self._verdict() is not None:
             self._ending_at = self._ending_at or now
@@ -210,7 +236,9 @@ class Crew:
             self._peers.tell_finished()
 
     def _ask(self, number: int, now: float) -> None:
-        if self._asked is None:
+        if number == signal.SIGTERM and self._mending is not None and not self._leaving and self._mending.leave(self._workers):
+            self._leaving = True  # asked again, it ends the job
+        elif self._asked is None:
             self._asked, self._ending_at = number, now
             self._peers.tell_stopped(number)
         else:  # asked twice: at once
@@ -228,6 +256,14 @@ class Crew:
                 worker.send(signal.SIGTERM)
             if since > kill:
                 worker.send(signal.SIGKILL)
+
+    def _mend(self, now: float) -> None:
+        """Go on without those who have died, if that can be."""
+        assert self._mending is not None
+        failure = self._mending.turn(self._workers, self._suspect)
+        if failure is not None:
+            self._failure, self._told_at = failure, now
+            self._peers.tell_failed(failure)
 
     def _judge(self, now: float) -> None:
         """Name the worker that failed first, when it has had the time to show itself."""
@@ -318,8 +354,8 @@ class Crew:
                     _empty(wake)
 
     def _code(self) -> int:
-        if self._asked is not None:
-            return 128 + self._asked
+        if self._asked is not None or self._leaving:
+            return 128 + (self._asked or signal.SIGTERM)
         verdict = self._final()
         return 0 if verdict is None else verdict.code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -50,6 +51,11 @@ class Place:
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
     progress: str | None = None  # the page where this worker says how far it is (paceline run)
+    worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
+    orders_fd: int | None = None  # where it hears of views then
+    joining: bool = False  # the others train already
+    run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
+    stack_fd: int | None = None  # where its stack is to be written, when it is asked for
 
 
 def environment() -> dict[str, str]:
@@ -102,7 +108,19 @@ def _paceline(environ: Environ) -> Place | None:
         report_fd=_integer(environ, "PACELINE_REPORT_FD", None),
         one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
         secret=None if descriptor is None else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
+        worker=_integer(environ, "PACELINE_WORKER", None),
+        orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
+        joining=environ.get("PACELINE_JOINING") == "1",
+        run=_run(environ),
+        stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
     )
+
+
+def _run(environ: Environ) -> tuple[str, int] | None:
+    if "PACELINE_RUN" not in environ:
+        return None
+    folder, seed = json.loads(environ["PACELINE_RUN"])
+    return str(folder), int(seed)
 
 
 def _torchrun(environ: Environ) -> Place | None:

@@ -31,6 +31,14 @@ def end_group(group: int) -> None:
         clear(folders)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal and waits for SIGCONT."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def _signal_group(group: int, number: int) -> bool:
     try:
         os.killpg(group, number)

@@ -36,6 +36,13 @@ class Offer:
     store_port: int
     master_port: int
     placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
+    numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
+    agent_port: int = 0  # where its launcher is called by the others then
+
+    @classmethod
+    def load(cls, value: dict[str, Any]) -> Offer:
+        """From a message."""
+        return cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> Council:
     if answer.get("kind") == "refused":
         channel.close()
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
-    table = tuple(Offer(**offer) for offer in answer["table"])
+    table = tuple(Offer.load(offer) for offer in answer["table"])
     return Council(table, int(answer["host_rank"]), {int(answer["server"]): channel}, server=int(answer["server"]))
 
 
@@ -307,7 +314,7 @@ class _Host:
             caller.late = 0.0
         if message is not None and message.get("kind") == "offer":
             self._callers.remove(caller)
-            self._guests.append((caller.channel, Offer(**message["offer"]), message["host_rank"]))
+            self._guests.append((caller.channel, Offer.load(message["offer"]), message["host_rank"]))
             if message["hosts"] != self._meeting.hosts:
                 raise Mismatch(
                     f"{message['offer']['name']} was started with --hosts {message['hosts']}, and {self._meeting.offer.name} with "

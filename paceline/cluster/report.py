@@ -24,6 +24,42 @@ def closed(place: Place) -> None:
     _tell(place, {"event": "closed"})
 
 
+def opened(place: Place, folder: str, seed: int) -> None:
+    """The run's folder and seed, for workers that come later."""
+    if place.worker is not None:
+        _tell(place, {"event": "opened", "folder": folder, "seed": seed})
+
+
+def surviving(place: Place) -> None:
+    """From now on the others can go on without this worker."""
+    _tell(place, {"event": "surviving"})
+
+
+def ready(place: Place) -> None:
+    """This worker has everything that it needs to take part, and waits for being let in."""
+    _tell(place, {"event": "ready"})
+
+
+def broken(place: Place, view: int) -> None:
+    """Connections of this worker broke in a view whose members live, as far as it knows: another view is needed."""
+    _tell(place, {"event": "broken", "view": view})
+
+
+def left(place: Place) -> None:
+    """This worker leaves between two turns, as its launcher has asked; the others go on without it."""
+    _tell(place, {"event": "left"})
+
+
+def late(place: Place, call: int, what: str, seconds: float, *, given_up: bool) -> None:
+    """This worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
+    _tell(place, {"event": "late", "call": call, "what": what, "seconds": seconds, "given_up": given_up})
+
+
+def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) -> None:
+    """This worker has completed so many calls, the last of them that long ago, and waits in the next one or not."""
+    _tell(place, {"event": "where", "call": call, "what": what, "seconds": seconds, "waits": waits})
+
+
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
     """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):

@@ -71,6 +71,13 @@ class Store:
             raise _gone(error) from error
         return json.loads(self._verified(key, raw.decode()))
 
+    def has(self, keys: list[str]) -> bool:
+        """Whether all of these have been set."""
+        try:
+            return bool(self.torch.check(keys))
+        except DistError as error:
+            raise _gone(error) from error
+
     def sub(self, prefix: str) -> Store:
         """The part of this store whose keys start with `prefix`."""
         return Store(self._base, self._secret, path=f"{self._path}/{prefix}" if self._path else prefix, deadline=self._deadline)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ class Task:
     environ: dict[str, str]
     descriptors: tuple[int, ...]
     page: Page | None = None
+    number: int | None = None  # where losses are survived (`orders.named`)
+    joining: bool = False  # the others train already
 
 
 @dataclass
@@ -41,10 +44,36 @@ class Worker:
     reaped: bool = False
     code: int = 0  # as a shell would give it
     was_sent: set[int] = field(default_factory=set)
+    number: int = -1
+    joining: bool = False
+    orders_fd: int = -1
+    stack_fd: int = -1
+    began: float = field(default_factory=time.time)
     _line: bytes = b""
 
     def said(self, event: str) -> bool:
         return any(record["event"] == event for record in self.records)
+
+    def take(self, event: str) -> list[dict[str, object]]:
+        """The records of this kind, once each."""
+        found = [record for record in self.records if record["event"] == event]
+        for record in found:
+            self.records.remove(record)
+        return found
+
+    def stack(self) -> str:
+        """What its threads were doing, if it has been asked (SIGUSR1) and has answered."""
+        try:
+            return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
+        except BlockingIOError:
+            return ""
+
+    def order(self, line: bytes) -> None:
+        """Tell it something; one that is gone, or has not listened for long, misses it."""
+        try:
+            os.write(self.orders_fd, line)
+        except (BrokenPipeError, BlockingIOError):
+            return
 
     def listen(self) -> None:
         """Read what it reports."""
@@ -69,29 +98,37 @@ class Worker:
 def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> Worker:
     """Start a worker that leads a process group of its own; its output goes to these screens."""
     ours, theirs = os.pipe()
+    own: dict[str, str] = {}
+    heard = orders = stack = shown = -1
+    if task.number is not None:
+        heard, orders = os.pipe()
+        stack, shown = os.pipe()
+        own = {"PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown), "PACELINE_WORKER": str(task.number)}
     try:
         process = subprocess.Popen(
             task.command,
-            env={**task.environ, "PACELINE_REPORT_FD": str(theirs)},
+            env={**task.environ, **own, "PACELINE_REPORT_FD": str(theirs)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs, *task.descriptors),
+            pass_fds=(theirs, *([heard, shown] if own else []), *task.descriptors),
             process_group=0,
             preexec_fn=prepare,  # noqa: PLW1509 (the launcher has one thread)
         )
     finally:
-        os.close(theirs)
+        for descriptor in (theirs, *([heard, shown] if own else [])):
+            os.close(descriptor)
     if task.page is not None:
         task.page.started(process.pid)
     assert process.stdout is not None and process.stderr is not None
     pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
     process.stdout.close()
     process.stderr.close()
-    for descriptor in (ours, *pipes):
+    for descriptor in (ours, *pipes, *([orders, stack] if own else [])):
         os.set_blocking(descriptor, False)
     streams = (Stream(task.rank, pipes[0], screens[0]), Stream(task.rank, pipes[1], screens[1]))
-    return Worker(task.rank, process, streams, ours)
+    number = -1 if task.number is None else task.number
+    return Worker(task.rank, process, streams, ours, number=number, joining=task.joining, orders_fd=orders, stack_fd=stack)
 
 
 def ending(code: int) -> str:

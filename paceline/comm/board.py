@@ -17,6 +17,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline.comm.breaker import Breaker
 from paceline.comm.fingerprint import Call, compare, digest
 from paceline.comm.memory import Segment, share
 from paceline.comm.watch import Awaited, Watch
@@ -76,7 +77,16 @@ class Slate:
 class Board:
     """One rank's sight of the control segment. `names`: what the ranks are called in messages and errors."""
 
-    def __init__(self, segment: Segment, rank: int, names: Sequence[int], *, deadline: float, folder: str | None = None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        names: Sequence[int],
+        *,
+        deadline: float,
+        folder: str | None = None,
+        breaker: Breaker | None = None,
+    ) -> None:
         self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
         size = self.size
         self.posted = 0  # my counter of the lane of operations
@@ -91,13 +101,24 @@ class Board:
         self._numbers: dict[Call, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.watch = Watch(rank, names, Slate(self._cells, rank), deadline=deadline)
+        self._breaker = Breaker() if breaker is None else breaker
+        self._breaker.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
         self.agree(b"")  # now all pids are there
         self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
         self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)  # bytes of a block, each rank's part whole cache lines
 
     @classmethod
-    def from_store(cls, store: Any, rank: int, names: Sequence[int], *, deadline: float, folder: str | None = None) -> Board:
+    def from_store(
+        cls,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        *,
+        deadline: float,
+        folder: str | None = None,
+        breaker: Breaker | None = None,
+    ) -> Board:
         """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
         turn = 0
 
@@ -109,7 +130,7 @@ class Board:
 
         segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder)
         assert segment is not None
-        return cls(segment, rank, names, deadline=deadline, folder=folder)
+        return cls(segment, rank, names, deadline=deadline, folder=folder, breaker=breaker)
 
     # ---- the lane of operations
 
@@ -250,7 +271,8 @@ class Board:
         if segment is None:
             return None
         names = [self.names[r] for r in ranks]
-        return Board(segment, list(ranks).index(self.rank), names, deadline=self.watch.deadline, folder=self.folder)
+        rank = list(ranks).index(self.rank)
+        return Board(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, breaker=self._breaker)
 
     def _words(self, call: Call) -> Callable[[str], list[str]]:
         return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from paceline.comm import lookout, wires
+from paceline.comm.breaker import Breaker
 from paceline.comm.lookout import Verdict
 from paceline.comm.waits import GRACE, Wait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
@@ -139,8 +140,11 @@ class Fabric:
     on each channel; `waited` the seconds spent in tables.
     """
 
-    def __init__(self, store: TorchStore, rank: int, names: Sequence[int], *, address: str, deadline: float) -> None:
+    def __init__(
+        self, store: TorchStore, rank: int, names: Sequence[int], *, address: str, deadline: float, breaker: Breaker | None = None
+    ) -> None:
         size = len(names)
+        self.breaker = Breaker() if breaker is None else breaker
         self.names = tuple(names)
         self.rank, self.size, self.deadline = rank, size, deadline
         self.waited = 0.0
@@ -159,6 +163,7 @@ class Fabric:
         try:
             self._lookout = lookout.Lookout(PrefixStore("lookout", store), rank, size)
             self._wires.announce(store, rank, size, deadline)
+            self.breaker.add(self.interrupt)
             self.data, self.control = (
                 wires.connect(device, PrefixStore(name, store), rank, size, deadline)
                 for name, device in zip(("data", "control"), self._wires.devices, strict=True)
@@ -293,6 +298,12 @@ class Fabric:
             if self.size > 1:
                 self._wires.cut()
         return copy.copy(self.broken)
+
+    def interrupt(self, error: PacelineError) -> None:
+        """End every operation under way with `error`, from any thread; the others are not told, though their connections end."""
+        if self.broken is None and not self._closed:
+            self.broken = error
+            self._wires.cut()
 
     def close(self) -> None:
         """Let go of threads and sockets, whatever state the others are in."""

@@ -1,14 +1,36 @@
-"""Calls that all workers have to make, met by name: who does something else is found and named before anything moves."""
+"""Calls that all workers have to make, met by name: who does something else is found and named before anything moves.
+
+Where losses are survived (`recovery` is set), a call in which a worker was lost is made again by the living. A call ends nowhere before all
+have begun it, so two of them never differ by more than one call that was completed: what one of them got is handed to who was cut off.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgpack
 
 from paceline.comm.group import Group
-from paceline.errors import DeadlineExceeded, Mismatch, WorkerLost
+from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
+
+T = TypeVar("T")
+
+
+class Voided(PacelineError):
+    """A call is void, on all workers, because one of them was lost in it."""
+
+
+class Result(Generic[T]):
+    """What a call gave, here or on another worker."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+Recovery = Callable[[PacelineError], Result[Any] | None]  # brings the living together in a new group; what others got, if any did
 
 
 class Agreement:
@@ -21,7 +43,73 @@ class Agreement:
         self.group = group
         self._step = step
         self._hosts = hosts
+        self.origins = tuple(range(group.size))  # what the members were called at the start; who came later has a number of its own
+        self.calls = 0  # completed, where losses are survived
+        self.last: Any = None  # what the last of them gave
+        self.recovery: Recovery | None = None
+        self.since: float | None = None  # when the call under way began here, where losses are survived
+        self.what = ""  # the last meeting, in words
+        self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
+        self._inside = False
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
+        self._met = time.monotonic()
+
+    def attempt(self, act: Callable[[], T]) -> T:
+        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others tell its result."""
+        if self.recovery is None or self._inside:
+            return act()
+        while (found := self._attempt(act)) is None:
+            continue
+        self._complete(found.value)
+        return found.value
+
+    def settle(self, act: Callable[[], T]) -> T:
+        """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
+
+        Raises `Voided` on all of them where a worker was lost before that.
+        """
+        if self.recovery is None or self._inside:
+            return act()
+        mine: list[T] = []
+
+        def whole() -> None:
+            mine[:] = [act()]
+            self._meet("settled", b"", "")
+
+        found = self._attempt(whole)
+        self._complete(None)
+        if found is None:
+            raise Voided("a worker was lost in this call")
+        return mine[0]
+
+    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None) -> T:
+        """`settle`, again after each loss until it is settled; `void` is called before."""
+        while True:
+            try:
+                return self.settle(act)
+            except Voided:
+                void()
+
+    def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
+        """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
+        assert self.recovery is not None
+        self._inside, self.since = True, time.monotonic()
+        try:
+            return Result(act())
+        except LOSSES as error:
+            self.since = None
+            return self.recovery(error)
+        finally:
+            self._inside, self.since = False, None
+
+    def _complete(self, result: Any) -> None:
+        self.calls += 1
+        self.last = result
+        self.ended.append(time.monotonic())
+
+    def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
+        """Meet in another group from now on."""
+        self.group, self.origins, self._hosts, self._seen = group, origins, hosts, []
         self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
@@ -29,9 +117,14 @@ class Agreement:
 
         `where` is not compared; it says in messages how this rank got here.
         """
+        return self.attempt(lambda: self._meet(what, body, where))
+
+    def _meet(self, what: str, body: bytes, where: str) -> list[bytes]:
         if self.group.size == 1:
             return [body]
         step = self._step()
+        if what != "settled":
+            self.what = f"{what} of step {step}"
         try:
             answers = self.group.agree(msgpack.packb((what, step, where, body)))
         except DeadlineExceeded as error:
@@ -45,19 +138,22 @@ class Agreement:
 
     def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
         """What `make` gives on the first worker, which alone calls it, on every worker; its error raises there, `Mismatch` elsewhere."""
+        return self.attempt(lambda: self._tell(what, make))
+
+    def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
         if self.group.size == 1:
             return make()
         if self.group.rank != 0:
-            answer = self.meet(what)[0]
+            answer = self._meet(what, b"", "")[0]
             if answer[:1] != b"+":
                 raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
             return answer[1:]
         try:
             body = make()
         except Exception as error:
-            self.meet(what, b"-" + f"{type(error).__qualname__}: {error}".encode())
+            self._meet(what, b"-" + f"{type(error).__qualname__}: {error}".encode(), "")
             raise
-        self.meet(what, b"+" + body)
+        self._meet(what, b"+" + body, "")
         return body
 
     def locate(self, error: BaseException | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm import sums
 from paceline.comm.board import SMALL, Board, Steps
+from paceline.comm.breaker import Breaker
 from paceline.comm.fingerprint import Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
 from paceline.comm.group import Group, Op, Traffic, Work
 from paceline.comm.mail import ALL, Landing, Message, deliver, flat, plain
@@ -54,13 +55,14 @@ class SharedGroup:
         view: int = 0,
         folder: str | None = None,
         ranks: Sequence[int] | None = None,
+        breaker: Breaker | None = None,
     ) -> SharedGroup:
         """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
 
         `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by which messages name them.
         """
         names = tuple(range(size)) if ranks is None else ranks
-        return cls(Board.from_store(store, rank, names, deadline=deadline, folder=folder), view=view)
+        return cls(Board.from_store(store, rank, names, deadline=deadline, folder=folder, breaker=breaker), view=view)
 
     @property
     def waited(self) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm import collectives, fingerprint, reduction, schedule
+from paceline.comm.breaker import Breaker
 from paceline.comm.fabric import MESSAGES, Collective, Fabric, Launched, Queued
 from paceline.comm.fingerprint import DIGEST, Call
 from paceline.comm.group import Finished, Op, Traffic, Work
@@ -71,6 +72,7 @@ class TorchGroup:
         hosts: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         view: int = 0,
+        breaker: Breaker | None = None,
     ) -> TorchGroup:
         """Meet over a torch store, under a prefix that no other group uses; collective.
 
@@ -85,7 +87,7 @@ class TorchGroup:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
         address = address or "127.0.0.1"
-        fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline)
+        fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
         group = cls(fabric, store, backend=backend, meter=Meter(rank, size, hosts), view=view)
         group._address = address
         return group
@@ -287,6 +289,7 @@ class TorchGroup:
             hosts=self._meter.choose(ranks),
             ranks=[self._fabric.names[rank] for rank in ranks],
             view=self.view,
+            breaker=self._fabric.breaker,
         )
 
     def global_rank(self, rank: int) -> int:

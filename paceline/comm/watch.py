@@ -96,6 +96,10 @@ class Watch:
             self._tell(None)
         return self.broken
 
+    def interrupt(self, error: PacelineError) -> None:
+        """Nothing can be waited for any more, here; the others are not told. From any thread."""
+        self.broken = self.broken or error
+
     def close(self, error: PacelineError) -> None:
         """Leave in good order; `error` is what later calls raise. What ended it before stays the reason."""
         if self.broken is None:

@@ -109,6 +109,31 @@ class Wires:
         return (local[1] in self._ports and local[0] == self.address) or self._ranks.get(tuple(remote), self._rank) != self._rank
 
 
+def leading(address: str, port: int) -> set[str]:
+    """The connections of this process to there, for `sever`."""
+    found = set()
+    for number in _sockets():
+        with _borrowed(number) as line:
+            try:
+                peer = line.getpeername()
+                if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):  # torch has sockets for both versions of IP
+                    found.add(os.readlink(f"/proc/self/fd/{number}"))
+            except OSError:
+                continue
+    return found
+
+
+def sever(connections: set[str]) -> None:
+    """End these: those of a store's client, which torch can't end."""
+    for number in _sockets():
+        with _borrowed(number) as line:
+            try:
+                if os.readlink(f"/proc/self/fd/{number}") in connections:
+                    line.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+
 def _listen(address: str) -> tuple[Any, int]:
     """A Gloo device bound to `address`, and the port it listens on."""
     for _ in range(10):

@@ -24,10 +24,13 @@ def shared_state() -> State:
 
 
 def put_shared(state: State) -> None:
-    """Set the generators that the whole process shares to what `shared_state` gave."""
-    torch.set_rng_state(state["torch"].clone())
-    random.setstate(_python_tuple(state["python"]))
-    np.random.set_state(_arrays(state["numpy"]))
+    """Set the generators that the whole process shares to what `shared_state` gave, or a part of it."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].clone())
+    if "python" in state:
+        random.setstate(_python_tuple(state["python"]))
+    if "numpy" in state:
+        np.random.set_state(_arrays(state["numpy"]))
 
 
 def own_state(loader: DataLoader[Any]) -> State:
@@ -80,7 +83,7 @@ def draw_seed(generator: torch.Generator | None) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
-def mark(state: State) -> int:
+def mark(state: Any) -> int:
     """A number that tells one state from another."""
     return zlib.crc32(pack(state, what="the state of a sampler"))
 

@@ -128,6 +128,7 @@ class Indexed:
         self._feed.go(self._found, index)
 
     def regroup(self, index: int) -> None:
+        self._depth()  # met by who joins
         self._found.regroup(self.terms.agreement, index)
         self.redeal(index)
 

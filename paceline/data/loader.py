@@ -42,8 +42,14 @@ class Turn:
 
 
 class Watcher(Protocol):
-    """Who is called by a loader as it moves, in the thread that iterates it."""
+    """Who is called by a loader as it moves, in the thread that iterates it.
 
+    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step, and counts how often the workers have
+    become others: the loader deals to those that there are now, once all have come to the same step.
+    """
+
+    def epoch_asked(self, loader: ShareLoader) -> None: ...
+    def generation(self, loader: ShareLoader) -> int: ...
     def epoch_begins(self, loader: ShareLoader) -> None: ...
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None: ...
     def turn_ends(self, loader: ShareLoader) -> None: ...
@@ -52,6 +58,13 @@ class Watcher(Protocol):
 
 class Unwatched:
     """A Watcher that does nothing."""
+
+    def epoch_asked(self, loader: ShareLoader) -> None:
+        """Nothing."""
+
+    def generation(self, loader: ShareLoader) -> int:
+        """The workers stay."""
+        return 0
 
     def epoch_begins(self, loader: ShareLoader) -> None:
         """Nothing."""
@@ -106,6 +119,7 @@ def deal(
         local=local,
         say=say,
         move=move,
+        asked=shares,
     )
     if isinstance(loader.dataset, IterableDataset):
         check_stream(terms)
@@ -137,6 +151,7 @@ class ShareLoader:
         self._stale = False  # what was read ahead is dealt by shares that are no more
         self._ending = False  # no further step of this epoch is wanted
         self._resumed: dict[str, Any] | None = None
+        self._generation = 0  # of the workers that are dealt to
 
     def __len__(self) -> int:
         if self.terms.shard == "mine" and not self.terms.alone:
@@ -153,8 +168,11 @@ class ShareLoader:
         self._round += 1
         terms = self.terms
         terms.training = torch.is_grad_enabled() if terms.train is None else terms.train
+        self.hooks.epoch_asked(self)
+        if (now := self.hooks.generation(self)) != self._generation:
+            self._generation, terms.shares = now, policy(terms.reshared(), terms.agreement.group.size)
         state, self._resumed = self._resumed, None
-        self._compare("epoch", [self.epoch, 0 if state is None else state["step"], terms.training, terms.accumulate])
+        self._compare("epoch", self._facts(0 if state is None else state["step"]))
         self._index = self._pipeline.begin(self.epoch, state)
         self._open = True
         self.hooks.epoch_begins(self)
@@ -196,10 +214,22 @@ class ShareLoader:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
         self.terms.agreement = agreement
         self.terms.shares = policy(shares, agreement.group.size)
-        self._compare("regroup", [self.epoch, self._index])
+        self._compare("epoch", self._facts(self._index))  # as who joins in the middle of an epoch does
         if self._open:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
+
+    def _facts(self, step: int) -> list[Any]:
+        return [self.epoch, step, self.terms.training, self.terms.accumulate]
+
+    def _follow(self) -> bool:
+        """Deal to the workers that there are now; whether they have become others."""
+        found = False
+        while (now := self.hooks.generation(self)) != self._generation:
+            self._generation, found = now, True
+            self._again = self._stale = False
+            self.regroup(self.terms.agreement, self.terms.reshared())
+        return found
 
     def finish(self) -> None:
         """End the epoch after the present turn; all workers call it in the same turn."""
@@ -232,10 +262,7 @@ class ShareLoader:
 
     def _turns(self, mine: int) -> Iterator[Any]:
         try:
-            while True:
-                step = None if self._ending else self._pipeline.step(self._index)
-                if step is None:
-                    break
+            while (step := self._step()) is not None:
                 for turn, batch in self._parts(step):
                     self.turn = turn
                     self.hooks.turn_begins(self, turn)
@@ -250,6 +277,14 @@ class ShareLoader:
         finally:
             if mine == self._round:
                 self._abandon()
+
+    def _step(self) -> Step | None:
+        self._follow()
+        while True:
+            step = None if self._ending else self._pipeline.step(self._index)
+            step = step if step is None or self.terms.weigh is None else self._weighed(step)
+            if not self._follow():  # nobody was lost meanwhile
+                return step
 
     def _move(self) -> None:
         """To the next step, or to the present one again."""
@@ -284,17 +319,18 @@ class ShareLoader:
             self._index = 0
 
     def _parts(self, step: Step) -> Iterator[tuple[Turn, Any]]:
-        terms = self.terms
-        if terms.weigh is None:
-            for micro, part in enumerate(step.parts):
-                yield self._turn(step, micro, part, part.share, step.global_batch), part.batch
-            return
-        parts = list(step.parts)
-        weights = [_weight(terms.weigh, part) for part in parts]
-        answers = terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
-        total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        for micro, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        for micro, part in enumerate(step.parts):
+            weight, total = (part.share, step.global_batch) if step.weights is None else (step.weights[micro], step.total)
             yield self._turn(step, micro, part, weight, total), part.batch
+
+    def _weighed(self, step: Step) -> Step:
+        """The step with the weights of its parts, which are read for it, and of all workers together."""
+        assert self.terms.weigh is not None
+        parts = list(step.parts)
+        weights = [_weight(self.terms.weigh, part) for part in parts]
+        answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
+        total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
+        return Step(step.global_batch, step.micros, iter(parts), weights, total)
 
     def _turn(self, step: Step, micro: int, part: Part, weight: float, total: float) -> Turn:
         terms = self.terms

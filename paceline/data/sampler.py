@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -140,14 +140,16 @@ class Indices:
 
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""
+        again = self._fresh and self._source is not None  # what was drawn first got lost with a worker
         kept = None if self._fresh else draws.shared_state()
-        if kept is not None:
+        if kept is not None or again:
             draws.put_own(self._loader, self.origin["own"])
             draws.put_shared(self.origin["shared"])
             if self.origin["seeded"]:
                 draws.draw_seed(self._loader.generator)
         self._source = _ordered(self._loader)
         mark = self._skip(self._high)
+        self._source = chain(list(islice(self._source, 1)), self._source)  # samplers draw when they are asked first: now
         if kept is not None:
             draws.put_shared(kept)
         if self._wanted is not None and mark != self._wanted:
@@ -169,8 +171,7 @@ class Indices:
         batches = self._draw(count)
         packed = [_packed(batch) for batch in batches]
         after = draws.shared_state()
-        moved = draws.mark(before) != draws.mark(after)
-        shared = (draws.mark(before), after) if moved else None
+        shared = {name: (draws.mark(before[name]), after[name]) for name in after if draws.mark(before[name]) != draws.mark(after[name])}
         own = draws.own_state(self._loader)
         origin = self.origin if self._high == self._start else None
         return pack((packed, len(batches) < count, origin, own, shared), what="the state of a sampler")
@@ -180,8 +181,9 @@ class Indices:
         self.origin = self.origin if origin is None else origin
         if self._source is None:
             draws.put_own(self._loader, own)
-            if shared is not None and shared[0] == draws.mark(before):
-                draws.put_shared(shared[1])  # this worker's generators were the first worker's: they move on together
+            for name, (mark, after) in shared.items():
+                if mark == draws.mark(before[name]):
+                    draws.put_shared({name: after})  # this generator was where the first worker's was: they move on together
         self._keep([_unpacked(body) for body in packed], ended=ended)
 
     def _keep(self, batches: list[Any], *, ended: bool | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -36,6 +36,7 @@ class Terms:
     say: Callable[[str], None] = lambda text: None
     move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
     training: bool = True  # as it is in the present epoch
+    asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -59,6 +60,17 @@ class Terms:
         """How many micro-batches a global batch is cut into: none of them is empty."""
         return max(1, min(self.accumulate, batch)) if self.training else 1
 
+    def reshared(self) -> Shares | Sequence[float] | None:
+        """What was asked for, for the workers that there are now: ratios go with their workers, and who has come gets the mean."""
+        size, asked = self.agreement.group.size, self.asked
+        if asked is None or callable(asked):
+            if asked is not None and len(asked(self.loader.batch_size or size)) != size:
+                self.announce(f"shares are given by a function that doesn't know of {size} workers: they are equal from now on")
+                return None
+            return asked
+        mean = sum(asked) / len(asked)
+        return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
+
     def announce(self, text: str) -> None:
         """Say it, once."""
         if text not in self._said:
@@ -81,6 +93,8 @@ class Step:
     global_batch: int
     micros: int
     parts: Iterator[Part]
+    weights: list[float] | None = None  # of my parts, where they are not their samples
+    total: float = 0.0  # of all workers
 
 
 class Pipeline(Protocol):

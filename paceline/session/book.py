@@ -14,20 +14,38 @@ Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {na
 
 
 class Book:
-    """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up."""
+    """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
 
-    def __init__(self, folder: Folder, line: Line | None = None) -> None:
+    One that `stands_by` only adds up, until `take_over`.
+    """
+
+    def __init__(self, folder: Folder, line: Line | None = None, *, stands_by: bool = False) -> None:
         self._path, self._line = folder.metrics, line
         self._file: TextIO | None = None
+        self.stands_by = stands_by
+        self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
         self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
         self._steps = self._samples = 0
         self._final_loss: float | None = None
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
 
-    def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None) -> None:
-        """Take in (upto, records) of each rank, in rank order, and write what is complete. A full disk raises ResourceError."""
-        for rank, (_, records) in enumerate(parts):
+    def take_over(self, line: Line) -> None:
+        """The worker that wrote is lost: write from now on, and first what it had not written of the last lines."""
+        if not self.stands_by:
+            return
+        self.stands_by, self._line = False, line
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        last = max((int(json.loads(text)["step"]) for text in written[-1:]), default=0)
+        self._write([found for found in self._recent if found["step"] > last])
+
+    def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
+        """Take in (upto, records) of each rank and write what is complete; `names` tells whose they are (None: in rank order).
+
+        A full disk raises ResourceError.
+        """
+        for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
                 self._groups[record[0], record[1]][rank] = record
         complete = min(upto for upto, _ in parts)
@@ -88,6 +106,9 @@ class Book:
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if not lines:
+            return
+        if self.stands_by:
+            self._recent = lines
             return
         try:
             if self._file is None:

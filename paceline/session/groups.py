@@ -13,12 +13,14 @@ from paceline.cluster.discover import Place
 from paceline.cluster.progress import Page
 from paceline.cluster.store import Store, address
 from paceline.cluster.topology import Cluster
+from paceline.comm.breaker import Breaker
 from paceline.comm.group import Group
 from paceline.comm.hosts import HostsGroup
 from paceline.comm.shared import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
+from paceline.sync.base import Scene
 from paceline.trace import Trace
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
@@ -37,6 +39,7 @@ class Surroundings:
     trace: Trace = field(default_factory=Trace)
     natives: int = 0
     page: Page | None = None
+    breaker: Breaker = field(default_factory=Breaker)  # of all groups made from here
 
     @property
     def local(self) -> int:
@@ -84,11 +87,41 @@ def everyone(around: Surroundings) -> Group:
         return network(around, "flat")
     if len(hosts) == 1:
         try:
-            return SharedGroup.from_store(around.store.sub("host0"), around.place.rank, around.place.size, deadline=around.deadline)
+            store, place = around.store.sub("host0"), around.place
+            return SharedGroup.from_store(store, place.rank, place.size, deadline=around.deadline, breaker=around.breaker)
         except ResourceError as error:
             around.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
             return network(around, "flat")
     return _over_hosts(around)
+
+
+class Subgroups:
+    """Groups that some runs need beside that of all workers: made when they are, and again when the workers are others."""
+
+    def __init__(self, scene: Scene, hosts: Callable[[], Cluster]) -> None:
+        self.norms: Group | None = None
+        self.host: Group | None = None
+        self._scene, self._hosts = scene, hosts
+        scene.local = self.within_host
+
+    def everyone(self) -> Group:
+        """All workers, in a group of its own: layers exchange while buckets are under way."""
+        if self.norms is None:
+            self.norms = self._scene.group.sub(range(self._scene.group.size))
+            assert self.norms is not None
+            self._scene.sides.append(self.norms)
+        return self.norms
+
+    def within_host(self) -> Group:
+        """The workers of my host."""
+        if self.host is None:
+            self.host = within_host(self._scene.group, self._hosts())
+            self._scene.sides.append(self.host)
+        return self.host
+
+    def forget(self) -> None:
+        """The workers are others now."""
+        self.norms = self.host = None
 
 
 def within_host(group: Group, cluster: Cluster) -> Group:
@@ -112,6 +145,7 @@ def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchG
         address=address(around.place),
         deadline=around.deadline,
         hosts=around.cluster.where(),
+        breaker=around.breaker,
     )
     group.trace = around.trace
     return group
@@ -141,7 +175,12 @@ def _over_hosts(around: Surroundings) -> Group:
         name = f"host{cluster.where()[place.rank]}"
         try:
             inner = SharedGroup.from_store(
-                around.store.sub(name), mine.ranks.index(place.rank), len(mine.ranks), deadline=around.deadline, ranks=mine.ranks
+                around.store.sub(name),
+                mine.ranks.index(place.rank),
+                len(mine.ranks),
+                deadline=around.deadline,
+                ranks=mine.ranks,
+                breaker=around.breaker,
             )
         except ResourceError as caught:
             error = str(caught)

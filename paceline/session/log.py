@@ -27,6 +27,7 @@ from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
 from paceline.session.book import Book
 from paceline.session.folder import PARTS, Totals
+from paceline.session.line import Line
 
 OnNan = Literal["warn", "stop"]
 RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
@@ -117,6 +118,21 @@ class Log:
         """The step under way is void: forget what was logged since the last one was over."""
         self._open.clear()
 
+    def place(self, number: int) -> None:
+        """So many steps were finished in the logs of the others before this one began."""
+        self._number = number
+        self._drained = (number, self._clock())
+
+    @property
+    def number(self) -> int:
+        """How many steps were finished."""
+        return self._number
+
+    def take_over(self, line: Line) -> None:
+        """Write from now on, where another worker did that."""
+        if self._book is not None:
+            self._book.take_over(line)
+
     def _enqueue(self, entry: _Entry) -> None:
         by_device: dict[torch.device, list[_Sums]] = {}
         for sums in entry.sums.values():
@@ -163,12 +179,15 @@ class Log:
         means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
         return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means]
 
-    def absorb(self, bodies: Sequence[bytes]) -> str | None:
-        """Take in what every rank has drained, in rank order; gives the reason to stop, if there is one: the same on all workers."""
+    def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None) -> str | None:
+        """Take in what every rank has drained, in rank order; gives the reason to stop, if there is one: the same on all workers.
+
+        `names`: what the workers are called where ranks may change.
+        """
         parts = [msgpack.unpackb(body) for body in bodies]
         self._judge([(upto, bad) for upto, bad, _ in parts])
         if self._book is not None:
-            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps)
+            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names)
         return self._reason if self._on_nan == "stop" else None
 
     def _judge(self, heads: list[tuple[int, Any]]) -> None:
@@ -185,7 +204,8 @@ class Log:
 
     def finish(self, agreement: Agreement) -> str | None:
         """Hand over the rest and close; waits for devices. Collective. Gives what `absorb` gives."""
-        reason = self.absorb(agreement.meet("the end of the log", self.drain(last=True)))
+        last = self.drain(last=True)
+        reason = self.absorb(agreement.meet("the end of the log", last), agreement.origins)
         self.close()
         return reason
 
@@ -196,7 +216,7 @@ class Log:
 
     def totals(self) -> Totals | None:
         """What the run comes to so far; None where there is no book."""
-        return None if self._book is None else self._book.totals(self._clock() - self._began)
+        return None if self._book is None or self._book.stands_by else self._book.totals(self._clock() - self._began)
 
 
 class _Copy:

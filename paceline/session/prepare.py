@@ -236,6 +236,7 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
                 turns.ready("optimizer.step")
             if not turns.acting:
                 return None if closure is None else _called(closure)
+            turns.stepping()
             result = own(self, *args, **kwargs)
             turns.stepped(self)
             return result

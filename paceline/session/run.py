@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -14,29 +13,31 @@ from typing import Any, Literal
 
 import msgpack
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from paceline.cluster import report
-from paceline.cluster.versioned import Randomness, Stateful, Versioned
-from paceline.comm.group import Group
-from paceline.data.loader import ShareLoader, Turn, deal
+from paceline.cluster.versioned import Randomness, Stateful
+from paceline.data.loader import ShareLoader, Turn
 from paceline.data.shares import Shares
 from paceline.data.terms import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.fault import checkpoint
+from paceline.parallel.batchnorm import desynchronise
 from paceline.session import joint, state
 from paceline.session import prepare as preparing
+from paceline.session.body import Body
+from paceline.session.cast import Cast
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
-from paceline.session.groups import Surroundings, within_host
+from paceline.session.groups import Subgroups, Surroundings
+from paceline.session.line import Line
 from paceline.session.log import Log
-from paceline.session.moving import mover
 from paceline.session.state import Progress
 from paceline.session.step import Turns
+from paceline.session.survival import Founded, Survival
+from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Slot, Strategy
+from paceline.sync.base import Scene, Strategy
+from paceline.sync.sequence import Sequence
 from paceline.wording import spell
 
 
@@ -54,25 +55,38 @@ class Run:
         self.device, self.group = around.device, scene.group
         self.strategy, self.cluster, self.began = strategy, around.cluster, began
         self.events: list[dict[str, Any]] = []
-        self.state = Versioned()
         self._around, self._scene, self._agreement = around, scene, scene.agreement
-        self._local: Group | None = None
-        scene.local = self._host_group
+        subgroups = Subgroups(scene, lambda: self.cluster)
         self._backward = Backward(strategy.begin(scene), scene)
         self._turns = Turns(scene, self._backward, self, around.page)
-        self._models: list[tuple[str, nn.Module]] = []
-        self._optimizers: list[Optimizer] = []
-        self._loaders: list[ShareLoader] = []
-        self._slots: list[Slot] = []
-        self._norms: Group | None = None
-        self._progress = Progress(self._turns, self._loaders)
-        self._own = state.Own(Randomness(self.device), self._backward.sync, self._optimizers)
+        self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
+        self.state = self._cast.state
+        self._progress = Progress(self._turns, self._cast.loaders)
+        self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
-        self._closed = self._introduced = False
+        self._closed = self._introduced = self._waits = self._joined = False
         self.seed = self._shared_seed(seed)
         self.state.add("progress", self._progress)
+        self._survival: Survival | None = None
+        if place.worker is not None:
+            self._survive(around)
+
+    def _survive(self, around: Surroundings) -> None:
+        """Go on when workers are lost: from the first epoch on."""
+        if isinstance(self.strategy, Sequence):
+            raise UsageError("Sequence can't go on yet when workers are lost; leave out --min-workers, or give another strategy")
+        if self.device.type == "cuda":
+            raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
+        body = Body(self._scene, self._cast, self._turns, self._own)
+        body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
+        survival = self._survival = Survival(around, self._agreement, body)
+        self._cast.survives = True
+        self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
+        self._turns.generation_of = self._generation
+        self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
+        self._waits = survival.fresh
 
     def _shared_seed(self, seed: int | None) -> int:
         drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
@@ -97,7 +111,7 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this is the first of all workers."""
-        return self.rank == 0
+        return self.rank == 0 and not self._waits
 
     @property
     def turn(self) -> Turn | None:
@@ -136,104 +150,19 @@ class Run:
         """
         if batchnorm not in ("sync", "local"):
             raise UsageError(f"batchnorm={batchnorm!r} is unknown; possible are 'sync' and 'local'")
-        kinds = [preparing.kind(value) for value in objects]
-        by_kind: dict[str, list[Any]] = defaultdict(list)
-        for value, kind in zip(objects, kinds, strict=True):
-            if not any(value is other for other in by_kind[kind]):
-                by_kind[kind].append(value)
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        if by_kind["model"] or by_kind["optimizer"]:
-            self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
-        for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
-            for thing in self._fresh(by_kind[kind]):
-                bind(thing, self._turns)
-                self._add(kind, thing)
-        ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
-        self._bind()
+        ready = self._cast.prepare(objects, options, batchnorm, train)
         self._introduce()
         return ready[0] if len(ready) == 1 else tuple(ready)
 
-    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: str) -> None:
-        scene, fresh = self._scene, self._fresh(models)
-        for model in models if self.device.type == "cuda" else ():
-            model.to(self.device)
-        for model in fresh:
-            prefix = f"model{len(self._models)}." if self._models or len(models) > 1 else ""
-            self._models.append((prefix, model))
-            self._add("model", model)
-        found = list(preparing.unknown(preparing.slots(self._models, optimizers), self._slots))
-        preparing.check_parameters(found)
-        self._slots += found
-        if self.size > 1:
-            tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
-            tensors += [(p + name, buffer) for p, model in self._models if model in fresh for name, buffer in model.named_buffers()]
-            preparing.same_everywhere(self._agreement, self.group, tensors, optimizers, scene.say)
-        if batchnorm == "sync" and self.size > 1 and any(isinstance(m, _BatchNorm) for model in models for m in model.modules()):
-            norms = self._norms_group()
-            for model in models:
-                synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
-        for optimizer in self._fresh(optimizers):
-            if self.device.type == "cuda" and optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
-            self._add("optimizer", optimizer)
-            self._optimizers.append(optimizer)
-        self._turns.models += fresh
-
-    def _bind(self) -> None:
-        """Follow all that is prepared; again when there is more."""
-        turns = self._turns
-        accumulate = any(loader.terms.accumulate > 1 for loader in self._loaders)
-        for optimizer in self._optimizers:
-            preparing.bind_optimizer(optimizer, turns, accumulate=accumulate)
-        if self.size == 1 and not accumulate:
-            return
-        self._backward.watch([slot for slot in self._slots if slot.parameter.requires_grad])
-        turns.frozen = [slot for slot in self._slots if not slot.parameter.requires_grad]
-        for _, model in self._models:
-            preparing.follow(model, turns)
-            if accumulate:
-                preparing.bind_zero_grad(model, turns)
-
-    def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
-        if train is False:
-            options = {**options, "accumulate": 1}
-        local = self._host_group() if options["readers"] == "host" else None
-        hooks, say, move = self._turns, self._scene.say, mover(self.device)
-        dealt = deal(loader, self._agreement, train=train, local=local, hooks=hooks, say=say, move=move, **options)
-        self._loaders.append(dealt)
-        self._add("loader", dealt)
-        return dealt
-
     def _introduce(self) -> None:
         """Say in one line what was joined, once there is a loader to tell the global batch."""
-        loader = next((loader for loader in self._loaders if loader.terms.train is not False), None)
+        loader = next((loader for loader in self._cast.loaders if loader.terms.train is not False), None)
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
             shares = None if batch is None else loader.terms.shares(batch)
             self._scene.say(preparing.introduction(self.size, len(self.cluster.hosts), spell(self.strategy), shares))
-
-    def _norms_group(self) -> Group:
-        """All workers, in a group of its own: layers exchange while buckets are under way."""
-        if self._norms is None:
-            self._norms = self.group.sub(range(self.size))
-            assert self._norms is not None
-            self._scene.sides.append(self._norms)
-        return self._norms
-
-    def _host_group(self) -> Group:
-        if self._local is None:
-            self._local = within_host(self.group, self.cluster)
-            self._scene.sides.append(self._local)
-        return self._local
-
-    def _fresh(self, things: list[Any]) -> list[Any]:
-        """Those that were not prepared before."""
-        return [thing for thing in things if not any(thing is part for part in self.state.parts)]
-
-    def _add(self, kind: str, thing: Stateful) -> None:
-        taken = sum(name.startswith(kind) for name in self.state.names)
-        self.state.add(f"{kind}{taken}" if taken else kind, thing)
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed."""
@@ -241,15 +170,65 @@ class Run:
             raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
         self.state.add(f"kept.{name}", thing)
 
+    # ---- when workers are lost
+
+    def _begin(self) -> None:
+        """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
+        if self._survival is not None and self._survival.fresh:
+            self._survival.join()
+            self._waits, self._joined = False, True
+        elif self._survival is not None:
+            self._survival.arm()
+
+    def _generation(self, loader: ShareLoader) -> int:
+        """How often the workers have become others; between two turns of training those who wait are let in."""
+        assert self._survival is not None
+        if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
+            self._depart()
+        training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
+        if self._survival.pending and training == [loader] and self._turns.turn is None:
+            self._backward.sync.converge()
+            self._survival.admit()
+        return self._survival.generation
+
+    def _depart(self) -> None:
+        """This host is leaving: go, between two turns; the others deal the next one among themselves."""
+        self._closed = True
+        report.left(self._around.place)
+        self._log.close()
+        self._end(failed=True)
+        raise SystemExit(0)
+
+    def _moved(self, founded: Founded) -> None:
+        """The workers are others now, in the middle of whatever call has failed."""
+        around = founded.around
+        self._around, self.cluster, self.group = around, around.cluster, founded.group
+        self.rank, self.size, self.local_rank = around.place.rank, around.place.size, around.local
+        if self.is_first:
+            self._log.take_over(Line())
+
+    def _lost(self, text: str) -> None:
+        self.event(text)
+        self._scene.say(text)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"flush": self._next_flush, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
+
+    def _learn(self, facts: dict[str, Any]) -> None:
+        self._next_flush, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
+        self._log.place(facts["log"])
+
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
         """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
+        self._begin()
         self._plan(count)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
-            if self._stop_agreed():
+            joined, self._joined = self._joined, False
+            if not joined and self._stop_agreed():  # who has joined did so in the middle of an epoch
                 return
             self._progress.begin()
             yield self._progress.epoch
@@ -259,7 +238,7 @@ class Run:
     def _plan(self, epochs: int) -> None:
         """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
         if self._total_steps is None:
-            training = [loader for loader in self._loaders if loader.terms.train is not False]
+            training = [loader for loader in self._cast.loaders if loader.terms.train is not False]
             length = training[0].length if len(training) == 1 else None
             self._log.total_steps = None if length is None else length * epochs
 
@@ -292,7 +271,8 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
-        self._log.log(self.steps + (self._turns.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
+        if not self._backward.failed:
+            self._log.log(self.steps + (self._turns.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the first worker alone."""
@@ -301,11 +281,14 @@ class Run:
 
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
         """The mean of `x` over workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
-        return joint.mean(self._agreement, self.group, x, float(self.weight if weight is None else weight))
+        weight = float(self.weight if weight is None else weight)
+        return self._agreement.attempt(lambda: joint.mean(self._agreement, self.group, x, weight))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
-        return joint.gather(self._agreement, self.group, x, ghost=self.turn is not None and self.turn.ghost)
+        ghost = self.turn is not None and self.turn.ghost
+        nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
+        return self._turns.gather(lambda: joint.gather(self._agreement, self.group, x, ghost=ghost), nothing)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""
@@ -342,17 +325,20 @@ class Run:
 
     def _flush(self) -> None:
         """Hand what was logged to the first worker; about once a second, at a step agreed before."""
-        preparing.check_known(self._models, self._slots)
-        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead()])
+        preparing.check_known(self._cast.models, self._cast.slots)
+        views = 0 if self._survival is None else self._survival.orders.latest
+        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank], views])
         answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
         self._next_flush = self.steps + answers[0][2]
-        reason = self._log.absorb([a[0] for a in answers])
+        if self._survival is not None:
+            self._survival.note(min(answer[4] for answer in answers))
+        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers])
         if reason is not None and not self._stopping:
             self.event(f"stopped: {reason}")
             self._scene.say(f"stopping: {reason}")
         if reason is not None or any(a[1] for a in answers):
             self._stopping = self._turns.over = True
-            for loader in self._loaders:
+            for loader in self._cast.loaders:
                 if loader.terms.training:
                     loader.finish()
 
@@ -365,7 +351,14 @@ class Run:
         """
         turn = self._turns.led
         step = self.steps + (turn is not None and turn.last_micro)
-        return state.save(self.state, self._own, self._agreement, self.group, self.folder.checkpoints, step=step, keep=keep)
+        folder = self.folder.checkpoints
+        if self._backward.failed:  # this turn comes again, and saves then
+            return next(iter(checkpoint.newest(folder)), folder)
+
+        def save() -> str:
+            return str(state.save(self.state, self._own, self._agreement, self.group, folder, step=step, keep=keep))
+
+        return Path(self._agreement.attempt(save))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
@@ -414,7 +407,7 @@ class Run:
         self._end(failed=False)
 
     def _conclude(self) -> None:
-        models = [model for _, model in self._models]
+        models = [model for _, model in self._cast.models]
         outcome = Outcome(self.strategy, self.cluster, models, self._turns.sent, self.event, self.events)
         conclude(outcome, self._scene, self.folder, self._log)
 
@@ -431,9 +424,11 @@ class Run:
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
+        if self._survival is not None:
+            self._survival.end()
         self._backward.unwatch()
         self._turns.release()
-        for _, model in self._models:
+        for _, model in self._cast.models:
             desynchronise(model)
         groups = [*self._scene.sides, self.group]
         for group in groups if failed else ():

@@ -71,7 +71,7 @@ def start(
     strategy = _strategy(place.sync if place.sync is not None else sync)
     seconds = deadline if place.deadline is None else place.deadline
     report.joined(place)
-    announcer = Announcer(first=place.rank == 0)
+    announcer = Announcer(lambda: place.rank == 0 and not place.joining)
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
             page = enter(place.progress, began, deadline=seconds)
@@ -83,12 +83,13 @@ def start(
             moment = Moment(scale=1.0 / group.size)
             agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
             scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), announcer.say, around.native)
-            run = Run(around, scene, strategy, seed=seed, began=began)
-            where = Folder.agree(agreement, Path(folder), name if name is not None else place.run_name, say=announcer.say)
+            run = Run(around, scene, strategy, seed=seed if place.run is None else place.run[1], began=began)
+            announcer.first = lambda: run.is_first
+            where = _folder(agreement, place, Path(folder), name, announcer.say)
+            report.opened(place, str(where.path.absolute()), run.seed)
             if page is not None:
                 page.writes_to(where.path)
-            book = Book(where, Line()) if place.rank == 0 else None
-            run.open(where, Log(book, on_nan=on_nan, say=announcer.say), total_steps)
+            run.open(where, Log(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()
     except BaseException as error:
         report.report_failure(place, type(error), error)
@@ -105,6 +106,20 @@ def _surroundings(place: Place, device: str | None, seconds: float, say: Callabl
     return Surroundings(place, store, cluster, choose_device(device, local), seconds, say)
 
 
+def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> Folder:
+    """That of the run which this worker joins, or a new one."""
+    if place.run is not None:
+        return Folder(Path(place.run[0]))
+    return Folder.agree(agreement, root, name if name is not None else place.run_name, say=say)
+
+
+def _book(folder: Folder, place: Place) -> Book | None:
+    """The first worker writes the book; where losses are survived, another one must be able to go on with it."""
+    if place.rank == 0 and not place.joining:
+        return Book(folder, Line())
+    return None if place.worker is None else Book(folder, stands_by=True)
+
+
 def _strategy(asked: Any) -> Strategy:
     if asked is None:
         return AllReduce()
@@ -117,14 +132,14 @@ def _strategy(asked: Any) -> Strategy:
 class Announcer:
     """Says things once, on the first worker."""
 
-    def __init__(self, *, first: bool) -> None:
-        self._first = first
+    def __init__(self, first: Callable[[], bool]) -> None:
+        self.first = first
         self._said: set[str] = set()
 
     def say(self, text: str) -> None:
         """Print `text` on stderr, unless it was said before."""
         text = text.removeprefix("paceline: ")
-        if self._first and text not in self._said:
+        if self.first() and text not in self._said:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
         self._said.add(text)
 

@@ -26,11 +26,15 @@ from torch import Tensor, nn
 
 from paceline.cluster.progress import Page
 from paceline.comm.group import Traffic
+from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import is_synchronous
+from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot
+
+Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
 class Beat(Protocol):
@@ -49,8 +53,11 @@ class Course:
     epoch_at: int = 0
     turn_at: int = 0
     turn: Turn | None = None
-    kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = field(default_factory=list)  # buffers before a ghost's turn
+    kept: Buffers = field(default_factory=list)  # before a ghost's turn
     outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
+    gathered: int = 0  # rows that were gathered of this batch: how often
+    passed: int = 0  # in this turn, with those that were gathered when it was dealt before
+    void: bool = False  # its rows died with a worker: it is dealt again
 
 
 class Turns:
@@ -76,6 +83,10 @@ class Turns:
         self._exposed = self._waited = 0.0
         self._sent = self._aside = Traffic()
         self._announced = False
+        self.undo: Undo | None = None  # where losses are survived
+        self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
+        self.asked: Callable[[ShareLoader], None] = lambda loader: None
+        self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
         backward.begins = self._weigh
         scene.moment.loss_scale = self._loss_scale
 
@@ -98,6 +109,11 @@ class Turns:
         """The turn of the leading training loader: the step under way."""
         return None if self._leader is None else self._leader.turn
 
+    def cut_turn(self, number: int) -> None:
+        """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
+        self.cut_off = number
+        self.backward.cut = self.led is not None and number == self.steps + 1
+
     def settle(self) -> None:
         """Set the moment by the turn that trains."""
         turn, moment = self.training, self.scene.moment
@@ -109,6 +125,14 @@ class Turns:
             moment.scale, moment.ghost, moment.silent = turn.scale, turn.ghost, self.quiet > 0 or (turn.train and not turn.last_micro)
 
     # ---- the loader's calls
+
+    def epoch_asked(self, loader: ShareLoader) -> None:
+        """See `Watcher`."""
+        self.asked(loader)
+
+    def generation(self, loader: ShareLoader) -> int:
+        """See `Watcher`."""
+        return self.generation_of(loader)
 
     def epoch_begins(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
@@ -128,15 +152,19 @@ class Turns:
         now = time.perf_counter()
         self._calls += 1
         course = self._courses[id(loader)]
-        course.turn, course.turn_at = turn, self._calls
+        course.turn, course.turn_at, course.passed = turn, self._calls, 0
         if turn.train:
             if self._leader is None:
                 self._leader = course
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 course.outer = self.backward.passes, self.backward.silenced
+                passes = self.backward.passes
                 self.backward.turn()
+                self.backward.cut = self.led is not None and self.cut_off == self.steps + 1
                 self.thaw()
+                if self.undo is not None and course is self._leader:
+                    self.undo.begin(passes)
             elif turn.last_micro and not self.quiet:
                 self.backward.silenced = False  # this one is exchanged by all
             self.backward.ran = False
@@ -163,13 +191,27 @@ class Turns:
                 self.backward.join("the next batch")
                 if inner and len(self._open) > 1:
                     self.backward.passes, self.backward.silenced = course.outer
+        failed = course.void or (leads and turn.last_micro and self.backward.failed)
         self._open.remove(course)
         self.settle()
         if leads:
             self._stop_clock()
-            if turn.last_micro:
+            if failed:
+                self._fail()
+            elif turn.last_micro:
                 self._count(turn)
             self._asked = time.perf_counter()
+        if failed:
+            loader.again()
+        elif turn.last_micro:
+            course.gathered = 0
+        course.void = False
+
+    def _fail(self) -> None:
+        """The turn can't be completed, on all workers: as if it had never been."""
+        assert self.undo is not None
+        self.cut_off = 0
+        self.undo.back()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
@@ -233,7 +275,7 @@ class Turns:
                 self._announced = True
                 self.scene.say(f"all weights of step {self.steps} are zero: no update is made for such a batch")
             return False
-        return turn.last_micro
+        return turn.last_micro and not self.backward.failed
 
     @property
     def broken(self) -> bool:
@@ -257,6 +299,32 @@ class Turns:
             raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange; call it outside of the block")
         if turn is None or turn.train:
             self.backward.join(where, due=True)
+
+    def stepping(self) -> None:
+        """An optimizer is about to step."""
+        if self.undo is not None and self._leader is not None:
+            self.undo.stepping()
+
+    def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+        """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
+        course = next((course for course in reversed(self._open) if course.turn is self.turn), None)
+        agreement = self.scene.agreement
+        if course is None or agreement.recovery is None:
+            return agreement.attempt(act)
+        course.passed += 1
+        if course.passed <= course.gathered or course.void or self.backward.failed:
+            return nothing
+        if course is self._leader and self.backward.cut and not self.backward.passes:
+            return nothing  # of a turn that is dealt again
+        try:
+            found = agreement.settle(act)
+        except Voided:
+            if course is not self._leader:
+                course.void = True
+                return nothing
+            return nothing if self.backward.cut and not self.backward.passes else agreement.attempt(act)
+        course.gathered = course.passed
+        return found
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
@@ -313,7 +381,7 @@ class Turns:
         self.backward.computed(int(now * 1e9))
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
 
-    def _buffers(self) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
+    def _buffers(self) -> Buffers:
         """What a ghost's forward may change or replace; the buffers of synchronous BatchNorm are right on a ghost too."""
         found = []
         for model in self.models:
@@ -323,7 +391,7 @@ class Turns:
         return found
 
 
-def _put_back(kept: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:
+def _put_back(kept: Buffers) -> None:
     for module, name, buffer, values in kept:
         if buffer is not None and values is not None:
             with torch.no_grad():

@@ -109,6 +109,11 @@ class Exchange:
         self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
         self._full = b""
 
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`."""
+        return True
+
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
@@ -351,12 +356,32 @@ class Exchange:
             self._coded.abort()
         self._rewind()
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`: new buckets in the new group at the next backward."""
-        self._scene = scene
-        self._release()
-        self._reducer = self._reducing(scene)
+    def layout(self) -> Any:
+        """See `Sync.layout`: the order of parameters in coded buckets."""
+        if self._coded is None or not self._buckets:
+            return None
+        order = [number for bucket in self._buckets for number in bucket.members]
+        return {"order": order, "coded": self._coded.layout()}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
+        layout = self.layout() if layout is None else layout
+        self._buckets = []  # in memory of the old group, which Gloo may still write to
+        self._scene, self._reducer = scene, self._reducing(scene)
+        self._held.clear()
+        self._sparse.clear()
+        self._late.clear()
+        if self._coded is not None:
+            self._coded.regroup()
         self.attach(self._slots)
+        if self._coded is not None and layout is not None:
+            states = self._coded.kept
+            self._coded.follow(layout["coded"])
+            self._lay_out(layout["order"], set(range(len(self._slots))) - {*layout["order"]})
+            self._coded.keep(states)
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`: residuals begin with nothing, and there is nothing else."""
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -3,6 +3,9 @@
     AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
 
+Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
+It is so on all workers: a pass counts once all of them have its result. After a loss the turn is `cut`, and no pass of it is exchanged.
+
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
 """
@@ -18,14 +21,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from paceline.errors import UsageError
+from paceline.comm.ordered import Voided
+from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
 from paceline.sync.base import Scene, Slot, Sync
 
 
 class Tap:
     """What is remembered of one parameter."""
 
-    __slots__ = ("carry", "given", "handles", "name", "node", "number", "parameter", "prior", "shown", "touched", "version")
+    __slots__ = (
+        *("before", "carry", "given", "handles", "name", "node", "number", "owed"),
+        *("parameter", "prior", "shown", "touched", "version"),
+    )
 
     def __init__(self, number: int, name: str, parameter: Parameter) -> None:
         self.number, self.name, self.parameter = number, name, parameter
@@ -37,6 +44,8 @@ class Tap:
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
         self.given: Tensor | None = None  # the strategy's memory that p.grad was set to
+        self.before: Tensor | None = None  # what p.grad held before a pass that failed
+        self.owed: Tensor | None = None  # what silent passes had left before the last exchange
 
 
 class Backward:
@@ -51,6 +60,9 @@ class Backward:
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
+        self.cut = False  # a worker was lost: what of this turn has not been exchanged can't be any more
+        self.failed = False  # this turn had a pass without a result
+        self._lost: PacelineError | None = None  # in the pass under way
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, Tap] = {}
@@ -161,9 +173,23 @@ class Backward:
             return
         scale = self._scale
         if tap.carry is not None:
+            tap.owed = tap.carry
             grad, tap.carry, scale = _add(grad.mul_(scale) if scale else torch.zeros_like(grad), tap.carry), None, 1.0
         tap.touched = True
-        self.sync.ready(tap.number, grad, scale)
+        self._give(tap, grad, scale)
+
+    def _give(self, tap: Tap, grad: Tensor, scale: float) -> None:
+        if self._lost is None and not self._void:
+            try:
+                self.sync.ready(tap.number, grad, scale)
+            except LOSSES as error:
+                if self.scene.agreement.recovery is None:
+                    raise
+                self._lost = error
+
+    @property
+    def _void(self) -> bool:
+        return self.cut and self.sync.together
 
     # ---- at its end
 
@@ -180,13 +206,13 @@ class Backward:
             if tap.carry is not None:
                 self._set_apart(tap)
                 if tap.carry is not None:
-                    self.sync.ready(tap.number, tap.carry, 1.0)
-                    tap.carry, tap.touched = None, True
+                    carry, tap.carry, tap.touched = tap.carry, None, True
+                    tap.owed = carry if self.scene.agreement.recovery is None else carry.clone()
+                    self._give(tap, carry, 1.0)
             elif grad is not None and grad is tap.given:
                 tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
                 tap.given = None
-        results = self.sync.backward_done(where)
-        for number, mean in results:
+        for number, mean in self._results(where):
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None
             if prior is None:
@@ -200,6 +226,44 @@ class Backward:
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.scene.trace.record(where, "exchange", started, ended)
+
+    def _results(self, where: str) -> list[tuple[int, Tensor]]:
+        if not self.sync.together:
+            return self.sync.backward_done(where)
+        if not self._void:
+            try:
+                found = self.scene.agreement.settle(lambda: self._exchanged(where))
+                for tap in self.taps if self.owing else ():
+                    tap.owed = None
+                return found
+            except Voided as error:
+                if not self.cut:
+                    text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
+                    raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
+        self._fail()
+        return [(tap.number, torch.zeros_like(tap.parameter)) for tap in self.taps if tap.touched]
+
+    def _fail(self) -> None:
+        """This pass has no result, on any worker."""
+        self.failed, self._lost = True, None
+        self.sync.abort()
+        for tap in self.taps:
+            tap.before = tap.prior if tap.touched or tap.parameter.grad is None else tap.parameter.grad.clone()
+
+    def back(self) -> None:
+        """The turn begins anew: gradients are what they were before its first pass without a result."""
+        if not self.failed:
+            return
+        self.failed = False
+        for tap in self.taps:
+            tap.parameter.grad, tap.before = tap.before, None
+            tap.carry, tap.owed = tap.owed, None
+
+    def _exchanged(self, where: str) -> list[tuple[int, Tensor]]:
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        return self.sync.backward_done(where)
 
     def computed(self, until: int) -> None:
         """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
@@ -253,6 +317,7 @@ class Backward:
 
     def turn(self) -> None:
         """A new turn begins."""
+        self.failed = False
         self.passes = 0
         self.silenced = False
 

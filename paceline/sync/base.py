@@ -77,23 +77,35 @@ class Scene:
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
+    past: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
+    past_waited: float = 0.0
+
+    def leave(self) -> None:
+        """The groups have broken: forget them, but not what they sent."""
+        self.past, self.past_waited = self.traffic, self.waited
+        self.sides = []
 
     @property
     def waited(self) -> float:
         """Seconds spent waiting for workers that came later."""
-        return self.group.waited + sum(group.waited for group in self.sides)
+        return self.past_waited + self.group.waited + sum(group.waited for group in self.sides)
 
     @property
     def traffic(self) -> Traffic:
         """What this worker has sent in all groups."""
         found = [group.traffic for group in (self.group, *self.sides)]
-        return Traffic(sum(t.within for t in found), sum(t.between for t in found))
+        return self.past + Traffic(sum(t.within for t in found), sum(t.between for t in found))
 
 
 class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 
     apart: bool  # whether replicas, and so what their optimizers remember, may differ between two steps
+
+    @property
+    def together(self) -> bool:
+        """Whether backward passes exchange gradients with all workers."""
+        ...
 
     def attach(self, slots: Sequence[Slot]) -> None:
         """Take charge of these parameters (again with more of them at the end, when some were unfrozen)."""
@@ -123,8 +135,19 @@ class Sync(Protocol):
         """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
         ...
 
-    def regroup(self, scene: Scene) -> None:
-        """The workers are others now: go on with a new group."""
+    def layout(self) -> Any:
+        """What who has just come has to know for `regroup`: JSON."""
+        ...
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew.
+
+        `layout`: what `layout` gave where somebody has just come, on all workers.
+        """
+        ...
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
         ...
 
     def detach(self) -> None:

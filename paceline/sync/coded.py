@@ -22,7 +22,7 @@ from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.relay import Relay
 from paceline.sync.base import Scene, Slot
 from paceline.sync.choosing import GAIN, Record, attempt, auto, predict
-from paceline.sync.paying import SAMPLE, Account, Cost, Trip, Turn, exposed, measure, sampled, timed
+from paceline.sync.paying import SAMPLE, Account, Cost, Rate, Trip, Turn, exposed, measure, sampled, timed
 
 Kind = tuple[Codec, ...]
 
@@ -31,7 +31,7 @@ class Coded:
     """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
 
     def __init__(self, scene: Scene, codec: Codec | Coding | auto, *, hosts: bool) -> None:
-        self._scene = scene
+        self._scene, self._hosts = scene, hosts
         group = scene.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
@@ -137,7 +137,8 @@ class Coded:
             self._states[index] = self._next[index]
             del self._next[index]
         if self._taken is None and self._record is not None and self._record.over():
-            self._choose(self._record)
+            record = self._record
+            self._scene.agreement.attempt(lambda: self._choose(record))
 
     def _choose(self, record: Record) -> None:
         """Take the option that promises most, if it is enough. Collective."""
@@ -162,10 +163,46 @@ class Coded:
         self.account.codec = self._names[best]
         self._take(best)
 
-    def abort(self) -> None:
-        """It doesn't."""
-        self._next.clear()
+    def abort(self, index: int | None = None) -> None:
+        """It doesn't; or one bucket is void that was under way."""
+        for number in [*self._next] if index is None else [index]:
+            self._next.pop(number, None)
         self._trips.clear()
+
+    def regroup(self) -> None:
+        """Another group, with other leaders perhaps."""
+        group = self._scene.group
+        relay = Relay(group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace)
+        self._relay = relay
+        self._crossed = 0
+        self.account.forget()
+        self._scene.sides.append(relay)
+        self._trips.clear()
+
+    def layout(self) -> list[Any]:
+        """Which codec was chosen, and the rate of the link: for who has just come."""
+        rate = self.account.rate
+        return [self._taken, self._record is None, None if rate is None else list(rate)]
+
+    def follow(self, layout: list[Any]) -> None:
+        """Take up what `layout` gave."""
+        taken, chosen, rate = layout
+        self._taken = taken
+        self._record = None if chosen else self._record
+        if self.account.rate is None and rate is not None:
+            self.account.rate = Rate(*rate)
+
+    @property
+    def kept(self) -> tuple[list[State], dict[int, State]]:
+        """What is kept of each bucket, and what this turn would make of it."""
+        return self._states, dict(self._next)
+
+    def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
+        """After `regroup` and `lay_out` of the same buckets: go on with what was kept. Who leads since then begins with nothing."""
+        states, following = found
+        if self._relay.leads and any(states):
+            self._states = [mine if mine else new for mine, new in zip(states, self._states, strict=True)]
+            self._next = following
 
     def close(self) -> None:
         """End threads and groups."""

@@ -22,7 +22,7 @@ from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
 from paceline.sync.base import Scene, Slot, Sync
 from paceline.sync.graph import Edges, check, prove, weights
-from paceline.sync.paying import SAMPLE, Account, Turn, measure, sampled
+from paceline.sync.paying import SAMPLE, Account, Rate, Turn, measure, sampled
 from paceline.wording import spell
 
 TAG = 70_000  # of messages between neighbours
@@ -108,10 +108,17 @@ class Mixing:
         self._steps = 0
         self._equals = True  # nothing has changed since replicas were equal
         self._open = False  # a step is under way
+        self._others = False  # the workers have become others since replicas were equal
+        self._graph = plan.graph
         self._account = None if isinstance(plan.codec, exact) else Account(repr(plan.codec), "what neighbours know")
         if self._account is not None:
             scene.accounts.append(self._account)
         self._turn = _Turn()
+
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`."""
+        return False
 
     # ---- layout
 
@@ -143,6 +150,7 @@ class Mixing:
         """Replicas are equal: everybody knows everybody."""
         self._known.clear()
         coded = not isinstance(self._plan.codec, exact)
+        self._others = False
         self._equal = [self._read(bucket).to(torch.float32, copy=True) for bucket in self._buckets] if coded else []
 
     def _read(self, bucket: Bucket) -> Tensor:
@@ -184,18 +192,37 @@ class Mixing:
             self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
 
     def _mix(self, turn: int) -> None:
+        begun, self._turn = time.perf_counter(), _Turn()
+        equal = self._scene.agreement.repeat(lambda: self._mixed(turn))
+        for bucket in self._buckets:
+            self._write(bucket)
+        if equal:
+            self._forget()
+            self._equals = True
+        elif self._account is not None:
+            self._turn.tell(self._account, time.perf_counter() - begun)
+
+    def _mixed(self, turn: int) -> bool:
+        """Every bucket holds what my replica is to be; whether all have the same there, as is done where the workers have become others."""
+        if self._others:
+            self._means()
+            return True
         sources, targets = self._neighbours(turn)
         mixes = self._mix_exact if self._account is None else self._mix_coded
-        begun, self._turn = time.perf_counter(), _Turn()
         for index in range(len(self._buckets)):
             mixes(index, sources, targets)
-        if self._account is not None:
-            self._turn.tell(self._account, time.perf_counter() - begun)
+        return False
+
+    def _means(self) -> None:
+        for index, bucket in enumerate(self._buckets):
+            flat = self._read(bucket)
+            self._scene.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
+            flat.div_(self._scene.group.size)
 
     def _neighbours(self, turn: int) -> tuple[Near, Near]:
         """(rank, weight) of those that I hear from, and of those that hear from me."""
         me = self._scene.group.rank
-        w = weights(self._plan.graph, self._scene.group.size, turn)
+        w = weights(self._graph, self._scene.group.size, turn)
         sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
         return sources, [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
 
@@ -207,7 +234,6 @@ class Mixing:
         mine.mul_(1 - sum(weight for _, weight in sources))
         for rank, weight in sources:
             mine.add_(theirs[rank], alpha=weight)
-        self._write(bucket)
 
     def _mix_coded(self, index: int, sources: Near, targets: Near) -> None:
         bucket, coding = self._buckets[index], self._plan.codec
@@ -236,7 +262,6 @@ class Mixing:
             mine.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
         self._turn.coding += time.thread_time() - began
         bucket.flat.copy_(mine)
-        self._write(bucket)
 
     def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
         """What that rank knows of me, or I of it; at first what all were when replicas were equal."""
@@ -249,11 +274,8 @@ class Mixing:
         """See `Sync.converge`: the mean of all."""
         if self._equals:
             return
-        size = self._scene.group.size
-        for index, bucket in enumerate(self._buckets):
-            flat = self._read(bucket)
-            self._scene.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
-            flat.div_(size)
+        self._scene.agreement.repeat(self._means)
+        for bucket in self._buckets:
             self._write(bucket)
         self._forget()
         self._equals = True
@@ -265,9 +287,24 @@ class Mixing:
         self._grads.clear()
         self._open = False
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`: replicas that differ can't be brought to another group yet."""
-        raise UsageError("Gossip can't go on with other workers yet: resume from a checkpoint")
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        rate = None if self._account is None else self._account.rate
+        return None if rate is None else list(rate)
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
+        self._scene = scene
+        if not isinstance(self._graph, str):
+            scene.say("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
+            self._graph = "exponential"
+        if self._account is not None and self._account.rate is None and layout is not None:
+            self._account.rate = Rate(*layout)
+        self._others, self._equals = True, False
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        self._steps = state["gossip"]
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -156,6 +156,10 @@ class Account:
         """`work` sums the sample of this turn exactly; `total` is what came through the codec."""
         self._sample = work, total
 
+    def forget(self) -> None:
+        """The group of the sample is no more."""
+        self._sample = None
+
     def settle(self) -> None:
         """Read the sample of the turn before."""
         if self._sample is None:

@@ -58,6 +58,7 @@ class Both:
     """The running side of `Sequence`."""
 
     apart = True
+    together = True
 
     def __init__(self, scene: Scene, inside: Scene, inner: Sync, outer: Sync) -> None:
         self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
@@ -99,9 +100,17 @@ class Both:
         self._inner.abort()
         self._outer.abort()
 
-    def regroup(self, scene: Scene) -> None:
-        """See `Sync.regroup`."""
-        self._outer.regroup(scene)
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        return None
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: not yet."""
+        raise UsageError("Sequence can't go on with other workers yet: leave out --min-workers, and resume from a checkpoint")
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        self.regroup(self._scene)
 
     def detach(self) -> None:
         """See `Sync.detach`."""

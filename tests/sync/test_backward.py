@@ -609,3 +609,58 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypa
     same(loop(plain), cuts=[None])
     with pytest.raises(AssertionError):
         same(loop(plain), cuts=[cut(1, 7)])
+
+
+class Lost(Exception):
+    """How a worker dies here."""
+
+
+@pytest.mark.parametrize("where", ["forward", "the first gradient", "optimizer.step", "the next turn"])
+def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
+    """Where losses are survived: p.grad has zeros, nothing raises, and it is told."""
+
+    def body(run: Run) -> Any:
+        model = seeded(net)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, opt, loader = run.prepare(model, opt, batches())
+
+        def recover(error: PacelineError) -> None:
+            run._backward.cut = True  # as the living agree
+
+        run._agreement.recovery = recover
+        turns = iter(loader)
+        last = run.rank == 2
+        for number in range(3):
+            x, y = next(turns)
+            dies = last and number == 2
+            if dies and where == "forward":
+                raise Lost
+            if dies and where == "the first gradient":
+                next(iter(model.parameters())).register_hook(lambda _: (_ for _ in ()).throw(Lost()))
+            loss = F.mse_loss(model(x), y)
+            try:
+                loss.backward()
+            except Lost:
+                raise Lost from None
+            if number == 2 and where in ("forward", "the first gradient"):
+                assert run._backward.failed
+                assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+                F.mse_loss(model(x), y).backward()  # a second pass of the turn is dropped too
+                assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+                return "failed"
+            assert not run._backward.failed
+            if dies and where == "optimizer.step":
+                raise Lost
+            opt.step()
+            opt.zero_grad()
+        return "through"
+
+    found: list[Any] = []
+
+    def noted(run: Run) -> Any:
+        found.append(body(run))
+        raise Lost
+
+    with pytest.raises((Lost, PacelineError)):
+        workers(3, noted, deadline=5.0)
+    assert found.count("failed" if where in ("forward", "the first gradient") else "through") >= 2

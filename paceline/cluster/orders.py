@@ -1,0 +1,131 @@
+"""What a launcher tells its workers while they run: the view, each time that it changes. Lines of JSON through a pipe.
+
+    launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
+               {"ask": true}                                                                    --->  (it says where it is)
+               {"leave": true}                                                                  --->  (it goes after its turn)
+
+Whoever is missing in the new view won't answer any more: the thread ends at once what this worker waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PORTS = 1 << 16
+
+
+def named(serial: int, port: int) -> int:
+    """The number of a worker, never used twice in a job; it tells the port of its store, too."""
+    return serial * PORTS + port
+
+
+class Member(NamedTuple):
+    """A worker of a view, and where it serves a store."""
+
+    worker: int
+    host: int  # the number of its host in the job
+    name: str  # of that host
+    address: str
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self.worker % PORTS
+
+
+@dataclass(frozen=True)
+class Roster:
+    """A view as workers are told of it. `broken`: groups of an earlier view are no good, though the members may be the same."""
+
+    number: int
+    members: tuple[Member, ...]
+    broken: bool = False
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(member.worker for member in self.members)
+
+    def dump(self) -> bytes:
+        """The line."""
+        return json.dumps({"number": self.number, "members": self.members, "broken": self.broken}).encode() + b"\n"
+
+    @classmethod
+    def load(cls, line: bytes) -> Roster:
+        """From the line."""
+        found = json.loads(line)
+        return cls(int(found["number"]), tuple(Member(*member) for member in found["members"]), bool(found["broken"]))
+
+
+class Orders:
+    """The worker's end of the pipe. `latest` is the last view it was told of."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._changed = threading.Condition()
+        self._rosters: dict[int, Roster] = {}
+        self._needed: frozenset[int] = frozenset()
+        self._since = 0
+        self.leaving = False  # whether this worker has been asked to go
+        self.asked: Callable[[], None] = lambda: None  # called when the launcher wants to know where this worker is
+        self._trip: Callable[[], None] = lambda: None
+        threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
+
+    @property
+    def latest(self) -> int:
+        """The number of the newest view."""
+        return max(self._rosters, default=0)
+
+    def roster(self, number: int) -> Roster:
+        """A view that this worker was told of."""
+        return self._rosters[number]
+
+    def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
+        """Call `trip`, once, when a view later than `number` leaves out one of those that are `needed`, or says that groups are broken."""
+        with self._changed:
+            self._needed, self._since, self._trip = needed, number, trip
+            late = any(self._breaks(roster) for roster in self._rosters.values())
+        if late:
+            trip()
+
+    def _breaks(self, roster: Roster) -> bool:
+        return roster.number > self._since and (roster.broken or not self._needed <= {*roster.workers})
+
+    def newer(self, number: int, seconds: float) -> Roster | None:
+        """The newest view, once there is one after `number`; None when none has come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.latest > number, seconds)
+            return self._rosters[self.latest] if self.latest > number else None
+
+    def breaking(self, seconds: float) -> Roster | None:
+        """The newest view, once one has come since `arm` that breaks the groups; None when none has come in time."""
+        with self._changed:
+            broke = self._changed.wait_for(lambda: any(self._breaks(roster) for roster in self._rosters.values()), seconds)
+            return self._rosters[self.latest] if broke else None
+
+    def _listen(self) -> None:
+        rest = b""
+        while data := os.read(self._descriptor, 1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                if "number" not in told:
+                    self.leaving = self.leaving or "leave" in told
+                    self.asked() if "ask" in told else None
+                    continue
+                roster = Roster.load(line)
+                with self._changed:
+                    trip = self._trip if self._breaks(roster) else None
+                if trip is not None:
+                    trip()  # first: who sees the new view makes new connections, which have to stay
+                with self._changed:
+                    self._rosters[roster.number] = roster
+                    self._changed.notify_all()
+                    later = self._trip if self._breaks(roster) else None
+                if later is not None and later is not trip:
+                    later()

@@ -1,0 +1,153 @@
+"""What takes part in a run: the models, optimizers, loaders, schedulers and scalers that were prepared, and the groups that they need."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.cluster.versioned import Stateful, Versioned
+from paceline.comm.group import Finished, Op, Work
+from paceline.data.loader import ShareLoader, deal
+from paceline.parallel.batchnorm import synchronise
+from paceline.session import prepare as preparing
+from paceline.session.groups import Subgroups
+from paceline.session.moving import mover
+from paceline.session.step import Turns
+from paceline.sync.backward import Backward
+from paceline.sync.base import Scene, Slot
+
+BatchNorm = Literal["sync", "local"]
+
+
+class Cast:
+    """All that was prepared. `survives`: whether the group may become another."""
+
+    def __init__(self, scene: Scene, backward: Backward, turns: Turns, device: torch.device, subgroups: Subgroups) -> None:
+        self.models: list[tuple[str, nn.Module]] = []
+        self.optimizers: list[Optimizer] = []
+        self.loaders: list[ShareLoader] = []
+        self.slots: list[Slot] = []
+        self.state = Versioned()
+        self.survives = False
+        self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
+        self._synchronous: list[nn.Module] = []
+
+    def prepare(self, objects: tuple[Any, ...], options: dict[str, Any], batchnorm: BatchNorm, train: bool | None) -> list[Any]:
+        """See `Run.prepare`."""
+        kinds = [preparing.kind(value) for value in objects]
+        by_kind: dict[str, list[Any]] = defaultdict(list)
+        for value, kind in zip(objects, kinds, strict=True):
+            if not any(value is other for other in by_kind[kind]):
+                by_kind[kind].append(value)
+        if by_kind["model"] or by_kind["optimizer"]:
+            self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
+        for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
+            for thing in self._fresh(by_kind[kind]):
+                bind(thing, self._turns)
+                self._add(kind, thing)
+        ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
+        self._bind()
+        return ready
+
+    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: BatchNorm) -> None:
+        scene, fresh = self.scene, self._fresh(models)
+        for model in models if self._device.type == "cuda" else ():
+            model.to(self._device)
+        for model in fresh:
+            prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
+            self.models.append((prefix, model))
+            self._add("model", model)
+        found = list(preparing.unknown(preparing.slots(self.models, optimizers), self.slots))
+        preparing.check_parameters(found)
+        self.slots += found
+        if scene.group.size > 1:
+            tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
+            tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
+            preparing.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.say)
+        if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
+            self._synchronous += [model for model in models if model not in self._synchronous]
+            self._synchronise(models)
+        for optimizer in self._fresh(optimizers):
+            if self._device.type == "cuda" and optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
+            self._add("optimizer", optimizer)
+            self.optimizers.append(optimizer)
+        self._turns.models += fresh
+
+    def _bind(self) -> None:
+        """Follow all that is prepared; again when there is more."""
+        turns = self._turns
+        accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
+        for optimizer in self.optimizers:
+            preparing.bind_optimizer(optimizer, turns, accumulate=accumulate)
+        if self.scene.group.size == 1 and not accumulate and not self.survives:
+            return
+        self._backward.watch([slot for slot in self.slots if slot.parameter.requires_grad])
+        turns.frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
+        for _, model in self.models:
+            preparing.follow(model, turns)
+            if accumulate:
+                preparing.bind_zero_grad(model, turns)
+
+    def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
+        if train is False:
+            options = {**options, "accumulate": 1}
+        local = self.subgroups.within_host() if options["readers"] == "host" else None
+        hooks, say, move = self._turns, self.scene.say, mover(self._device)
+        dealt = deal(loader, self.scene.agreement, train=train, local=local, hooks=hooks, say=say, move=move, **options)
+        self.loaders.append(dealt)
+        self._add("loader", dealt)
+        return dealt
+
+    def _synchronise(self, models: list[nn.Module]) -> None:
+        """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""
+        scene = self.scene
+        if scene.group.size == 1:
+            return
+        norms = self.subgroups.everyone()
+        if self.survives:
+            norms = _Attempted(self)  # type: ignore[assignment]
+        for model in models:
+            synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
+
+    def regroup(self) -> None:
+        """The workers are others now: make those groups again that there were."""
+        had_local = self.subgroups.host is not None
+        self.subgroups.forget()
+        self._synchronise(self._synchronous)
+        if had_local:
+            local = self.subgroups.within_host()
+            for loader in self.loaders:
+                loader.terms.local = None if loader.terms.local is None else local
+
+    def _fresh(self, things: list[Any]) -> list[Any]:
+        """Those that were not prepared before."""
+        return [thing for thing in things if not any(thing is part for part in self.state.parts)]
+
+    def _add(self, kind: str, thing: Stateful) -> None:
+        taken = sum(name.startswith(kind) for name in self.state.names)
+        self.state.add(f"{kind}{taken}" if taken else kind, thing)
+
+
+class _Attempted:
+    """A group whose sums are calls that survive the loss of a worker."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self.size = cast.scene.group.size
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`."""
+
+        def act() -> Tensor:
+            norms = self._cast.subgroups.norms
+            return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
+
+        total = self._cast.scene.agreement.attempt(act)
+        return Finished(total if out is None else out.copy_(total))

@@ -1,0 +1,114 @@
+"""Calls of all workers in which a worker is lost: made again, told, or void."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.comm.ordered import Agreement, Result, Voided
+from paceline.comm.threads import spawn
+from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
+
+
+class Flaky:
+    """An act that loses a worker so many times before it succeeds."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses, self.made = losses, 0
+
+    def __call__(self) -> int:
+        self.made += 1
+        if self.made <= self.losses:
+            raise WorkerLost("gone") if self.made % 2 else ViewChanged("others")
+        return 42
+
+
+def agreement(*outcomes: Result[Any] | None) -> tuple[Agreement, list[PacelineError]]:
+    """One whose recovery tells these outcomes, and what it was told."""
+    found, told = Agreement(spawn(1, lambda group: group)[0]), list[PacelineError]()
+
+    def recover(error: PacelineError) -> Result[Any] | None:
+        told.append(error)
+        return outcomes[len(told) - 1]
+
+    found.recovery = recover
+    return found, told
+
+
+def test_a_call_is_made_again_until_it_succeeds() -> None:
+    one, told = agreement(None, None)
+    act = Flaky(2)
+    assert one.attempt(act) == 42
+    assert act.made == 3 and [type(error) for error in told] == [WorkerLost, ViewChanged]
+    assert one.calls == 1 and one.last == 42
+
+
+def test_what_others_got_is_taken() -> None:
+    one, _ = agreement(Result(7))
+    act = Flaky(1)
+    assert one.attempt(act) == 7
+    assert act.made == 1 and one.calls == 1 and one.last == 7
+
+
+def test_a_call_that_cannot_be_had_again_is_void() -> None:
+    one, _ = agreement(None)
+    with pytest.raises(Voided):
+        one.settle(Flaky(1))
+    assert one.calls == 1  # on all workers
+
+
+def test_when_others_have_it_so_have_i() -> None:
+    """The last meeting of `settle` was lost here; that another has passed it says that all have what they need."""
+    one, _ = agreement(Result(None))
+    given: list[str] = []
+
+    def act() -> str:
+        given.append("mine")
+        return "mine"
+
+    meet = one._meet
+
+    def lost(what: str, body: bytes, where: str) -> list[bytes]:
+        one._meet = meet  # type: ignore[method-assign]
+        raise WorkerLost("gone")
+
+    one._meet = lost  # type: ignore[method-assign]
+    assert one.settle(act) == "mine" and given == ["mine"] and one.last is None
+
+
+def test_it_is_repeated_after_it_was_void() -> None:
+    one, _ = agreement(None, None)
+    act, voided = Flaky(2), []
+    assert one.repeat(act, lambda: voided.append(act.made)) == 42
+    assert voided == [1, 2] and one.calls == 3
+
+
+def test_calls_within_a_call_are_part_of_it() -> None:
+    one, told = agreement(None)
+    act = Flaky(1)
+
+    def outer() -> int:
+        one.meet("something")
+        return one.attempt(act)
+
+    assert one.attempt(outer) == 42 and act.made == 2 and one.calls == 1 and len(told) == 1
+
+
+def test_other_errors_are_not_survived() -> None:
+    one, told = agreement()
+
+    def act() -> None:
+        raise Mismatch("different calls")
+
+    with pytest.raises(Mismatch):
+        one.attempt(act)
+    assert not told and one.calls == 0
+
+
+def test_without_recovery_a_loss_raises() -> None:
+    one = Agreement(spawn(1, lambda group: group)[0])
+    with pytest.raises(WorkerLost):
+        one.attempt(Flaky(1))
+    with pytest.raises(WorkerLost):
+        one.settle(Flaky(1))
