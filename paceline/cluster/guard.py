@@ -19,6 +19,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5  # between two looks at the children of the workers
+_CLOSE_LOOK_SECONDS, _YOUNG_SECONDS = 0.05, 5.0  # while one of them is so young that it may be about to make its temporary folder
 _SECOND_LOOK = 0.05  # seconds
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 
@@ -193,12 +194,15 @@ def watch(mark: str) -> None:
     groups: set[int] = set()
     known: set[int] = set()
     folders: dict[int, list[Path]] = {}  # readers whose worker was killed may end before they are looked at
+    born: dict[int, float] = {}  # when a process was first seen
     rest = b""
     while True:
         present = {child for group in groups for child in (group, *children(group))}
         folders |= {child: found for child in present - folders.keys() if (found := litter([child]))}
         known |= present
-        if not select.select([0], [], [], _LOOK_SECONDS)[0]:
+        now = time.monotonic()
+        young = any(now - born.setdefault(process, now) < _YOUNG_SECONDS for process in present - folders.keys())
+        if not select.select([0], [], [], _CLOSE_LOOK_SECONDS if young else _LOOK_SECONDS)[0]:
             continue
         data = os.read(0, 1 << 16)
         *lines, rest = (rest + data).split(b"\n")
