@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.cluster.channel import Caller, Channel, Gone, call
+from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
 from paceline.cluster.meeting import Offer
 from paceline.cluster.membership import Membership, View
 from paceline.cluster.orders import Member, Roster
@@ -124,15 +124,9 @@ class Assembly:
 
     def hear(self, descriptor: int) -> None:
         """Take what has come from one of the others."""
-        for host, channel in list(self._channels.items()):
-            if channel.fileno() != descriptor:
-                continue
-            try:
-                while (message := channel.hear()) is not None:
-                    self._take(host, message)
-            except Gone:
-                self._channels.pop(host).close()
-                self.membership.silent(host, time.monotonic())
+        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._channels.pop(gone[0]).close()
+            self.membership.silent(gone[0], time.monotonic())
         self._send()
 
     def tick(self) -> None:

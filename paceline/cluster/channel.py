@@ -15,6 +15,7 @@ import secrets as random
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from paceline.cluster import secret as secrets
@@ -142,6 +143,19 @@ class Channel:
     def _nonces(self, other: str) -> tuple[bytes, bytes]:
         mine, its = self.nonce.encode(), other.encode()
         return (mine, its) if self.side == "server" else (its, mine)
+
+
+def hear_from(channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]) -> tuple[int, Gone] | None:
+    """Hand on what has come over the channel with this descriptor; who it leads to, and why, if that one has hung up."""
+    for host, channel in list(channels.items()):
+        if channel.fileno() != descriptor:
+            continue
+        try:
+            while (message := channel.hear()) is not None:
+                take(host, message)
+        except Gone as reason:
+            return host, reason
+    return None
 
 
 def call(connection: socket.socket, secret: bytes, point: str) -> Channel:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.channel import Caller, Channel, Gone, call
+from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
 from paceline.cluster.peers import Failure
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 
@@ -81,14 +81,8 @@ class Council:
 
     def hear(self, descriptor: int) -> None:
         """Take what has come from one of the others."""
-        for host, channel in list(self._channels.items()):
-            if channel.fileno() != descriptor:
-                continue
-            try:
-                while (message := channel.hear()) is not None:
-                    self._take(host, message)
-            except Gone as reason:
-                self._lose(host, f"is gone: {reason}")
+        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._lose(gone[0], f"is gone: {gone[1]}")
 
     def tick(self) -> None:
         """Say that we live, notice who doesn't, and decide when it is time."""

@@ -15,7 +15,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -114,6 +113,9 @@ class Survival:
         if self._agreement.recovery is not None:
             return
         self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._around.breaker))
+        self._survive()
+
+    def _survive(self) -> None:
         self._agreement.recovery = self.recover
         self.watching = Watching(self._around.place, self._agreement, self._around.deadline)
         self.orders.asked = self.watching.answer
@@ -234,7 +236,7 @@ class Survival:
 
     def _hand_over(self, old: int) -> None:
         """Those from `old` on are given the state, each by somebody near; checked by the hash that most of the others have."""
-        group, hosts = self._around_group()
+        group, hosts = self._agreement.group, self._around.cluster.where()
         givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
         body, digest = self._heart.give() if group.rank < old else (b"", "")
         mine = body if group.rank in givers.values() else b""
@@ -284,10 +286,7 @@ class Survival:
         self._found(Founded(around, everyone(around), tuple(found["origins"]), layout=found["layout"]), members)
         self._hand_over(found["old"])
         self._welcome(found["old"])
-        self._agreement.recovery = self.recover
-        self.watching = Watching(self._around.place, self._agreement, self._around.deadline)
-        self.orders.asked = self.watching.answer
-        report.surviving(self._around.place)
+        self._survive()
 
     def _admitted(self, here: Store, roster: Roster) -> dict[str, Any]:
         """What those who train say when they let me in; `ViewChanged` where they do so in a newer view."""
@@ -301,9 +300,6 @@ class Survival:
             if here.has([f"reach/{worker}" for worker in roster.workers]):  # as all say after a loss
                 decide({worker: Reach(*here.take(f"reach/{worker}")) for worker in roster.workers})  # raises if nobody has the state
         raise DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
-
-    def _around_group(self) -> tuple[Group, Sequence[int]]:
-        return self._agreement.group, self._around.cluster.where()
 
     # ---- places
 

@@ -27,7 +27,7 @@ class Undo:
         self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: Backward
     ) -> None:
         self._parts, self._models, self._randomness, self._backward = parts, models, randomness, backward
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each, its version, and what it held then
         self._random: dict[str, Any] | None = None
         self._kept: Snapshot | None = None
         self._whole: Snapshot | None = None
@@ -50,7 +50,13 @@ class Undo:
             self._random = self._randomness.state_dict()
         self._again = self._stepped = False
         self._whole = None
-        self._buffers = [(buffer, buffer.detach().clone()) for model in self._models for buffer in model.buffers()]
+        known = {id(buffer): (version, values) for buffer, version, values in self._buffers}
+        self._buffers = []
+        for buffer in (buffer for model in self._models for buffer in model.buffers()):
+            version, values = known.get(id(buffer), (None, buffer))
+            if version is None or version != _version(buffer):  # masks and tables stay as they are: one copy is enough
+                version, values = _version(buffer), buffer.detach().clone()
+            self._buffers.append((buffer, version, values))
         kept = {name: part for name, part in self._parts().items() if name.startswith("kept.")}
         self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
 
@@ -74,8 +80,9 @@ class Undo:
                 )
             self._load(self._whole)
         with torch.no_grad():
-            for buffer, values in self._buffers:
-                buffer.copy_(values)
+            for buffer, version, values in self._buffers:
+                if version is None or version != _version(buffer):
+                    buffer.copy_(values)
         if self._kept is not None:
             self._load(self._kept)
         if self._random is not None:
@@ -85,3 +92,8 @@ class Undo:
         parts = self._parts()
         for name, state in snapshot.unpack().items():
             parts[name].load_state_dict(state)
+
+
+def _version(buffer: Tensor) -> int | None:
+    """How often it was changed in place, where torch counts that."""
+    return None if buffer.is_inference() else buffer._version

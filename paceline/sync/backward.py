@@ -245,9 +245,9 @@ class Backward:
 
     def _fail(self) -> None:
         """This pass has no result, on any worker."""
-        self.failed, self._lost = True, None
+        first, self.failed, self._lost = not self.failed, True, None
         self.sync.abort()
-        for tap in self.taps:
+        for tap in self.taps if first else ():
             tap.before = tap.prior if tap.touched or tap.parameter.grad is None else tap.parameter.grad.clone()
 
     def back(self) -> None:
