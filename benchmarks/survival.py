@@ -1,11 +1,15 @@
 """What surviving costs while nobody dies, and how long the others stand still when somebody does: a GPT of 0.9 M or 19 M parameters.
 
     python benchmarks/survival.py cost  [--model small --workers 2 --batch 12 --blocks 40]
-    python benchmarks/survival.py kills [--model small --workers 4 --batch 4 --kills 5]
+    python benchmarks/survival.py kills [--model small --workers 4 --batch 4 --kills 3 --runs 10]
+    python benchmarks/survival.py count
 
-`cost` trains with and without in turns, block by block within the same run, and gives the ratio of the median steps with its 90 % interval.
-`kills` ends a random worker by SIGKILL at a random moment, again and again (each is started anew), and gives what lies between two commits
-of the others, less the median step.
+`cost` trains with and without in turns, block by block within the same run, and gives the median ratio of neighbouring blocks with its
+90 % interval.
+`kills` ends a random worker by SIGKILL at a random moment, again and again (each is started anew, unless enough others are left), and gives
+what lies between two commits of the others, less the median step.
+`count` trains a model of two parameters, where nothing else takes time: what a step costs in Python with and without, on one worker
+(microseconds), and how often two workers meet in a step, with how many bytes of each.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from harness import ratio
+from harness import bootstrap
 
 BLOCK = 8  # steps in a row with or without
 FIRST = 6  # steps that aren't measured
 BETWEEN = (4.0, 8.0)  # seconds between two kills: who was killed is back by then
+SOON = (1.0, 3.0)  # the same, where more workers are there than are killed
 
 
 def train(options: argparse.Namespace) -> None:
@@ -91,6 +97,51 @@ def launch(options: argparse.Namespace, out: Path, *more: str) -> subprocess.Pop
     return subprocess.Popen([sys.executable, "-m", *command, f"--out={out}"], stderr=subprocess.DEVNULL)
 
 
+def tiny(options: argparse.Namespace) -> None:
+    """The script of each worker for `count`."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import paceline as pl
+
+    met: list[int] = []  # bytes of each meeting
+    with pl.start(folder=options.out, trace="off") as run:
+        model = torch.nn.Linear(1, 1)
+        data = TensorDataset(torch.randn(options.steps * run.size, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=run.size))
+        agree, blocks, surviving, began, counts = run.group.agree, ([], []), None, 0, [[0, 0], [0, 0]]
+        run.group.agree = lambda body: (met.append(len(body)) if b"settled" in body else None) or agree(body)
+        for _ in run.epochs(1):
+            surviving = run._agreement.recovery, run._turns.undo
+            for (x,) in loader:
+                model(x).sum().backward()
+                optimizer.step()
+                if run.steps % BLOCK == 0:
+                    now, on = time.perf_counter_ns(), (run.steps // BLOCK) % 2 == 0  # from now on: the block that ends was the other kind
+                    blocks[on].append((now - began) / 1e3 / BLOCK) if began else None
+                    counts[on] = [counts[on][0] + len(met), counts[on][1] + sum(met)]
+                    met.clear()
+                    run._agreement.recovery, run._turns.undo = surviving if on else (None, None)
+                    began = time.perf_counter_ns()
+        run._agreement.recovery, run._turns.undo = surviving
+        if run.is_first:
+            steps = options.steps / 2
+            found = {"us": [statistics.median(block[2:]) for block in blocks], "meetings": [count / steps for count, _ in counts]}
+            Path(options.out, "count.json").write_text(json.dumps(found | {"bytes": [nbytes / steps for _, nbytes in counts]}))
+
+
+def count(options: argparse.Namespace, out: Path) -> dict[str, float]:
+    """What a step takes more with than without: microseconds of Python, meetings, and bytes."""
+    options.steps, found = 2 * BLOCK * 200, {}
+    for options.workers in (1, 2):
+        assert launch(options, out).wait() == 0
+        found[options.workers] = json.loads((out / "count.json").read_text())
+    on, off = found[1]["us"]
+    more = {name: found[2][name][0] - found[2][name][1] for name in ("meetings", "bytes")}
+    return {"us_with": on, "us_without": off, **more}
+
+
 def cost(options: argparse.Namespace, out: Path) -> dict[str, float]:
     """Median steps (seconds) with and without, and their ratio."""
     options.steps = 2 * BLOCK * options.blocks + FIRST
@@ -100,55 +151,73 @@ def cost(options: argparse.Namespace, out: Path) -> dict[str, float]:
     for start in range(2 * BLOCK, len(found) - BLOCK, BLOCK):
         blocks.append(statistics.median(found[step] - found[step - 1] for step in range(start + 1, start + BLOCK)))
     on, off = blocks[::2], blocks[1::2]
-    pairs = min(len(on), len(off))
-    found_ratio = ratio(on[:pairs], off[:pairs])
+    ratios = [with_it / without for with_it, without in zip(on, off, strict=False)]  # of neighbours: the machine is quicker or slower later
+    found_ratio = bootstrap(lambda median: median, ratios)
     return {"with": statistics.median(on), "without": statistics.median(off), **found_ratio._asdict()}
 
 
 def kills(options: argparse.Namespace, out: Path) -> dict[str, float]:
     """What kills cost, in seconds."""
+    lost, steps = [], []
+    for number in range(options.runs):
+        (folder := out / str(number)).mkdir()
+        usual, found = killed(options, folder, random.Random(options.seed + number))
+        lost += found
+        steps.append(usual)
+    return {"step": statistics.median(steps), "median": statistics.median(lost), "worst": max(lost), "kills": len(lost)}
+
+
+def workers(job: subprocess.Popen[bytes]) -> list[Any]:
+    """Those of its processes that train, or are about to."""
     import psutil
 
-    chance, options.steps = random.Random(options.seed), 10**6
-    job = launch(options, out, "--restarts", str(options.kills))
-    killed = []
-    while len(list(out.glob("steps-*"))) < options.workers:
+    children = psutil.Process(job.pid).children()  # the launcher has a deputy, too
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and __file__ in child.cmdline()]
+
+
+def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tuple[float, list[float]]:
+    """The usual step of one run, and what each kill cost."""
+    options.steps = 10**6
+    again = options.workers <= options.kills  # else enough are left without those that die
+    job = launch(options, out, "--restarts", str(options.kills if again else 0))
+    moments_of = []
+    while sum(path.stat().st_size > 0 for path in out.glob("steps-*")) < options.workers:
         time.sleep(0.1)
     for _ in range(options.kills):
-        while len(psutil.Process(job.pid).children()) <= options.workers:  # the launcher has a deputy, too
+        while again and len(workers(job)) < options.workers:
             time.sleep(0.1)
-        time.sleep(chance.uniform(*BETWEEN))
-        victim = chance.choice([child for child in psutil.Process(job.pid).children() if __file__ in child.cmdline()])
-        victim.send_signal(signal.SIGKILL)
-        killed.append(time.time())
-    time.sleep(BETWEEN[1])
+        time.sleep(chance.uniform(*(BETWEEN if again else SOON)))
+        chance.choice(workers(job)).send_signal(signal.SIGKILL)
+        moments_of.append(time.time())
+    time.sleep(SOON[1])
     (out / "enough").touch()
     job.wait()
     found = moments(out)
     gaps = list(pairwise(found))
     usual = statistics.median(after - before for before, after in gaps)
-    lost = [max(after - before for before, after in gaps if before <= moment + 3 and after >= moment) - usual for moment in killed]
-    return {"step": usual, "median": statistics.median(lost), "worst": max(lost), "kills": len(lost)}
+    lost = [max(after - before for before, after in gaps if before <= moment + 3 and after >= moment) - usual for moment in moments_of]
+    return usual, lost
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "kills"))
+    parser.add_argument("what", choices=("cost", "kills", "count"))
     parser.add_argument("--model", default="small", help="small (0.9 M parameters) or medium (19 M)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=12, help="samples in a step, for each worker")
     parser.add_argument("--blocks", type=int, default=40, help="blocks of steps with, and as many without")
-    parser.add_argument("--kills", type=int, default=5, help="each waits twice as long to be started again")
+    parser.add_argument("--kills", type=int, default=3, help="in a run; as many workers or fewer are started again")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.out:
-        train(options)
+        (tiny if options.what == "count" else train)(options)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        found = (cost if options.what == "cost" else kills)(options, Path(folder))
+        found = {"cost": cost, "kills": kills, "count": count}[options.what](options, Path(folder))
     print(json.dumps({"model": options.model, "workers": options.workers, **{name: round(value, 4) for name, value in found.items()}}))
 
 

@@ -13,6 +13,7 @@ from paceline.errors import (
     DeadlineExceeded,
     Mismatch,
     PacelineError,
+    ReplicasDiffer,
     ResourceError,
     UsageError,
     WorkerLost,
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
     from paceline.sync.choosing import auto
+    from paceline.sync.fragment import adaptive
     from paceline.sync.gossip import Gossip
     from paceline.sync.localsgd import LocalSGD
     from paceline.sync.outer import average, nesterov
-    from paceline.sync.rounds import adaptive
     from paceline.sync.sequence import Sequence
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "LocalSGD",
     "Mismatch",
     "PacelineError",
+    "ReplicasDiffer",
     "ResourceError",
     "Run",
     "Sequence",
@@ -86,7 +88,7 @@ _NAMES: Final = {
     "paceline.sync.choosing": ("auto",),
     "paceline.sync.gossip": ("Gossip",),
     "paceline.sync.localsgd": ("LocalSGD",),
-    "paceline.sync.rounds": ("adaptive",),
+    "paceline.sync.fragment": ("adaptive",),
     "paceline.sync.outer": ("average", "nesterov"),
     "paceline.sync.sequence": ("Sequence",),
 }

@@ -38,6 +38,10 @@ Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the sc
 Name = Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
 
+MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
+Restarts = Annotated[int, typer.Option(help="How many workers of each host are started again, with --min-workers.")]
+Patience = Annotated[float, typer.Option(help="Seconds that fewer than --min-workers wait, or a host that was cut off looks for others.")]
+
 
 def _show_version(asked: bool) -> None:
     if asked:
@@ -68,8 +72,9 @@ def run(
     sync: Sync = None,
     name: Name = None,
     placement: Annotated[str, typer.Option(help="How ranks are dealt to hosts: block, or round-robin; the same on all hosts.")] = "block",
-    min_workers: Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")] = None,
-    restarts: Annotated[int, typer.Option(help="How many workers of this host are started again, with --min-workers.")] = 0,
+    min_workers: MinWorkers = None,
+    restarts: Restarts = 0,
+    patience: Patience = 600.0,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = launch.Job(
@@ -86,6 +91,7 @@ def run(
         placement=placement,
         min_workers=min_workers,
         restarts=restarts,
+        patience=patience,
     )
     raise typer.Exit(_start(job, interface))
 
@@ -189,6 +195,9 @@ def run_in_lab(
     sync: Sync = None,
     name: Name = None,
     placement: Annotated[str | None, typer.Option(help="How ranks are dealt to hosts; default: what the cluster says.")] = None,
+    min_workers: MinWorkers = None,
+    restarts: Restarts = 0,
+    patience: Patience = 600.0,
 ) -> None:
     """Build a cluster, run a script on all of its hosts, and take the cluster down."""
     from paceline.lab import terminal
@@ -196,7 +205,10 @@ def run_in_lab(
 
     if sync is not None:
         notation.check(sync)
-    raise typer.Exit(terminal.run(cluster, placement, Start(str(script), tuple(args or ()), fault or (), sync, name, show=True)))
+    start = Start(
+        str(script), tuple(args or ()), fault or (), sync, name, min_workers=min_workers, restarts=restarts, patience=patience, show=True
+    )
+    raise typer.Exit(terminal.run(cluster, placement, start))
 
 
 @lab.command("check")

@@ -7,6 +7,7 @@ PacelineError
 │   ├── SecretError                 the job's secret is missing, unreadable, or not the others'
 │   └── DataError                   a loader, sampler or batch that can't be dealt
 ├── Mismatch                        the workers were about to do different things; both sides are named
+├── ReplicasDiffer                  what ought to be equal on all workers is not; who differs, and in what, is named
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
 ├── WorkerLost                      another worker is gone
 ├── ViewChanged                     the group this work belonged to has been replaced
@@ -43,6 +44,10 @@ class DataError(UsageError):
 
 class Mismatch(PacelineError):
     """Workers were about to exchange different things; the message names both sides."""
+
+
+class ReplicasDiffer(PacelineError):
+    """Parameters, buffers or what optimizers remember differ between workers; the message says on which ranks, and which tensors."""
 
 
 class DeadlineExceeded(PacelineError, TimeoutError):

@@ -23,7 +23,7 @@ Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     "LocalSGD": "paceline.sync.localsgd:LocalSGD",
-    "adaptive": "paceline.sync.rounds:adaptive",
+    "adaptive": "paceline.sync.fragment:adaptive",
     "Sequence": "paceline.sync.sequence:Sequence",
     "Gossip": "paceline.sync.gossip:Gossip",
     "auto": "paceline.sync.choosing:auto",

@@ -1,8 +1,26 @@
 """What holds for all tests."""
 
+from __future__ import annotations
+
+import gc
+import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.survivors import Outcome
+
+ROOT = str(Path(__file__).parents[1])
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is there for good: nobody looks for garbage in it, here or in the processes that are forked."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -10,3 +28,27 @@ def _interruptible() -> None:
     """Ctrl-C is heard here and by what is started here, even if the tests run in the background of a shell, which has it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _importable() -> None:
+    """Scripts under test may import `tests.brisk`, wherever they lie."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """What comes of a training by one worker that nobody disturbs; each is made once."""
+    from tests.launches import jobs
+    from tests.survivors import play
+
+    made: dict[str, Outcome] = {}
+
+    def make(**parts: Any) -> Outcome:
+        if (key := repr(sorted(parts.items()))) not in made:
+            with jobs(tmp_path_factory.mktemp("alone")) as found:
+                made[key] = play(found, "alone", workers=1, nap=0, **parts)
+        return made[key]
+
+    return make

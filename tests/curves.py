@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    import brisk  # noqa: F401
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +62,12 @@ def vector(model: nn.Module) -> Tensor:
 
 def plain(case: Case) -> Curve:
     """The loop as it is without paceline."""
-    model, optimizer, loader = make(case)
+    return _plain(case.optimizer, case.norm)
+
+
+@cache
+def _plain(optimizing: str, norm: bool) -> Curve:
+    model, optimizer, loader = make(Case(optimizer=optimizing, norm=norm))
     losses = []
     for _ in range(EPOCHS):
         for x, y, _ids in loader:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELAST
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
 PRELUDE = """
 import os, sys, time
+import tests.brisk
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -83,8 +86,12 @@ class Job:
         )
 
     def end(self, seconds: float = 60) -> Ended:
-        """Wait for its end."""
-        out, err = self.process.communicate(timeout=seconds)
+        """Wait for its end; if it doesn't come, what it has said so far."""
+        try:
+            out, err = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired as waited:
+            said = b"".join([waited.output or b"", b"\n", waited.stderr or b""]).decode(errors="replace")
+            raise AssertionError(f"it didn't end in {seconds} s, and had said:\n{said}") from None
         return Ended(self.process.returncode, out, err, time.monotonic() - self.began)
 
     def processes(self) -> list[psutil.Process]:
@@ -138,7 +145,9 @@ class Jobs:
 
     def run(self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
         """`paceline run --workers N OPTIONS script.py ARGS`."""
-        script = self.write(body)
+        path = self.folder / "script.py"
+        other = path.exists() and path.read_text() != PRELUDE + body  # which workers may still be about to read
+        script = self.write(body, f"script{len(self._started)}.py" if other else path.name)
         return self.start([sys.executable, "-m", "paceline", "run", "--workers", str(workers), *options, script, *args], **environ)
 
     def left(self, seconds: float = 2.0) -> list[str]:
@@ -198,7 +207,9 @@ def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
+    """A port of the loopback that nobody uses now, and that no system gives to who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as chosen, contextlib.suppress(OSError):
+            chosen.bind(("127.0.0.1", port))
+            return port

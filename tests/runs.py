@@ -20,6 +20,7 @@ from paceline.comm.ordered import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
 from paceline.session.book import Book
+from paceline.session.comparing import Comparison
 from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings
 from paceline.session.log import Log, OnNan
@@ -32,7 +33,14 @@ T = TypeVar("T")
 
 
 def make(
-    group: Group, strategy: Strategy, folder: str, say: Callable[[str], None], on_nan: OnNan = "warn", *, hosts: tuple[int, ...] = ()
+    group: Group,
+    strategy: Strategy,
+    folder: str,
+    say: Callable[[str], None],
+    on_nan: OnNan = "warn",
+    *,
+    hosts: tuple[int, ...] = (),
+    comparison: Comparison | None = None,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the ranks."""
     ranks = tuple(range(group.size))
@@ -44,7 +52,7 @@ def make(
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
-    run = Run(around, scene, strategy, seed=1, began=0.0)
+    run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
     kept = Folder.agree(agreement, Path(folder), "test", say=say)
     run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
@@ -61,15 +69,15 @@ def workers(
     delay: Callable[[int], None] | None = None,
     deadline: float = 30.0,
     hosts: tuple[int, ...] = (),
+    comparison: Comparison | None = None,
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one."""
     with tempfile.TemporaryDirectory() as temporary:
 
         def work(group: Group) -> T:
             say = said.append if said is not None and group.rank == 0 else _nothing
-            with make(
-                group if size > 1 else SoloGroup(), strategy or AllReduce(), str(folder or temporary), say, on_nan, hosts=hosts
-            ) as run:
+            among, where = group if size > 1 else SoloGroup(), str(folder or temporary)
+            with make(among, strategy or AllReduce(), where, say, on_nan, hosts=hosts, comparison=comparison) as run:
                 return body(run)
 
         return spawn(size, work, delay=delay, deadline=deadline)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.launches import Job, wait_for
+from tests.launches import Job, Jobs, wait_for
 
 SAMPLES, BATCH = 192, 16
 
-# Every worker writes what it is about to train on: step, how often the workers had become others, samples.
+# Every worker writes what it is about to train on: step, which dealing it is of (events, and less workers for those of one event), samples.
 SCRIPT = """
 import json, os, signal
 from pathlib import Path
@@ -49,7 +49,7 @@ with pl.start({start}) as run:
     for epoch in run.epochs({epochs}):
         for index, x, y in loader:
             if run.weight:
-                seen.write(json.dumps([run.steps, len(run.events), index.tolist()]) + "\\n"); seen.flush()
+                seen.write(json.dumps([run.steps, [len(run.events), -run.size], index.tolist()]) + "\\n"); seen.flush()
             (out / f"ready-{{os.getpid()}}").touch()
             optimizer.zero_grad()
             loss = ((model(x) - y) ** 2).mean()
@@ -97,10 +97,13 @@ class Outcome(NamedTuple):
 
 def outcome(out: Path, folder: Path) -> Outcome:
     """Read it."""
-    dealt: dict[int, dict[int, list[int]]] = {}
+    dealt: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for path in out.glob("seen-*"):
+        mine = {}  # a worker that was told of a loss before its turn began has it twice: the first time without a result
         for line in path.read_text().splitlines():
             step, dealing, samples = json.loads(line)
+            mine[step, tuple(dealing)] = samples
+        for (step, dealing), samples in mine.items():
             dealt.setdefault(step, {}).setdefault(dealing, []).extend(samples)
     samples = {step: sorted(found[max(found)]) for step, found in dealt.items()}
     lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
@@ -113,6 +116,31 @@ def apart(one: Outcome, other: Outcome) -> float:
     """How far the weights are from each other, relative to their size."""
     a, b = (torch.cat([x.reshape(-1) for x in found.weights]).double() for found in (one, other))
     return float((a - b).norm() / b.norm())
+
+
+def play(job: Jobs, name: str, *options: str, workers: int = 4, **parts: Any) -> Outcome:
+    """Run it to its end."""
+    out = job.folder / name
+    out.mkdir()
+    more = parts.pop("more", None)  # arguments of start
+    start = f"name='run', folder='{name}/runs'{'' if more is None else f', {more}'}"
+    launched = job.run(script(start=start, **parts), workers, *options, OUT=str(out))
+    ended = launched.end(90)
+    assert ended.code == 0, ended
+    return outcome(out, out)
+
+
+def check(found: Outcome, wanted: Outcome, *, close: float = 1e-12) -> None:
+    """Each sample once, the same weights, every step in the log."""
+    other = {step: (samples, found.samples.get(step)) for step, samples in wanted.samples.items() if samples != found.samples.get(step)}
+    assert not other, (other, found.events)
+    assert apart(found, wanted) < close
+    assert found.logged == list(range(1, len(wanted.samples) + 1))
+
+
+def until(events: int, nap: float = 0.3) -> str:
+    """A nap (seconds) in each turn, until so much has happened in the run."""
+    return f"0 if len(run.events) >= {events} else {nap}"
 
 
 def trains(job: Job, out: Path, workers: int) -> None:

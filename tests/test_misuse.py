@@ -156,6 +156,7 @@ class TestOneRankGoesItsOwnWay:
         assert ended.code == 0 and "Error" not in ended.err, ended.err
         assert len(list(job.folder.glob("runs/*/summary.json"))) == 1
 
+    @pytest.mark.slow
     def test_breaks_out_alone(self, job):
         self.named(job.run(loop("if rank == 1 and number == 2: break")).end(), "run.epochs", "backward of step 3")
 
@@ -173,6 +174,7 @@ class TestOneRankGoesItsOwnWay:
         ended = job.run(loop(start="seed=rank")).end()
         assert ended.code == 1 and "(UsageError)" in ended.last and "rank 0: seed=0" in ended.said and "rank 1: seed=1" in ended.said
 
+    @pytest.mark.slow
     def test_has_another_model(self, job):
         ended = job.run(loop().replace("parts(run)", "parts(run, nn.Linear(4, 1 + rank))")).end()
         assert ended.code == 1 and "(UsageError)" in ended.last, ended.err
@@ -181,12 +183,14 @@ class TestOneRankGoesItsOwnWay:
 
 
 class TestData:
+    @pytest.mark.slow
     def test_a_loader_shorter_than_a_batch(self, job):
         body = loop().replace("parts(run)", "parts(run, samples=7, batch=8, drop_last=True)")
-        ended = job.run(body).end()
+        ended = job.run(body, 1).end()
         assert ended.code == 1 and "(DataError)" in ended.last and "DataError: " in ended.said, ended.err
         assert "drop_last" in ended.said and "7" in ended.said, ended.err
 
+    @pytest.mark.slow
     def test_a_data_set_without_length(self, job):
         body = """
 class Endless:
@@ -198,13 +202,14 @@ with pl.start() as run:
     for x, y in loader:
         pass
 """
-        ended = job.run(body).end()
+        ended = job.run(body, 1).end()
         assert ended.code == 1 and "(DataError)" in ended.last and "__len__" in ended.said and "Endless" in ended.said, ended.err
 
 
 class TestNumbers:
     BAD = "x = x * (float('nan') if run.steps == 3 and rank == 1 else 1.0)"
 
+    @pytest.mark.slow
     def test_a_loss_that_is_none_is_announced(self, job):
         ended = job.run(loop(self.BAD)).end()
         assert ended.code == 0, ended.err
@@ -232,6 +237,7 @@ class TestStart:
             ("on_nan='halt'", ("'halt'", "'stop'")),
             ("trace='some'", ("'some'", "'last'")),
             ("deadline=0", ("deadline=0", "above 0")),
+            ("replicate=0", ("replicate=0", "'auto', 'off', and a number of steps")),
             ("device='tpu'", ("tpu", "cpu")),
             ("name='a/b'", ("a/b", "without slashes")),
         ],

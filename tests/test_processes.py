@@ -170,6 +170,7 @@ print(f"both {run.steps} {refused}\\n", end="")  # in one piece: torchrun does n
 
 
 class TestTorchDistributed:
+    @pytest.mark.slow
     def test_a_script_that_never_heard_of_paceline(self, job):
         ended = job.run(OWN).end()
         assert ended.code == 0, ended.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from paceline.lab.kernel import missing
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text() for page in PAGES}
+BRISK = "import tests.brisk\n"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -73,9 +73,9 @@ def documents() -> Iterator[Any]:
 
 @pytest.mark.parametrize("page", documents())
 def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "train.py", tmp_path)
+    (tmp_path / "train.py").write_text(BRISK + (ROOT / "examples" / "train.py").read_text())
     for number, block in enumerate(blocks(TEXTS[page.name], "python")):
-        (tmp_path / f"block{number}.py").write_text(block)
+        (tmp_path / f"block{number}.py").write_text(BRISK * ("torch" in block) + block)
         answer = run_script(tmp_path / f"block{number}.py", tmp_path)
         assert answer.returncode == 0, f"{block}\n{answer.stderr}"
 

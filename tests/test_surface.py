@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ NAMES = [
     "LocalSGD",
     "Mismatch",
     "PacelineError",
+    "ReplicasDiffer",
     "ResourceError",
     "Run",
     "Sequence",
@@ -49,10 +51,11 @@ NAMES = [
     "topk",
     "where",
 ]
+ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate"  # of start
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
-    " --min-workers --restarts",
-    "lab run": "cluster script args --fault --sync --name --placement",
+    " --min-workers --restarts --patience",
+    "lab run": "cluster script args --fault --sync --name --placement --min-workers --restarts --patience",
     "lab check": "",
     "lab shell": "host command --lab",
     "lab clean": "",
@@ -67,6 +70,10 @@ def test_public_names() -> None:
     assert paceline.__all__ == NAMES
     assert all(getattr(paceline, name) is not None for name in NAMES)
     assert set(NAMES) <= set(dir(paceline))
+
+
+def test_arguments_of_start() -> None:
+    assert " ".join(inspect.signature(paceline.start).parameters) == ARGUMENTS
 
 
 def test_unknown_names() -> None:

@@ -61,6 +61,11 @@ def made(name: str | None) -> bool:
     return name is None or (mark.exists() and mark.read_text() == _fingerprint(name))
 
 
+def requirement(name: str) -> str:
+    """What an environment is made from, as pip takes it."""
+    return (HERE / "requirements" / f"{name}.txt").read_text().strip()
+
+
 def make(name: str) -> None:
     """Make an environment anew. Raises `InstallError` with the last line that pip or the build said."""
     folder = BENCH / name

@@ -7,22 +7,26 @@ launcher 0 ------ launcher 1      connections between all of them; `membership` 
 
 from __future__ import annotations
 
+import contextlib
+import secrets as random
 import select
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
+from paceline.cluster.door import Door, Point
 from paceline.cluster.meeting import Offer
 from paceline.cluster.membership import Membership, View
 from paceline.cluster.orders import Member, Roster
-from paceline.cluster.peers import Failure
-from paceline.errors import DeadlineExceeded, SecretError
+from paceline.cluster.peers import Failure, Late, note
+from paceline.errors import DeadlineExceeded, PacelineError, SecretError
 
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
+CALL_SECONDS = 5.0  # how long a host that is new in the view may take to call
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
 _LONGEST_TAIL = 8_000  # characters
@@ -66,21 +70,51 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
     return channels
 
 
+def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
+    """Connections to the launchers of a view in which this host is new. Who can't be reached is noticed as silent."""
+    channels: dict[int, Channel] = {}
+    for seat in view.seats:
+        if seat.host == host:
+            continue
+        point = (str(seat.facts["address"]), int(seat.facts["port"]))
+        with contextlib.suppress(OSError, PacelineError):
+            channels[seat.host] = call(socket.create_connection(point, timeout=SILENT_SECONDS), secret, f"{point[0]}:{point[1]}")
+            channels[seat.host].send({"kind": "host", "host": host})
+    return channels
+
+
+@dataclass
+class _Guest:
+    """A host that wants to take part, and is no member yet."""
+
+    channel: Channel
+    facts: dict[str, Any]
+    wished: bool = False
+
+
 class Assembly:
     """One launcher's part: a `crew.Peers` that goes on when hosts are lost.
 
-    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to be told of them.
+    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to be told of them. `run`
+    is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
     """
 
-    def __init__(self, host: int, view: View, channels: dict[int, Channel]) -> None:
+    def __init__(self, host: int, view: View, channels: dict[int, Channel], door: Door | None = None) -> None:
         self.host = host
+        self.run: str | None = None
+        self.closing = False  # workers have ended their run: nobody is let in any more
+        self.cut_off = False
+        self.joined = view.number > 1  # this host has come later
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
         self.rosters: list[Roster] = []
-        self.late: dict[int, bool] = {}  # calls in which somebody waits for others; whether those are given up
+        self.late: dict[int, Late] = {}
         self.membership = Membership(host, view, now=time.monotonic())
         self._channels = channels
+        self._door = door
+        self._guests: dict[str, _Guest] = {}  # by a word that goes into the view
+        self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
         self._failures: list[Failure] = []
         self._beat_at = 0.0
@@ -112,19 +146,37 @@ class Assembly:
         self.membership.renew(number, time.monotonic())
         self._send()
 
-    def tell_late(self, call: int, given_up: bool) -> None:
+    @property
+    def points(self) -> list[Point]:
+        """Where the launchers of the other hosts are called."""
+        return [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in self.view.seats if seat.host != self.host]
+
+    def tell_closing(self) -> None:
+        """Workers of this host have ended their run."""
+        if not self.closing:
+            self.closing = True
+            self._tell_all({"kind": "closing"})
+
+    def tell_late(self, late: Late) -> None:
         """Workers of this host wait for others in a call."""
-        self.late[call] = self.late.get(call, False) or given_up
-        self._tell_all({"kind": "late", "call": call, "given_up": given_up})
+        note(self.late, late)
+        self._tell_all({"kind": "late", "late": late})
 
     # ---- the other launchers
 
     def descriptors(self) -> list[int]:
-        return [channel.fileno() for channel in self._channels.values()]
+        own = [] if self._door is None else self._door.descriptors()
+        channels = [*self._channels.values(), *(guest.channel for guest in self._guests.values())]
+        return [*own, *(channel.fileno() for channel in channels)]
 
     def hear(self, descriptor: int) -> None:
         """Take what has come from one of the others."""
-        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+        if self._door is not None and descriptor in self._door.descriptors():
+            if (came := self._door.hear(descriptor)) is not None:
+                self._receive(*came)
+        elif word := next((word for word, guest in self._guests.items() if guest.channel.fileno() == descriptor), None):
+            self._listen(word)
+        elif (gone := hear_from(self._channels, descriptor, self._take)) is not None:
             self._channels.pop(gone[0]).close()
             self.membership.silent(gone[0], time.monotonic())
         self._send()
@@ -142,11 +194,13 @@ class Assembly:
                 self.membership.silent(host, now)
             else:
                 self.membership.heard(host)
+        self._admit(now)
         self.membership.tick(now)
         self._send()
         if self.membership.stranded and not self.all_finished and self.verdict is None:
             seat = self.view.seat(self.host)
             name = "this host" if seat is None else seat.facts["name"]
+            self.cut_off = True
             why = "the others went on without it" if self.membership.expelled else "fewer than half of the hosts are within reach"
             self.verdict = Failure(None, name, 1, f"was cut off from the other hosts: {why}, so it stops here")
 
@@ -158,7 +212,60 @@ class Assembly:
                 self._channels[host].send({"kind": "membership", "message": message})
         for view in self.membership.decided:
             self.rosters.append(self.roster(view, broken=view.renewed))
+            for seat in view.seats:
+                if (guest := self._guests.pop(seat.facts.get("word", ""), None)) is not None:
+                    guest.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": self.run})
+                    guest.channel.flush(_FLUSH_SECONDS)
+                    guest.channel.close()  # it calls again, as it calls the others
         self.membership.decided.clear()
+
+    # ---- hosts that come
+
+    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Take what a launcher that has called says first."""
+        if message.get("kind") == "host":
+            host = int(message["host"])
+            if host in self._channels:
+                self._channels.pop(host).close()
+            self._channels[host] = channel
+            self._awaited.pop(host, None)
+            if self.host in self._finished:
+                channel.send({"kind": "finished"})
+            if self.closing:
+                channel.send({"kind": "closing"})
+        elif message.get("kind") == "offer" and message["offer"].get("numbers"):
+            self._guests[random.token_hex(8)] = _Guest(channel, Offer.load(message["offer"]).facts)
+        else:
+            why = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
+            _refuse(channel, why) if message.get("kind") == "offer" else channel.close()
+
+    def _listen(self, word: str) -> None:
+        """Notice that a guest has hung up; it has nothing more to say."""
+        guest = self._guests[word]
+        try:
+            guest.channel.hear()
+        except Gone:
+            guest.channel.close()
+            del self._guests[word]
+
+    def _admit(self, now: float) -> None:
+        """Have guests taken into the view, and notice who is in it and doesn't call."""
+        if self._door is not None:
+            self._door.tick(now)
+            if self.run is not None and self.membership.leader == self.host:
+                self._door.invite(self.view, now)
+        for word, guest in list(self._guests.items()):
+            if self.closing or self.verdict is not None or self.stopped is not None:
+                del self._guests[word]
+                _refuse(guest.channel, "the job that runs there is at its end")
+            elif self.run is not None and not guest.wished:
+                guest.wished = True
+                self.membership.joining(word, (), guest.facts, now)
+        absent = {*self.view.hosts} - {self.host, *self._channels}
+        self._awaited = {host: self._awaited.get(host, now) for host in absent}
+        for host, since in self._awaited.items():
+            if now - since > CALL_SECONDS:
+                self.membership.silent(host, now)
 
     def _take(self, host: int, message: dict[str, Any]) -> None:
         kind = message.get("kind")
@@ -168,9 +275,11 @@ class Assembly:
             self._failures.append(Failure(**message["failure"]))
             self.verdict = self.verdict or self._failures[0]
         elif kind == "late":
-            self.late[int(message["call"])] = self.late.get(int(message["call"]), False) or bool(message["given_up"])
+            note(self.late, Late(*message["late"]))
         elif kind == "stopped":
             self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
+        elif kind == "closing":
+            self.closing = True
         elif kind == "finished":
             self._finished.add(host)
             self._finish()
@@ -204,7 +313,18 @@ class Assembly:
 
     def close(self) -> None:
         """Hang up."""
+        for guest in self._guests.values():
+            _refuse(guest.channel, "the job that runs there is at its end")
         for channel in self._channels.values():
             channel.flush(_FLUSH_SECONDS)
             channel.close()
         self._channels.clear()
+        self._guests.clear()
+        if self._door is not None:
+            self._door.close()
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    channel.send({"kind": "refused", "error": "PlaceError", "why": why})
+    channel.flush(_FLUSH_SECONDS)
+    channel.close()

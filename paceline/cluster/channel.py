@@ -158,14 +158,14 @@ def hear_from(channels: dict[int, Channel], descriptor: int, take: Callable[[int
     return None
 
 
-def call(connection: socket.socket, secret: bytes, point: str) -> Channel:
-    """The client's side of the introduction.
+def call(connection: socket.socket, secret: bytes, point: str, seconds: float = _HELLO_SECONDS) -> Channel:
+    """The client's side of the introduction, which may take so many `seconds`.
 
     `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
     hangs up without a word, as forwarders of ports do before there is somebody behind them.
     """
     channel = Channel(connection, "client")
-    end = time.monotonic() + _HELLO_SECONDS
+    end = time.monotonic() + seconds
     greeting: dict[str, Any] = {}
     try:
         greeting = channel.wait(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.cluster import guard
+from paceline.cluster.lateness import Lateness
 from paceline.cluster.mending import Mending
 from paceline.cluster.output import last_words, screens
 from paceline.cluster.peers import Failure, Peers
@@ -53,6 +53,7 @@ class Crew:
         self._known: set[int] = set()  # workers and their children
         self._began = time.time()
         self._mending = None if mending is None else mending(self)
+        self._lateness = Lateness(peers, host, self.say)
 
     def run(self, tasks: Sequence[Task], started: Callable[[], None] = lambda: None) -> int:
         """Start these workers, watch them until the last is gone, and give the exit code of the job.
@@ -113,10 +114,10 @@ class Crew:
         self._known.add(worker.process.pid)
         self._inform(self._deputy, f"+{worker.process.pid}")
 
-    def opened(self) -> str:
-        """Folder and seed of the run, as JSON."""
-        found = next(record for worker in self._workers for record in worker.records if record["event"] == "opened")
-        return json.dumps([found["folder"], found["seed"]])
+    @property
+    def asked(self) -> bool:
+        """Whether this launcher was asked to end, or to leave."""
+        return self._asked is not None or self._leaving
 
     def say(self, text: str) -> None:
         """A line of the launcher's own."""
@@ -160,8 +161,11 @@ class Crew:
         now = time.monotonic()
         for worker in self._workers:
             self._look(worker)
-        if self._mending is not None and self._mending.active(self._workers):
+        mends = self._mending is not None and self._mending.active(self._workers)
+        if self._mending is not None and mends:
             self._mending.look(self._workers)
+        members = self._workers if self._mending is None else self._mending.members(self._workers)
+        self._lateness.turn([worker for worker in members if worker.ended is None], ends=mends)
         for worker in self._workers:
             self._reap(worker)
             for stream in worker.streams:

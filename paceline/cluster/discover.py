@@ -52,10 +52,11 @@ class Place:
     hostname: str = "localhost"
     progress: str | None = None  # the page where this worker says how far it is (paceline run)
     worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
-    orders_fd: int | None = None  # where it hears of views then
+    orders_fd: int | None = None  # where it is asked where it is, and hears of views (paceline run)
     joining: bool = False  # the others train already
+    min_workers: int = 1  # fewer don't train, where losses are survived
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
-    stack_fd: int | None = None  # where its stack is to be written, when it is asked for
+    stack_fd: int | None = None  # where its stack is to be written, when it is asked for (paceline run)
 
 
 def environment() -> dict[str, str]:
@@ -111,6 +112,7 @@ def _paceline(environ: Environ) -> Place | None:
         worker=_integer(environ, "PACELINE_WORKER", None),
         orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
         joining=environ.get("PACELINE_JOINING") == "1",
+        min_workers=_integer(environ, "PACELINE_MIN_WORKERS", 1),
         run=_run(environ),
         stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
     )

@@ -32,12 +32,12 @@ def end_group(group: int) -> None:
         clear(folders)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal and waits for SIGCONT."""
+def state(pid: int) -> str:
+    """What a process does, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" where nothing is said."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def _signal_group(group: int, number: int) -> bool:

@@ -3,6 +3,8 @@
 worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are yours?
 worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is shown
                                                  worker 4: says nothing         -->  the same, as far as it answers
+
+They are asked once more when those who wait are about to give up: where losses are survived, who still doesn't come is ended then.
 """
 
 from __future__ import annotations
@@ -13,20 +15,48 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.cluster.assembly import Assembly
+from paceline.cluster import guard, orders
+from paceline.cluster.peers import Late, Peers
 from paceline.cluster.worker import Worker
 
 _ANSWER_SECONDS = 1.0  # how long a worker may take to say where it is
 _STACK_SECONDS = 0.5  # and to write its stack
-_LINES = 15  # of a stack
+_INNERMOST, _OUTERMOST = 10, 5  # lines of a long stack: where it hangs, and how the script got there
+_STATES = {  # of a process that says nothing, as the kernel calls them
+    "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
+    "t": "a debugger holds it",
+    "D": "it is stuck in the kernel (a disk, or a network file system)",
+}
+_SILENT = "it doesn't answer"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Where a worker is: how many calls it has made, the name of the last, how long ago it ended, and whether it waits in another."""
+
+    done: int
+    what: str
+    seconds: float
+    waits: bool
+
+    @classmethod
+    def of(cls, record: dict[str, object]) -> _Answer:
+        return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
+
+    def line(self) -> str:
+        """In words."""
+        if self.waits:
+            return f"it waits itself, in {self.what}"
+        return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
 
 
 @dataclass
 class _Case:
-    """A call that somebody waits in."""
+    """A call in which somebody waits, and the workers that are asked where they are."""
 
+    members: Sequence[Worker]
     asked: float
-    answers: dict[int, dict[str, object]] = field(default_factory=dict)  # by number of the worker
+    answers: dict[int, _Answer] = field(default_factory=dict)  # by process
     culprits: list[Worker] = field(default_factory=list)
     shown: float | None = None  # when their stacks were asked for
     over: bool = False
@@ -36,81 +66,72 @@ class _Case:
 class Lateness:
     """The cases of this host's workers."""
 
-    assembly: Assembly
+    peers: Peers
+    host: str
     say: Callable[[str], None]
-    _cases: dict[int, _Case] = field(default_factory=dict)
-    _whats: dict[int, str] = field(default_factory=dict)
-    _killed: set[int] = field(default_factory=set)
+    _cases: dict[tuple[int, bool], _Case] = field(default_factory=dict)  # by call, and whether those who wait are about to give up
+    _told: set[tuple[int, int]] = field(default_factory=set)  # of whom, and after how many calls
 
-    def turn(self, workers: Sequence[Worker]) -> None:
-        """Take what workers and other launchers have said."""
+    def turn(self, members: Sequence[Worker], *, ends: bool) -> None:
+        """Take what workers and other launchers have said. `ends`: the others can go on without who doesn't come."""
         now = time.monotonic()
-        for worker in workers:
+        for worker in members:
             for record in worker.take("late"):
-                call = int(str(record["call"]))
-                self._whats[call] = str(record["what"])
-                self.assembly.tell_late(call, given_up=bool(record["given_up"]))
+                self.peers.tell_late(Late(int(str(record["call"])), str(record["what"]), bool(record["given_up"])))
             for record in worker.take("where"):
                 for case in self._cases.values():
-                    case.answers[worker.number] = record
-        members = [worker for worker in workers if worker.ended is None and worker.number in self.assembly.view.workers]
-        for call, given_up in self.assembly.late.items():
-            if call not in self._cases:
-                self._cases[call] = _Case(now)
+                    case.answers[worker.process.pid] = _Answer.of(record)
+        for late in self.peers.late.values():
+            if (late.call, late.given_up) not in self._cases:
+                self._cases[late.call, late.given_up] = _Case(members, now)
                 for worker in members:
-                    worker.order(b'{"ask": true}\n')
-            case = self._cases[call]
-            self._judge(call, case, members, now)
-            if given_up and case.over:
-                self._give_up(case)
+                    worker.order(orders.ASK)
+            case = self._cases[late.call, late.given_up]
+            if not case.over:
+                self._judge(late, case, ends=ends and late.given_up)
 
-    def _judge(self, call: int, case: _Case, members: Sequence[Worker], now: float) -> None:
-        if case.over or now - case.asked < _ANSWER_SECONDS:
-            return
+    def _judge(self, late: Late, case: _Case, *, ends: bool) -> None:
+        now = time.monotonic()
+        members = [worker for worker in case.members if worker.ended is None]
         if case.shown is None:
-            case.culprits = [worker for worker in members if not _waits(case.answers.get(worker.number), call)]
+            if now - case.asked < _ANSWER_SECONDS and any(worker.process.pid not in case.answers for worker in members):
+                return
+            case.culprits = [worker for worker in members if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)]
             case.shown = now
             for worker in case.culprits:
                 worker.stack()  # what was written before is of no interest
-                os.kill(worker.process.pid, signal.SIGUSR1)
+                if worker.said("shows"):
+                    os.kill(worker.process.pid, orders.STACK)
         elif now - case.shown > _STACK_SECONDS:
             case.over = True
-            for worker in case.culprits:
-                self._tell(worker, call, case.answers.get(worker.number))
+            for worker in [worker for worker in case.culprits if worker.ended is None]:
+                self._tell(worker, late, case.answers.get(worker.process.pid))
+                if ends:
+                    self.say(f"paceline: rank {worker.rank} is given up, and ended")
+                    os.kill(worker.process.pid, signal.SIGKILL)  # not `send`: nobody asked it to end, so it counts as a failure
 
-    def _tell(self, worker: Worker, call: int, answer: dict[str, object] | None) -> None:
-        if worker.ended is not None:
+    def _tell(self, worker: Worker, late: Late, answer: _Answer | None) -> None:
+        """Name it and show its stack, unless that has been done, and it hasn't moved since."""
+        place = (worker.process.pid, late.call if answer is None else answer.done)
+        if place in self._told:
             return
-        seat = self.assembly.view.seat(self.assembly.host)
-        host = "this host" if seat is None else seat.facts["name"]
-        where = (
-            "it doesn't answer"
-            if answer is None
-            else f"its last call was {answer['what'] or 'none'}, {float(str(answer['seconds'])):.1f} s ago"
-        )
-        what = f" ({self._whats[call]})" if call in self._whats else ""
-        self.say(f"paceline: others wait for rank {worker.rank} on {host}{what}: {where}; its stack:")
-        lines = _main_thread(worker.stack())
-        for line in lines or ["  (none: the process is stopped, or stuck outside of Python)"]:
+        self._told.add(place)
+        pid = worker.process.pid
+        where = _STATES.get(guard.state(pid), _SILENT).format(pid=pid) if answer is None else answer.line()
+        lines = _ends(worker.stack())
+        self.say(f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): {where}{'; its stack:' if lines else ''}")
+        for line in lines:
             self.say(f"paceline:   {line.strip()}")
 
-    def _give_up(self, case: _Case) -> None:
-        for worker in case.culprits:
-            if worker.ended is None and worker.number not in self._killed:
-                self._killed.add(worker.number)
-                self.say(f"paceline: rank {worker.rank} is given up, and ended")
-                os.kill(worker.process.pid, signal.SIGKILL)
 
-
-def _waits(answer: dict[str, object] | None, call: int) -> bool:
-    """Whether a worker is in this call, or past it."""
+def _comes(answer: _Answer | None, call: int, *, strict: bool) -> bool:
+    """Whether a worker is past this call, or in it; unless `strict`, whoever waits for others is taken for one that comes."""
     if answer is None:
         return False
-    done = int(str(answer["call"]))
-    return done > call or (done == call and bool(answer["waits"]))
+    return answer.done > call or (answer.waits and (answer.done == call or not strict))
 
 
-def _main_thread(stack: str) -> list[str]:
-    """The lines of the main thread: faulthandler writes it last."""
-    blocks = stack.strip().split("\n\n")
-    return blocks[-1].splitlines()[1 : 1 + _LINES] if stack.strip() else []
+def _ends(stack: str) -> list[str]:
+    """The lines of a stack, without the middle of a long one."""
+    lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
+    return lines if len(lines) <= _INNERMOST + _OUTERMOST else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]

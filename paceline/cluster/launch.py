@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets as random
 import signal
@@ -15,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from paceline.cluster import machine, network, orders, progress, secret
-from paceline.cluster.assembly import Assembly, connect_all
+from paceline.cluster.assembly import Assembly, connect_all, enter
 from paceline.cluster.crew import Crew
 from paceline.cluster.discover import environment, seconds
-from paceline.cluster.meeting import Meeting, Offer, assemble
+from paceline.cluster.door import Door, Point
+from paceline.cluster.meeting import Admission, Meeting, Offer, assemble, seek
 from paceline.cluster.membership import Seat, View
 from paceline.cluster.mending import Mending
 from paceline.cluster.peers import Nobody, Peers
@@ -28,6 +28,7 @@ from paceline.errors import PacelineError, PlaceError, UsageError
 from paceline.wording import choices
 
 PLACEMENTS = ("block", "round-robin")
+_LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
 USAGE = 2  # the exit code for what was asked wrongly
 _NOT_INHERITED = (
     "TORCHELASTIC_",
@@ -51,7 +52,7 @@ class Job:
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
     OMP_NUM_THREADS where it is set); `sync` and `name` reach `start()` as PACELINE_SYNC and PACELINE_NAME. `placement` says how ranks are
     dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are so many; up to `restarts` of
-    them are started again on this host.
+    them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for others to come.
     """
 
     script: str
@@ -68,6 +69,7 @@ class Job:
     placement: str = "block"
     min_workers: int | None = None
     restarts: int = 0
+    patience: float = 600.0
 
 
 def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
@@ -78,13 +80,16 @@ def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     """
     surroundings = environment() if environ is None else dict(environ)
     try:
-        with ExitStack() as held, ExitStack() as inherited:
-            tasks, peers, host, again = _prepare(job, surroundings, held, inherited)
-            mending = None
-            if isinstance(peers, Assembly):
-                mending = partial(_mending, job, peers, again)
-            crew = Crew(host, surroundings["PACELINE_JOB"], peers, mending)
-            return crew.run(tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
+        check(job)
+        code, points, ranks = _work(job, surroundings)
+        while points:  # this host was cut off from those that go on
+            print(f"paceline: looks for the other hosts for {job.patience:g} s, to take part again", file=sys.stderr, flush=True)
+            try:
+                code, points, ranks = _work(job, surroundings, points, ranks)
+            except PacelineError as error:
+                print(f"paceline: {error}", file=sys.stderr, flush=True)
+                return code
+        return code
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr, flush=True)
         return USAGE
@@ -92,13 +97,32 @@ def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _work(
+    job: Job, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
+) -> tuple[int, Sequence[Point], Sequence[int]]:
+    """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
+
+    With `points`, the job runs there already; its workers are called by these `ranks` again.
+    """
+    with ExitStack() as held, ExitStack() as inherited:
+        mine = _bring(job, surroundings, held, inherited)
+        ready = _prepare(job, surroundings, mine, points, ranks)
+        assembly = ready.peers if isinstance(ready.peers, Assembly) else None
+        mending = None if assembly is None else partial(_mending, job, assembly, ready.again)
+        crew = Crew(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
+        code = crew.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
+        back = assembly is not None and assembly.cut_off and not crew.asked and job.patience > 0
+        return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
+
+
 def _mending(job: Job, assembly: Assembly, again: Again, crew: Crew) -> Mending:
-    def begin() -> None:
-        with again(crew.opened()) as task:
+    def begin(rank: int) -> None:
+        assert assembly.run is not None
+        with again(assembly.run, rank) as task:
             crew.begin(task)
 
     assert job.min_workers is not None
-    return Mending(assembly, job.min_workers, job.restarts, begin, crew.say)
+    return Mending(assembly, job.min_workers, job.restarts, job.patience, begin, crew.say)
 
 
 def check(job: Job) -> None:
@@ -121,10 +145,12 @@ def check(job: Job) -> None:
         raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
     if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
         raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
+    if not job.patience >= 0:
+        raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
     if job.restarts < 0 or (job.restarts and job.min_workers is None):
         raise UsageError(f"--restarts {job.restarts} needs --min-workers N, and has to be 0 or more")
-    if job.hosts == 1 and job.join is not None:
-        raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there")
+    if job.hosts == 1 and job.join is not None and job.min_workers is None:
+        raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
 
 
 def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
@@ -156,24 +182,48 @@ def shared_secret(job: Job, environ: Mapping[str, str]) -> bytes:
         return secret.read(job.secret_file)
     if environ.get("PACELINE_SECRET"):
         return secret.parse(environ["PACELINE_SECRET"], "PACELINE_SECRET")
-    if job.hosts == 1:
+    if job.join is None:
         return secret.fresh()
-    raise secret.missing(f"a job of {job.hosts} hosts needs a secret that they share")
+    raise secret.missing(
+        f"a job of {job.hosts} hosts needs a secret that they share" if job.hosts > 1 else "--join needs a secret that hosts share"
+    )
 
 
-Again = Callable[[str], AbstractContextManager[Task]]  # another worker of a run: its task, and what it inherits until it has started
+Again = Callable[
+    [str, int], AbstractContextManager[Task]
+]  # another worker of a run, as a rank: its task, and what it inherits until it has started
 
 
-def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: ExitStack) -> tuple[list[Task], Peers, str, Again]:
-    """Meet the other hosts, agree on addresses and ports, and write down what each worker is to be told."""
-    check(job)
+@dataclass(frozen=True)
+class _Ready:
+    """What a launcher has before it starts its workers."""
+
+    tasks: list[Task]
+    peers: Peers
+    host: str
+    again: Again
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What this host brings: the job's secret, its offer, where its workers serve their stores, and where its launcher is called."""
+
+    key: bytes
+    offer: Offer
+    stores: list[socket.socket]
+    agent: socket.socket | None  # where losses are survived
+    progress: str | None  # the folder of the workers' pages, where somebody watches them
+    held: ExitStack  # closed when the job is over here
+    inherited: ExitStack  # closed when the workers have started: it is theirs
+
+
+def _bring(job: Job, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _Brought:
+    """Choose addresses and ports."""
     key = shared_secret(job, environ)
-    host = socket.gethostname()
     interface = environ.get("PACELINE_INTERFACE")
-    join = None if job.join is None else meeting_point(job.join)
     address = "127.0.0.1" if interface is None else network.override(interface)
-    if join is not None and interface is None:
-        address = network.route(network.resolve(join[0])[0])
+    if job.join is not None and interface is None:
+        address = network.route(network.resolve(meeting_point(job.join)[0])[0])
     survives = job.min_workers is not None
     stores = [inherited.enter_context(network.listen(address)) for _ in range(job.workers if survives else 1)]
     numbers = tuple(orders.named(random.randbits(32), store.getsockname()[1]) for store in stores) if survives else ()
@@ -181,60 +231,89 @@ def _prepare(job: Job, environ: dict[str, str], held: ExitStack, inherited: Exit
     ports = (stores[0].getsockname()[1], reserved.getsockname()[1])
     agent = held.enter_context(network.listen(address)) if survives else None
     called = 0 if agent is None else agent.getsockname()[1]
-    offer = Offer(host, job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
-    peers: Peers = Nobody()
-    table: tuple[Offer, ...] = (offer,)
-    rank = 0
-    given = 30.0
-    if join is not None:
-        given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
-        council = assemble(Meeting(join, key, offer, job.hosts, job.host_rank, given))
-        held.callback(council.close)
-        peers, table, rank = council, council.table, council.host_rank
-    if agent is not None:
-        channels = connect_all(table, rank, agent, key, given)
-        peers.close()
-        peers = Assembly(rank, _first_view(table), channels)
-    lent = secret.lend(key)
-    inherited.callback(os.close, lent)
+    offer = Offer(socket.gethostname(), job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
+    return _Brought(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), held, inherited)
+
+
+def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence[Point], ranks: Sequence[int]) -> _Ready:
+    """Meet the other hosts, agree on addresses and ports, and write down what each worker is to be told."""
     environ["PACELINE_JOB"] = random.token_hex(16)
-    if survives:
+    if mine.agent is not None:
+        environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end
-    shared = _shared_variables(job, environ, table, rank) | {"PACELINE_SECRET_FD": str(lent)}
+    peers: Peers = Nobody()
+    table: tuple[Offer, ...] = (mine.offer,)
+    rank = 0
+    given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
+    join = None if job.join is None else meeting_point(job.join)
+    if join is not None:
+        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, job.patience if points else given)
+        found = seek(points, meeting) if points else assemble(meeting)
+        if isinstance(found, Admission):
+            return _enter(job, environ, found, mine, ranks)
+        mine.held.callback(found.close)
+        peers, table, rank = found, found.table, found.host_rank
+    if mine.agent is not None:
+        channels = connect_all(table, rank, mine.agent, mine.key, given)
+        peers.close()
+        peers = Assembly(rank, _first_view(table), channels, Door(mine.agent, mine.key, join))
+    shared = _shared_variables(job, environ, table, rank)
+    ranks = deal([other.workers for other in table], job.placement)[rank]
+    return _Ready(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
+
+
+def _first_tasks(job: Job, shared: dict[str, str], mine: _Brought, ranks: Sequence[int]) -> list[Task]:
+    """The workers of this host at the start of the job."""
+    lent = secret.lend(mine.key)
+    mine.inherited.callback(os.close, lent)
     tasks = []
-    for local, number in enumerate(deal([other.workers for other in table], job.placement)[rank]):
-        mine = {"RANK": str(number), "LOCAL_RANK": str(local)}
+    for local, rank in enumerate(ranks):
+        environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(local), "PACELINE_SECRET_FD": str(lent)}
         descriptors = [lent]
-        if number == 0 or survives:
-            mine["PACELINE_STORE_FD"] = str(stores[local].fileno())
-            descriptors.append(stores[local].fileno())
-        page = _page(environ.get("PACELINE_PROGRESS"), number, shared)
-        mine |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-        command = [sys.executable, job.script, *job.args]
-        tasks.append(Task(number, command, shared | mine, tuple(descriptors), page, numbers[local] if survives else None))
-    labels = itertools.count(sum(other.workers for other in table) + rank, len(table))
-    return tasks, peers, host, partial(_another, job, shared, key, address=address, labels=labels)
+        if rank == 0 or mine.agent is not None:
+            environ["PACELINE_STORE_FD"] = str(mine.stores[local].fileno())
+            descriptors.append(mine.stores[local].fileno())
+        page = _page(mine.progress, rank, shared)
+        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        number = mine.offer.numbers[local] if mine.agent is not None else None
+        tasks.append(Task(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, number))
+    return tasks
+
+
+def _enter(job: Job, environ: Mapping[str, str], place: Admission, mine: _Brought, ranks: Sequence[int]) -> _Ready:
+    """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what they are called by the launcher."""
+    assert mine.agent is not None and job.join is not None
+    channels = enter(place.view, place.host, mine.key)
+    assembly = Assembly(place.host, place.view, channels, Door(mine.agent, mine.key, meeting_point(job.join)))
+    assembly.run = place.run
+    again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
+    ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
+    tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
+    return _Ready(tasks, assembly, mine.offer.name, again)
 
 
 def _first_view(table: Sequence[Offer]) -> View:
     """All hosts, with the workers that they start."""
-    seats = [Seat(host, offer.numbers, {"name": offer.name, "address": offer.address}) for host, offer in enumerate(table)]
+    seats = [Seat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
     return View(1, tuple(seats), len(seats))
 
 
 @contextmanager
-def _another(job: Job, shared: Mapping[str, str], key: bytes, run: str, *, address: str, labels: Iterator[int]) -> Iterator[Task]:
+def _another(job: Job, shared: Mapping[str, str], brought: _Brought, run: str, rank: int) -> Iterator[Task]:
     """A worker that comes while the others train; it finds them by its orders. `run`: what they have said of it, as JSON."""
+    address = brought.offer.address
     with ExitStack() as inherited:
         store = inherited.enter_context(network.listen(address))
-        lent = secret.lend(key)
+        lent = secret.lend(brought.key)
         inherited.callback(os.close, lent)
         port = store.getsockname()[1]
         mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
         mine |= {"PACELINE_SECRET_FD": str(lent), "PACELINE_STORE": f"{address}:{port}", "PACELINE_STORE_FD": str(store.fileno())}
         environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
+        page = _page(brought.progress, rank, shared)
+        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         number = orders.named(random.randbits(32), port)
-        yield Task(next(labels), [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), None, number, joining=True)
+        yield Task(rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, number, joining=True)
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:

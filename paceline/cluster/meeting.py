@@ -10,17 +10,20 @@ import errno
 import select
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster import network
 from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
-from paceline.cluster.peers import Failure
+from paceline.cluster.membership import View
+from paceline.cluster.peers import Failure, Late, note
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
 _BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
 _CULPRIT_SECONDS, _ECHO_SECONDS = 0.5, 1.5  # how long the first failure waits for an earlier one from another host
+_INVITED_SECONDS = 4.0  # in which a job that runs already finds who waits at its meeting point (`door.Inviting`)
 _FLUSH_SECONDS = 1.0
 _LONGEST_TAIL = 8_000  # characters
 
@@ -38,6 +41,11 @@ class Offer:
     placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
     numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
     agent_port: int = 0  # where its launcher is called by the others then
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a view says of this host."""
+        return {"name": self.name, "address": self.address, "port": self.agent_port}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> Offer:
@@ -61,6 +69,15 @@ class Meeting:
         return f"{self.point[0]}:{self.point[1]}"
 
 
+@dataclass(frozen=True)
+class Admission:
+    """The place of a host in a job that runs already: the view that has it, its number there, and what workers are told of the run."""
+
+    view: View
+    host: int
+    run: str
+
+
 class Council:
     """The launchers of a job while it runs: a `crew.Peers`. The one that listened decides what was first; the others ask it."""
 
@@ -69,6 +86,7 @@ class Council:
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
+        self.late: dict[int, Late] = {}
         self._channels = channels  # by host rank
         self._server = server
         self._finished: set[int] = set()
@@ -121,6 +139,10 @@ class Council:
         else:
             self._tell_all({"kind": "finished"})
 
+    def tell_late(self, late: Late) -> None:
+        note(self.late, late)
+        self._tell_all({"kind": "late", "late": late})
+
     def close(self) -> None:
         for channel in self._channels.values():
             channel.flush(_FLUSH_SECONDS)
@@ -142,9 +164,12 @@ class Council:
             self.verdict = Failure(**message["failure"])
         elif kind == "over" and not self._serves:
             self.all_finished = True
-        elif kind == "stopped":
-            self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
-            if self._serves:
+        elif kind in ("late", "stopped"):
+            if kind == "late":
+                note(self.late, Late(*message["late"]))
+            else:
+                self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
+            if self._serves:  # the others are connected with this one alone
                 self._tell_all(message)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
@@ -172,8 +197,10 @@ class Council:
             self.verdict = lost
 
 
-def assemble(meeting: Meeting) -> Council:
+def assemble(meeting: Meeting) -> Council | Admission:
     """Meet the other hosts; gives the table of all, this host's number in it, and the connections to the others.
+
+    Where a job that survives losses runs already, gives this host's place in it.
 
     Raises `PlaceError`, `SecretError`, `Mismatch`, or `DeadlineExceeded` when not all came in time.
     """
@@ -184,18 +211,38 @@ def assemble(meeting: Meeting) -> Council:
         listening = None if own is None else _listen(own, meeting)
         if listening is not None:
             with listening:
-                return _Host(meeting, listening, end).gather()
-        found = _call(meeting, own, end)
-        if isinstance(found, Channel):
-            return _attend(meeting, found, end)
+                found = _Host(meeting, listening, end).gather()
+                return found if isinstance(found, Council) else seek(found, meeting)
+        called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
+        if isinstance(called, Channel):
+            return _attend(meeting, called, end)
         if time.monotonic() + nap >= end:
             raise DeadlineExceeded(
                 f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} within {meeting.deadline:g} s "
-                f"({found.strerror or found}): no host that owns this address has started `paceline run --join {meeting.where}`, "
+                f"({called.strerror or called}): no host that owns this address has started `paceline run --join {meeting.where}`, "
                 "or a firewall is between"
             )
         time.sleep(nap)
         nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
+    """A place in a job that runs, from any of its launchers at these points. Raises as `assemble` does."""
+    end = time.monotonic() + meeting.deadline
+    nap = _SHORTEST_RETRY
+    while time.monotonic() < end:
+        for point in points:
+            try:
+                called = _call(point, meeting, end)
+                found = _attend(meeting, called, end) if isinstance(called, Channel) else None
+            except DeadlineExceeded:
+                continue  # it hung up, as those do that have been cut off themselves
+            if isinstance(found, Admission):
+                return found
+        time.sleep(min(nap, max(0.0, end - time.monotonic())))
+        nap = min(2 * nap, _LONGEST_RETRY)
+    where = ", ".join(f"{address}:{port}" for address, port in points)
+    raise DeadlineExceeded(f"none of the job's launchers ({where}) took {meeting.offer.name} in within {meeting.deadline:g} s")
 
 
 def _own(meeting: Meeting) -> str | None:
@@ -222,17 +269,16 @@ def _listen(address: str, meeting: Meeting) -> socket.socket | None:
         raise PlaceError(f"can't listen on {address}:{meeting.point[1]} ({error.strerror}): choose another port for --join") from error
 
 
-def _call(meeting: Meeting, own: str | None, end: float) -> Channel | OSError:
-    target = own or network.resolve(meeting.point[0])[0]
+def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
     try:
-        connection = socket.create_connection((target, meeting.point[1]), timeout=max(0.1, min(3.0, end - time.monotonic())))
-        return call(connection, meeting.secret, meeting.where)
+        connection = socket.create_connection(point, timeout=max(0.1, min(3.0, end - time.monotonic())))
+        return call(connection, meeting.secret, f"{point[0]}:{point[1]}")
     except OSError as error:
         return error
 
 
-def _attend(meeting: Meeting, channel: Channel, end: float) -> Council:
-    """The way of a host that called: offer, wait for the table."""
+def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admission:
+    """The way of a host that called: offer, wait for the table, or for a place in a job that runs already."""
     channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
     try:
         # The one that listens gives up first, and says why.
@@ -243,6 +289,11 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> Council:
     if answer.get("kind") == "refused":
         channel.close()
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
+    if answer.get("kind") != "begin":
+        channel.close()
+        if answer.get("kind") == "invitation":
+            return seek([(str(address), int(port)) for address, port in answer["points"]], meeting)
+        return Admission(View.load(answer["view"]), int(answer["host"]), str(answer["run"]))
     table = tuple(Offer.load(offer) for offer in answer["table"])
     return Council(table, int(answer["host_rank"]), {int(answer["server"]): channel}, server=int(answer["server"]))
 
@@ -257,14 +308,26 @@ class _Host:
         self._meeting, self._listening, self._end = meeting, listening, end
         self._callers: list[Caller] = []
         self._guests: list[tuple[Channel, Offer, int | None]] = []
+        self._invited: list[tuple[str, int]] = []  # to a job that runs already
+        elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
+        self._alone = time.monotonic() + (_INVITED_SECONDS if elastic else 0.0)  # a job that doesn't wait for others begins then
         listening.setblocking(False)
 
-    def gather(self) -> Council:
-        """Wait for all hosts, and tell each its place; when that fails, all who came are told why."""
+    def gather(self) -> Council | list[tuple[str, int]]:
+        """Wait for all hosts, and tell each its place; when that fails, all who came are told why.
+
+        Gives the points of a job that runs already, where its launchers have called.
+        """
         try:
-            while len(self._guests) < self._meeting.hosts - 1:
+            while (len(self._guests) < self._meeting.hosts - 1 or time.monotonic() < self._alone) and not self._invited:
                 self._turn()
-            return self._council()
+            if not self._invited:
+                return self._council()
+            for channel, *_ in self._guests:
+                channel.send({"kind": "invitation", "points": self._invited})
+                channel.flush(_FLUSH_SECONDS)
+                channel.close()
+            return self._invited
         except PacelineError as error:
             for channel in (*(guest[0] for guest in self._guests), *(caller.channel for caller in self._callers if caller.trusted)):
                 channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
@@ -320,6 +383,10 @@ class _Host:
                     f"{message['offer']['name']} was started with --placement {theirs}, and {self._meeting.offer.name} with "
                     f"--placement {ours}: use the same command on all hosts"
                 )
+        elif message is not None and message.get("kind") == "invitation" and self._meeting.offer.numbers:
+            self._callers.remove(caller)
+            caller.channel.close()
+            self._invited = [(str(address), int(port)) for address, port in message["points"]]
         elif now > caller.late:
             self._callers.remove(caller)
             caller.channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 
 from paceline.cluster import guard
 from paceline.cluster.assembly import Assembly
-from paceline.cluster.lateness import Lateness
 from paceline.cluster.peers import Failure
 from paceline.cluster.worker import Worker
 
@@ -25,30 +25,34 @@ Suspect = Callable[[Worker], Failure | None]
 class Mending:
     """The workers of this host as members of the job.
 
-    `again` starts a new worker, `restarts` is how many are started in all, `minimum` how many the job needs.
+    `again` starts a worker in place of the one of this rank, `restarts` is how many are started in all, `minimum` how many the job needs,
+    and `patience` for how many seconds fewer wait for others.
     """
 
     assembly: Assembly
     minimum: int
     restarts: int
-    again: Callable[[], None]
+    patience: float
+    again: Callable[[int], None]
     say: Callable[[str], None]
     _gone: dict[int, float] = field(default_factory=dict)  # workers that are out of the view, and since when
     _buried: set[int] = field(default_factory=set)
-    _due: list[float] = field(default_factory=list)  # when others are started in their place
+    _due: list[tuple[float, int]] = field(default_factory=list)  # when others are started in their place, and as which ranks
     _told: dict[int, int] = field(default_factory=dict)  # of each worker: the last view that it was told of
     _called: set[int] = field(default_factory=set)  # who is ready, as the others know
     _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
     _failures: list[Failure] = field(default_factory=list)
     _stopped: dict[int, float] = field(default_factory=dict)  # since when
     _looked_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._lateness = Lateness(self.assembly, self.say)
+    _short_since: float | None = None  # when there were fewer than the job needs
 
     def active(self, workers: Sequence[Worker]) -> bool:
         """Whether losses are survived by now: all who were there at the start have begun to train."""
         return bool(workers) and all(worker.joining or worker.said("surviving") for worker in workers)
+
+    def members(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Those of the present view."""
+        return [worker for worker in workers if worker.number in self.assembly.view.workers]
 
     @property
     def waiting(self) -> bool:
@@ -69,8 +73,12 @@ class Mending:
         if ready:
             self._called |= {*ready}
             self.assembly.come(ready)
+        if self.assembly.run is None:
+            found = next((record for worker in workers for record in worker.records if record["event"] == "opened"), None)
+            self.assembly.run = None if found is None else json.dumps([found["folder"], found["seed"]])
+        if any(worker.said("closed") for worker in workers):
+            self.assembly.tell_closing()
         self._free(workers, now)
-        self._lateness.turn(workers)
         for worker in workers:
             for record in worker.take("broken"):
                 self.assembly.renew(int(str(record["view"])))
@@ -94,7 +102,7 @@ class Mending:
             return
         self._looked_at = now
         for worker in workers:
-            if worker.ended is not None or worker.number in self._gone or not guard.is_stopped(worker.process.pid):
+            if worker.ended is not None or worker.number in self._gone or guard.state(worker.process.pid) != "T":
                 self._stopped.pop(worker.number, None)
             elif now - self._stopped.setdefault(worker.number, now) > _STOPPED_SECONDS:
                 self.say(
@@ -113,7 +121,7 @@ class Mending:
     def turn(self, workers: Sequence[Worker], suspect: Suspect) -> Failure | None:
         """Take leave of who has ended, and start others; gives the failure that ends the job, if one does."""
         now = time.monotonic()
-        if any(worker.said("closed") for worker in workers):  # the run is over: nobody is let in any more
+        if self.assembly.closing:  # the run is over: nobody is let in any more
             self._due.clear()
             for worker in workers:
                 if worker.joining and not worker.said("surviving"):
@@ -133,9 +141,10 @@ class Mending:
                 return failure  # what ends one worker after the other is in the script, or in the data
             self._causes |= set() if cause is None else {cause}
             self._replace(worker, failure, now)
-        if self._due and now >= self._due[0]:
-            self._due.pop(0)
-            self.again()
+        if self._due and now >= self._due[0][0]:
+            self.again(self._due.pop(0)[1])
+        if self.assembly.joined and self._failures and not self._due and not any(w.ended is None or w.said("surviving") for w in workers):
+            self.assembly.verdict = self._failures[0]  # none of this host ever got in: the others go on without it
         return self._too_few(workers)
 
     def _replace(self, worker: Worker, failure: Failure, now: float) -> None:
@@ -144,13 +153,17 @@ class Mending:
         if again:
             self.restarts -= 1
             times = 1 if time.time() - worker.began > _STEADY_SECONDS else len(self._failures)
-            self._due.append(now + min(_BACKOFF_SECONDS * 2 ** (times - 1), _LONGEST_BACKOFF))
+            self._due.append((now + min(_BACKOFF_SECONDS * 2 ** (times - 1), _LONGEST_BACKOFF), worker.rank))
 
     def _too_few(self, workers: Sequence[Worker]) -> Failure | None:
         """Why the job can't go on, if there are too few."""
         members = self.assembly.view.workers
-        if not self._failures or len(members) >= self.minimum or self._due or any(worker.said("closed") for worker in workers):
+        if not self._failures or len(members) >= self.minimum or any(worker.said("closed") for worker in workers):
+            self._short_since = None
             return None
-        if any(worker.ended is None and worker.number not in self._gone and worker.number not in members for worker in workers):
-            return None  # one is on its way
+        self._short_since = self._short_since or time.monotonic()
+        if members and time.monotonic() - self._short_since < self.patience:
+            return None
+        if not members and (self._due or any(w.ended is None and w.number not in self._gone for w in workers)):
+            return None  # those who are on their way find out by themselves that nobody is left
         return min(self._failures, key=lambda failure: (failure.is_echo, failure.age))  # the last: others were survived

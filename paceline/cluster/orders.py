@@ -3,6 +3,7 @@
     launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
                {"ask": true}                                                                    --->  (it says where it is)
                {"leave": true}                                                                  --->  (it goes after its turn)
+               STACK, a signal                                                                  --->  (it writes what it does)
 
 Whoever is missing in the new view won't answer any more: the thread ends at once what this worker waits for.
 """
@@ -11,12 +12,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 PORTS = 1 << 16
+ASK = b'{"ask": true}\n'
+# Scripts have handlers of their own for SIGUSR1 and SIGUSR2 (Slurm sends them, too); nobody uses this one. Only a worker that has said
+# that it shows its stack may be sent it: it ends any other.
+STACK = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 
 def named(serial: int, port: int) -> int:
@@ -60,6 +68,18 @@ class Roster:
         """From the line."""
         found = json.loads(line)
         return cls(int(found["number"]), tuple(Member(*member) for member in found["members"]), bool(found["broken"]))
+
+
+def asked(descriptor: int, seconds: float) -> bool:
+    """Whether the launcher asks within so many seconds where this worker is; for workers that are told nothing else."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(1000 * seconds):
+        return False
+    data = os.read(descriptor, 1 << 16)
+    if not data:
+        time.sleep(seconds)  # the launcher is gone, and this worker soon
+    return ASK in data
 
 
 class Orders:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import time
 
 from paceline.cluster.discover import Place
+from paceline.cluster.orders import STACK
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged, WorkerLost
 
 # What a worker raises because another one failed: never the cause while something else could be.
@@ -50,9 +53,19 @@ def left(place: Place) -> None:
     _tell(place, {"event": "left"})
 
 
-def late(place: Place, call: int, what: str, seconds: float, *, given_up: bool) -> None:
+def show(place: Place) -> None:
+    """From now on this worker writes what its main thread does when it is asked to (`orders.STACK`), wherever it hangs; and says so.
+
+    A script's own handler of that signal stays. Only the main thread: of many threads faulthandler leaves out the oldest.
+    """
+    if place.stack_fd is not None and signal.getsignal(STACK) is signal.SIG_DFL:
+        faulthandler.register(STACK, file=place.stack_fd, all_threads=False, chain=False)
+        _tell(place, {"event": "shows"})
+
+
+def late(place: Place, call: int, what: str, *, given_up: bool) -> None:
     """This worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
-    _tell(place, {"event": "late", "call": call, "what": what, "seconds": seconds, "given_up": given_up})
+    _tell(place, {"event": "late", "call": call, "what": what, "given_up": given_up})
 
 
 def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) -> None:

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from paceline.cluster.checksum import flat
 from paceline.errors import CheckpointError
 
 Json = Any  # what json.dumps takes: dict, list, str, int, finite float, bool, None
@@ -33,6 +34,7 @@ _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "ordered", Count
 _REBUILD: Final[dict[str, Callable[[Any], Any]]] = {name: kind for kind, name in (_SEQUENCES | _MAPPINGS).items()} | {
     "counter": lambda items: Counter(dict(items))
 }
+_KINDS: Final = frozenset({*_REBUILD, "tensor", "array", "scalar", "float", "bytes", "complex", "dtype", "device"})
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class Snapshot:
         """The state, made of new objects: tensors are copies, those that were one tensor are one again."""
         return _Decoder(self.tensors).decode(self.tree)
 
+    def check(self) -> None:
+        """Raise CheckpointError for what `unpack` can't read: another version of paceline may have written it."""
+        for node in _marked(self.tree):
+            if node["$"] not in _KINDS:
+                raise CheckpointError(_foreign(node["$"]))
+            if node["$"] == "tensor" and node["path"] not in self.tensors:
+                raise CheckpointError(_absent(node["path"], self.tensors))
+
     def sha256(self) -> str:
         """A hash of the content, bit for bit; not of the version, the order of dicts, strides or devices."""
         digest = hashlib.sha256(json.dumps(_canonical(self.tree), sort_keys=True).encode())
@@ -63,9 +73,9 @@ class Snapshot:
 
     def dumps(self) -> bytes:
         """One block of bytes that `loads` reads, to be sent to another worker."""
-        plain, notes = lower(self.tensors)
+        kept, notes = lower(self.tensors)
         head = json.dumps({"version": self.version, "tree": self.tree, "notes": notes}).encode()
-        return struct.pack("<Q", len(head)) + head + safetensors.torch.save(plain)
+        return struct.pack("<Q", len(head)) + head + safetensors.torch.save(kept)
 
 
 def loads(data: bytes) -> Snapshot:
@@ -91,33 +101,41 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
 
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of any dense tensor, as a 1-D uint8 tensor on the CPU."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return flat(tensor.detach().cpu())
 
 
-def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Tensors that any version of safetensors can keep, and notes (dtype, shape) on those that had to be changed for it.
+def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """Tensors of dtypes that any version of safetensors can keep, and notes (dtype, shape) on those that had to be changed for it.
 
-    Complex becomes a last dim of two reals, other dtypes become their bytes. Every tensor has its storage to itself.
+    Complex becomes a last dim of two reals, other dtypes become their bytes. All others are left as they are.
     """
-    plain: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     notes: dict[str, list[Any]] = {}
     for path, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype in _SAFE:
-            kept = tensor.detach().cpu().resolve_neg().contiguous()
+            kept[path] = tensor.detach()
         else:
             notes[path] = [dtype, list(tensor.shape)]
             real = tensor.is_complex() and tensor.dtype is not torch.complex32
-            kept = torch.view_as_real(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()) if real else raw(tensor)
-        plain[path] = kept if kept.untyped_storage().nbytes() == kept.nbytes else kept.clone()
-    return plain, notes
+            kept[path] = torch.view_as_real(tensor.detach().resolve_conj().resolve_neg()) if real else raw(tensor)
+    return kept, notes
 
 
-def lift(plain: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-    """The tensors that `lower` was given."""
-    tensors = dict(plain)
+def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """`plain`, as safetensors wants them: contiguous, on the CPU, each with its storage to itself."""
+    kept, notes = plain(tensors)
+    for path, tensor in kept.items():
+        here = tensor.cpu().resolve_neg().contiguous()
+        kept[path] = here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
+    return kept, notes
+
+
+def lift(kept: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+    """The tensors that `plain` or `lower` was given."""
+    tensors = dict(kept)
     for path, (dtype, shape) in notes.items():
-        tensors[path] = plain[path].reshape(-1).view(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        tensors[path] = kept[path].reshape(-1).view(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
     return tensors
 
 
@@ -251,12 +269,12 @@ class _Decoder:
             return complex(*map(float.fromhex, value))
         if kind in ("dtype", "device"):
             return getattr(torch, value) if kind == "dtype" else torch.device(value)
-        raise CheckpointError(f"state holds {kind!r}, which this version of paceline doesn't know; load it with the one that wrote it")
+        raise CheckpointError(_foreign(kind))
 
     def _tensor(self, tree: Json) -> Tensor:
         path = tree["path"]
         if path not in self._tensors:
-            raise CheckpointError(f"state refers to the tensor {path!r}, which is not there; it has {len(self._tensors)} others")
+            raise CheckpointError(_absent(path, self._tensors))
         if path not in self._made:
             source, stride = self._tensors[path], tree.get("stride")
             if stride is not None:
@@ -265,6 +283,22 @@ class _Decoder:
                 new = source.clone(memory_format=torch.contiguous_format)
             self._made[path] = new
         return self._made[path]
+
+
+def _marked(tree: Json) -> Iterator[dict[str, Json]]:
+    """Everything in a tree that says what it is."""
+    if isinstance(tree, dict) and "$" in tree:
+        yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _marked(part)
+
+
+def _foreign(kind: Json) -> str:
+    return f"state holds {kind!r}, which this version of paceline doesn't know; load it with the one that wrote it"
+
+
+def _absent(path: str, tensors: Mapping[str, Tensor]) -> str:
+    return f"state refers to the tensor {path!r}, which is not there; it has {len(tensors)} others"
 
 
 def _canonical(tree: Json) -> Json:

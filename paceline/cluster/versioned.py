@@ -94,6 +94,7 @@ class Versioned:
         for name, part in self._parts.items():
             try:
                 part.load_state_dict(state[name])
+                _check_settings(part)
             except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError) as error:
                 after = f" ({', '.join(done)} had been loaded before it)" if done else ""
                 raise CheckpointError(f"{name} ({type(part).__qualname__}) refused its state{after}: {error}") from error
@@ -150,6 +151,14 @@ def _optimizer_differences(name: str, optimizer: Optimizer, theirs: Any) -> list
     if mine == others:
         return []
     return [f"{name} has groups of {others} parameters in it, of {mine} here"]
+
+
+def _check_settings(part: Stateful) -> None:
+    """Raise ValueError if the state was another optimizer's, which torch takes and fails of in its next step."""
+    groups = part.param_groups if isinstance(part, Optimizer) else []
+    lacking = [name for group in groups for name in part.defaults if name not in group]  # type: ignore[attr-defined]
+    if lacking:
+        raise ValueError(f"it is of another optimizer, without {', '.join(dict.fromkeys(lacking))}")
 
 
 def _form(value: Any) -> str:

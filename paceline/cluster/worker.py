@@ -39,6 +39,8 @@ class Worker:
     process: subprocess.Popen[bytes]
     streams: tuple[Stream, Stream]
     records_fd: int
+    orders_fd: int
+    stack_fd: int
     records: list[dict[str, object]] = field(default_factory=list)
     ended: float | None = None  # time.time() of its end
     reaped: bool = False
@@ -46,8 +48,6 @@ class Worker:
     was_sent: set[int] = field(default_factory=set)
     number: int = -1
     joining: bool = False
-    orders_fd: int = -1
-    stack_fd: int = -1
     began: float = field(default_factory=time.time)
     _line: bytes = b""
 
@@ -62,7 +62,7 @@ class Worker:
         return found
 
     def stack(self) -> str:
-        """What its threads were doing, if it has been asked (SIGUSR1) and has answered."""
+        """What it was doing, if it has been asked (`orders.STACK`) and has answered."""
         try:
             return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
         except BlockingIOError:
@@ -98,25 +98,24 @@ class Worker:
 def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> Worker:
     """Start a worker that leads a process group of its own; its output goes to these screens."""
     ours, theirs = os.pipe()
-    own: dict[str, str] = {}
-    heard = orders = stack = shown = -1
-    if task.number is not None:
-        heard, orders = os.pipe()
-        stack, shown = os.pipe()
-        own = {"PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown), "PACELINE_WORKER": str(task.number)}
+    heard, orders = os.pipe()
+    stack, shown = os.pipe()
+    own = {"PACELINE_REPORT_FD": str(theirs), "PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown)}
+    os.set_blocking(shown, False)  # nothing may hold a worker up when nobody reads
+    own |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
     try:
         process = subprocess.Popen(
             task.command,
-            env={**task.environ, **own, "PACELINE_REPORT_FD": str(theirs)},
+            env={**task.environ, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs, *([heard, shown] if own else []), *task.descriptors),
+            pass_fds=(theirs, heard, shown, *task.descriptors),
             process_group=0,
             preexec_fn=prepare,  # noqa: PLW1509 (the launcher has one thread)
         )
     finally:
-        for descriptor in (theirs, *([heard, shown] if own else [])):
+        for descriptor in (theirs, heard, shown):
             os.close(descriptor)
     if task.page is not None:
         task.page.started(process.pid)
@@ -124,11 +123,11 @@ def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen,
     pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
     process.stdout.close()
     process.stderr.close()
-    for descriptor in (ours, *pipes, *([orders, stack] if own else [])):
+    for descriptor in (ours, *pipes, orders, stack):
         os.set_blocking(descriptor, False)
     streams = (Stream(task.rank, pipes[0], screens[0]), Stream(task.rank, pipes[1], screens[1]))
     number = -1 if task.number is None else task.number
-    return Worker(task.rank, process, streams, ours, number=number, joining=task.joining, orders_fd=orders, stack_fd=stack)
+    return Worker(task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining)
 
 
 def ending(code: int) -> str:

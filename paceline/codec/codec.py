@@ -353,6 +353,22 @@ def keeps(state: State) -> bool:
     return any(key == "residual" or (isinstance(value, dict) and keeps(value)) for key, value in state.items())
 
 
+def residuals(state: State) -> State:
+    """What of it is kept by this rank alone: all else is the same on all ranks."""
+    return {
+        key: residuals(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if key == "residual" or isinstance(value, dict)
+    }
+
+
+def alike(state: State, other: State) -> bool:
+    """Whether two hold residuals of the same tensors, so that they can be merged."""
+    return state.keys() == other.keys() and all(
+        alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape for key, value in state.items()
+    )
+
+
 def merge(states: Sequence[State]) -> State:
     """The state of a rank that goes on for several, itself first: it sends later what they have kept; all else is the first one's.
 

@@ -100,3 +100,13 @@ def build(
             at += shape.room
         buckets.append(Bucket(flat, tuple(run), tuple(views)))
     return buckets
+
+
+def put(view: Tensor, x: Tensor, scale: float) -> None:
+    """Write `x` times `scale` to its place in a bucket; zeros for a scale of 0 (0 x nan is nan)."""
+    if scale == 0.0:
+        view.zero_()
+    elif scale == 1.0:
+        view.copy_(x)
+    else:
+        torch.mul(x, scale, out=view)

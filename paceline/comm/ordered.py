@@ -44,32 +44,44 @@ class Agreement:
         self._step = step
         self._hosts = hosts
         self.origins = tuple(range(group.size))  # what the members were called at the start; who came later has a number of its own
-        self.calls = 0  # completed, where losses are survived
-        self.last: Any = None  # what the last of them gave
+        self.calls = 0  # completed
+        self.last: Any = None  # what the last of them gave, where losses are survived
         self.recovery: Recovery | None = None
-        self.since: float | None = None  # when the call under way began here, where losses are survived
-        self.what = ""  # the last meeting, in words
+        self.since: float | None = None  # when the call under way, or a wait for some of the others, began here
+        self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
 
-    def attempt(self, act: Callable[[], T]) -> T:
-        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others tell its result."""
-        if self.recovery is None or self._inside:
+    @property
+    def host(self) -> str:
+        """The host of this rank, for messages."""
+        return self._hosts[self.group.rank] if self._hosts else "an unknown host"
+
+    def attempt(self, act: Callable[[], T], what: str = "") -> T:
+        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others tell its result.
+
+        `what`: its name, where `act` doesn't begin with a meeting.
+        """
+        if self._inside:
             return act()
+        self._name(what)
+        if self.recovery is None:
+            return self._make(act)
         while (found := self._attempt(act)) is None:
             continue
         self._complete(found.value)
         return found.value
 
-    def settle(self, act: Callable[[], T]) -> T:
+    def settle(self, act: Callable[[], T], what: str = "") -> T:
         """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
 
         Raises `Voided` on all of them where a worker was lost before that.
         """
         if self.recovery is None or self._inside:
-            return act()
+            return self.attempt(act, what)
+        self._name(what)
         mine: list[T] = []
 
         def whole() -> None:
@@ -82,13 +94,38 @@ class Agreement:
             raise Voided("a worker was lost in this call")
         return mine[0]
 
-    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None) -> T:
+    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None, what: str = "") -> T:
         """`settle`, again after each loss until it is settled; `void` is called before."""
         while True:
             try:
-                return self.settle(act)
+                return self.settle(act, what)
             except Voided:
                 void()
+
+    def wait(self, act: Callable[[], T], what: str) -> T:
+        """`act`, which waits for some of the workers and is no call of all: it is seen from outside while it lasts, too."""
+        if self._inside:
+            return act()
+        self._name(what)
+        self.since = time.monotonic()
+        try:
+            return act()
+        finally:
+            self.since = None
+
+    def _name(self, what: str) -> None:
+        if what:
+            self.what = f"{what} of step {self._step()}"
+
+    def _make(self, act: Callable[[], T]) -> T:
+        """A call where a loss ends the run."""
+        self._inside, self.since = True, time.monotonic()
+        try:
+            found = act()
+        finally:
+            self._inside, self.since = False, None
+        self._complete(None)
+        return found
 
     def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
         """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
@@ -149,7 +186,9 @@ class Agreement:
                 raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
             return answer[1:]
         try:
+            self.since = None  # the others wait for this worker, and not the other way round
             body = make()
+            self.since = time.monotonic()
         except Exception as error:
             self._meet(what, b"-" + f"{type(error).__qualname__}: {error}".encode(), "")
             raise

@@ -112,12 +112,12 @@ class Wires:
 def leading(address: str, port: int) -> set[str]:
     """The connections of this process to there, for `sever`."""
     found = set()
-    for number in _sockets():
+    for number, name in _sockets().items():
         with _borrowed(number) as line:
             try:
                 peer = line.getpeername()
                 if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):  # torch has sockets for both versions of IP
-                    found.add(os.readlink(f"/proc/self/fd/{number}"))
+                    found.add(name)
             except OSError:
                 continue
     return found
@@ -137,17 +137,17 @@ def sever(connections: set[str]) -> None:
 def _listen(address: str) -> tuple[Any, int]:
     """A Gloo device bound to `address`, and the port it listens on."""
     for _ in range(10):
-        before = {number: os.readlink(f"/proc/self/fd/{number}") for number in _sockets()}
+        before = _sockets()
         try:
             device = ProcessGroupGloo.create_device(hostname=address)
         except RuntimeError as error:
             raise PlaceError(f"can't listen on {address} ({str(error).splitlines()[0]}): choose an address of this machine") from error
         ports = []
-        for number in _sockets():
+        fresh = (number for number, name in _sockets().items() if before.get(number) != name)
+        for number in fresh:
             with _borrowed(number) as line:
                 try:
-                    fresh = before.get(number) != os.readlink(f"/proc/self/fd/{number}")
-                    if fresh and line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
+                    if line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
                         ports.append(line.getsockname()[1])
                 except OSError:
                     continue
@@ -171,16 +171,17 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     return group
 
 
-def _sockets() -> list[int]:
-    """The descriptors of this process that are internet sockets."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
+def _sockets() -> dict[int, str]:
+    """The descriptors of this process that are internet sockets, and the kernel's name of each. Others may be closed meanwhile."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if not name.startswith("socket:"):
                 continue
-            with _borrowed(int(name)) as line:
+            with _borrowed(int(number)) as line:
                 if line.family in (socket.AF_INET, socket.AF_INET6):
-                    found.append(int(name))
+                    found[int(number)] = name
         except OSError:
             continue  # closed meanwhile
     return found

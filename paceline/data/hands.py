@@ -141,7 +141,11 @@ class Local:
         return batch, () if batch is None else tuple(self.terms.micros(batch))
 
     def step(self, fetch: Fetch, cursor: Cursor) -> Step | None:
-        header = self._agreement.tell("shares of a stream", lambda: self._read(fetch, cursor))
+
+        def tell() -> bytes:
+            return self._agreement.tell("shares of a stream", lambda: self._read(fetch, cursor))
+
+        header = tell() if self.reads else self.terms.agreement.wait(tell, "shares of a stream")
         count, position, heads, bodies = unpack(header)
         if not self.reads:
             cursor.fill(position)

@@ -21,7 +21,6 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -31,18 +30,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import safetensors.torch
-from torch import Tensor
 
-from paceline.cluster.snapshot import Snapshot, lift, lower
+from paceline.cluster.snapshot import Snapshot, lift
 from paceline.errors import CheckpointError, UsageError
+from paceline.fault import disk
+from paceline.fault.disk import Written, block
+from paceline.fault.image import Image, image
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 _SAVING: Final = ".saving-"
 _NAME: Final = re.compile(r"step-(\d{8,})(\.\d+)?")
-_NEWER: Final = -1  # the serial of what a newer paceline wrote
 _MARGIN: Final = 1 << 20  # bytes of a checkpoint that are not in tensors, roughly
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with while a process that is about to end still writes there
 
 
 @dataclass(frozen=True)
@@ -59,26 +60,62 @@ class _Broken(Exception):
     """Why one checkpoint can't be used; another one perhaps can."""
 
 
+class _Newer(_Broken):
+    """A newer paceline can use it: it is left alone. `serial`: see `_serial`."""
+
+    def __init__(self, version: int, serial: Any) -> None:
+        super().__init__(f"it is of a newer paceline (format {version}; this one reads up to {FORMAT}), which has to be there to use it")
+        self.serial = serial if type(serial) is int else None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A checkpoint in its folder. `serial`: its place in the order of saving, None if that can't be read."""
+
+    path: Path
+    serial: int | None
+    newer: bool  # than this paceline
+
+    @property
+    def age(self) -> tuple[bool, int, str]:
+        """For sorting: what can't be read counts as newer than all others."""
+        return self.serial is None, self.serial or 0, self.path.name
+
+
 def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snapshot] | None = None, keep: int = 3) -> Path:
-    """Write the checkpoint of `step` under `folder` and remove all but the `keep` newest; gives its path.
+    """Write the checkpoint of `step` under `folder` and remove all but the `keep` newest; gives its path. See `write`."""
+    return write(folder, image(snapshot), step, own={rank: image(state) for rank, state in (own or {}).items()}, keep=keep)
+
+
+def write(
+    folder: Path,
+    state: Image,
+    step: int,
+    *,
+    own: Mapping[int, Image],
+    keep: int,
+    target: Path | None = None,
+    moved: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
+    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; gives its path.
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
-    there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake.
+    there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `moved` is told
+    of bytes as they are written.
     """
-    if keep < 1 or step < 0:
-        raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
-    states = {"": snapshot} | {f"own-{rank:05d}": state for rank, state in sorted((own or {}).items())}
+    check(step, keep)
+    images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        target = _free(folder, step)
-        serial = max((_serial(path) or 0 for path in _found(folder)), default=0) + 1
+        target = target or free(folder, step)
+        serial = max((entry.serial or 0 for entry in _found(folder)), default=0) + 1
         with _temporary(folder) as temporary:
-            _write(temporary, states, {"step": step, "serial": serial, "own": sorted(own or {})})
+            _write(temporary, images, {"step": step, "serial": serial, "own": sorted(own)}, moved)
             temporary.rename(target)
-        _sync(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _refusal(folder, error, step, sum(state.nbytes for state in states.values())) from error
+        disk.sync(folder)
+    except OSError as error:
+        raise _refusal(folder, error, step, sum(state.nbytes for state in images.values())) from error
     try:
         _prune(folder, target, keep)
     except OSError as error:
@@ -86,11 +123,17 @@ def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snaps
     return target
 
 
+def check(step: int, keep: int) -> None:
+    """Raise `UsageError` for what makes no sense."""
+    if keep < 1 or step < 0:
+        raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
+
+
 def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -> Checkpoint:
     """The newest checkpoint in `folder` that is whole, or the one of `step`.
 
-    Each that is broken is named through `say`, with what is wrong with it. None at all, only broken ones, or one written by a newer
-    paceline raises CheckpointError.
+    Each that is broken, or of another format, is named through `say`, with what is wrong with it. If there is none that can be used, it
+    raises CheckpointError.
     """
     paths = newest(folder)
     if step is not None:
@@ -115,8 +158,7 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -
 
 def newest(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the one saved last first; those whose manifest can't be read count as newer than all others."""
-    found = [(serial in (None, _NEWER), serial or 0, path.name, path) for path in _found(folder) for serial in [_serial(path)]]
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [entry.path for entry in sorted(_found(folder), key=lambda entry: entry.age, reverse=True)]
 
 
 def _step(path: Path) -> int:
@@ -125,38 +167,39 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _found(folder: Path) -> list[Path]:
+def _found(folder: Path) -> list[_Entry]:
     if not folder.is_dir():
         return []
-    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [_entry(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _entry(path: Path) -> _Entry:
+    try:
+        serial = _manifest(path).get("serial")
+        return _Entry(path, serial if type(serial) is int else None, newer=False)
+    except _Newer as newer:
+        return _Entry(path, newer.serial, newer=True)
+    except _Broken:
+        return _Entry(path, None, newer=False)
 
 
 # Writing ----------------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, states: Mapping[str, Snapshot], head: dict[str, Any]) -> None:
-    files: dict[str, dict[str, Any]] = {}
-    for name, state in states.items():
-        plain, notes = lower(state.tensors)
+def _write(folder: Path, images: Mapping[str, Image], head: dict[str, Any], moved: Callable[[int], None]) -> None:
+    files: dict[str, Written] = {}
+    for name, state in images.items():
         tree, tensors = _names(name)
-        _dump(folder / tree, {"version": state.version, "tree": state.tree, "tensors": notes})
-        safetensors.torch.save_file(plain, folder / tensors)
-        _sync(folder / tensors)
-        files |= {file: {"nbytes": (folder / file).stat().st_size, "sha256": _sha256(folder / file)} for file in (tree, tensors)}
-    manifest = {"format": FORMAT, **head, "files": files}
-    (folder / MANIFEST).write_bytes(_sealed(manifest))
-    _sync(folder / MANIFEST)
-    _sync(folder)
+        files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
+        files[tensors] = disk.write(folder / tensors, state.parts(), moved=moved)
+    manifest = {"format": FORMAT, **head, "files": {file: written._asdict() for file, written in files.items()}}
+    disk.write(folder / MANIFEST, [block(_sealed(manifest))])
+    disk.sync(folder)
 
 
 def _names(state: str) -> tuple[str, str]:
     """The two files of a state: of all ("") or of one rank."""
     return (f"{state}.json", f"{state}.safetensors") if state else ("state.json", "tensors.safetensors")
-
-
-def _dump(path: Path, tree: Any) -> None:
-    path.write_text(json.dumps(tree), encoding="utf-8")
-    _sync(path)
 
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
@@ -166,7 +209,7 @@ def _sealed(manifest: dict[str, Any]) -> bytes:
     return f'{body[:-1]}, "seal": "{seal}"}}\n'.encode()
 
 
-def _free(folder: Path, step: int) -> Path:
+def free(folder: Path, step: int) -> Path:
     """A name for the checkpoint of `step` that nothing has: to replace one could lose it, if the process were killed in between."""
     name = f"step-{step:08d}"
     numbers = itertools.count(2)
@@ -177,11 +220,10 @@ def _free(folder: Path, step: int) -> Path:
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
     """Leave the `keep` newest; the unreadable count as the oldest, and what a newer paceline wrote is left alone."""
-    others = [path for path in newest(folder) if path != latest and _serial(path) != _NEWER]
-    ordered = sorted(others, key=lambda path: _serial(path) is None)  # stable: the newest first, then the unreadable
-    for path in ordered[keep - 1 :]:
+    others = [entry for entry in _found(folder) if entry.path != latest and not entry.newer]
+    for entry in sorted(others, key=lambda entry: (entry.serial or 0, entry.path.name), reverse=True)[keep - 1 :]:
         away = Path(tempfile.mkdtemp(prefix=_SAVING, dir=folder))
-        path.rename(away / "old")  # so that one half removed is never taken for one half written
+        entry.path.rename(away / "old")  # so that one half removed is never taken for one half written
         shutil.rmtree(away)
 
 
@@ -199,23 +241,19 @@ def _temporary(folder: Path) -> Iterator[Path]:
 def _sweep(folder: Path) -> None:
     """Remove what a killed process has left."""
     for path in folder.glob(f"{_SAVING}*"):
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in _ALIVE:
+                raise
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _refusal(folder: Path, error: OSError | safetensors.SafetensorError, step: int, nbytes: int) -> CheckpointError:
+def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
     kept = [path.name for path in newest(folder)]
     there = f"{', '.join(kept)} in {folder} {'is' if len(kept) == 1 else 'are'} untouched" if kept else f"there is none in {folder} yet"
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
-    if free < nbytes + _MARGIN or (isinstance(error, OSError) and error.errno in _FULL):
+    if free < nbytes + _MARGIN or error.errno in _FULL:
         why = f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         return CheckpointError(f"step {step} was not saved, {why}. Free some space or keep fewer checkpoints; {there}")
     return CheckpointError(f"step {step} was not saved: {error}. Check that {folder} can be written; {there}")
@@ -226,11 +264,15 @@ def _refusal(folder: Path, error: OSError | safetensors.SafetensorError, step: i
 
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
-    if manifest["step"] != _step(path):
-        raise _Broken(f"it was saved as step {manifest['step']}, and its folder has been renamed")
-    own = {rank: f"own-{rank:05d}" for rank in manifest["own"]}
-    snapshots = {name: _state(path, manifest["files"], name) for name in ("", *own.values())}
-    return Checkpoint(path, manifest["step"], snapshots[""], {rank: snapshots[name] for rank, name in own.items()})
+    try:
+        if manifest["step"] != _step(path):
+            raise _Broken(f"it was saved as step {manifest['step']}, and its folder has been renamed")
+        own = {rank: f"own-{rank:05d}" for rank in manifest["own"]}
+        snapshots = {name: _state(path, manifest["files"], name) for name in ("", *own.values())}
+        return Checkpoint(path, manifest["step"], snapshots[""], {rank: snapshots[name] for rank, name in own.items()})
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError, safetensors.SafetensorError, CheckpointError) as error:
+        # its hashes are right, so it is what somebody has written
+        raise _Broken(f"another version of paceline, or of torch, has written it ({type(error).__name__}: {error})") from error
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -239,26 +281,16 @@ def _manifest(path: Path) -> dict[str, Any]:
         manifest: Any = json.loads(data)
     except OSError as error:
         raise _Broken(f"{MANIFEST} can't be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _Broken(f"{MANIFEST} is damaged or half-written") from error
-    if isinstance(manifest, dict) and isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} was written by a newer paceline (format {manifest['format']}; this one reads up to {FORMAT}): "
-            f"install that one, or name an older step"
-        )
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is int and version > FORMAT:
+        raise _Newer(version, manifest.get("serial"))
     if not isinstance(manifest, dict) or manifest.pop("seal", None) is None or data != _sealed(manifest):
         raise _Broken(f"{MANIFEST} is damaged: it doesn't have the hash it was written with")
+    if version != FORMAT:
+        raise _Broken(f"it is of format {version!r}, and this paceline reads {FORMAT}")
     return manifest
-
-
-def _serial(path: Path) -> int | None:
-    """The place of a checkpoint in the order of saving; None if its manifest can't be read, _NEWER if only a newer paceline can."""
-    try:
-        return int(_manifest(path)["serial"])
-    except _Broken:
-        return None
-    except CheckpointError:
-        return _NEWER
 
 
 def _state(path: Path, files: Mapping[str, Mapping[str, Any]], name: str) -> Snapshot:
@@ -266,11 +298,9 @@ def _state(path: Path, files: Mapping[str, Mapping[str, Any]], name: str) -> Sna
     for file in (tree, tensors):
         _check(path / file, files[file])
     head = json.loads((path / tree).read_bytes())
-    return Snapshot(head["version"], head["tree"], lift(_tensors(path / tensors), head["tensors"]))
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(path)
+    snapshot = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load_file(path / tensors), head["tensors"]))
+    snapshot.check()
+    return snapshot
 
 
 def _check(path: Path, wanted: Mapping[str, Any]) -> None:

@@ -100,6 +100,7 @@ class Chaos:
         self._noted: list[tuple[float, dict[str, Any]]] = []  # by time.time()
         self._failed: PacelineError | None = None
         self._began = time.time()
+        self._joined: float | None = None
         self._quotas = {fault.host: cluster.quota_of(fault.host) for fault in faults if isinstance(fault, Slow)}
         for host, cores in self._quotas.items():
             cluster.quota(host, cores)  # changes nothing; where there are no quotas it raises, before anything runs
@@ -143,9 +144,13 @@ class Chaos:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What happened, in order: "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the fault)."""
-        joined = self._pages[0].began
-        began = self._began if joined is None else joined
+        began = self._began if (joined := self._first_joined()) is None else joined
         return [{"time": round(when - began, 6), **event} for when, event in sorted(self._noted, key=lambda noted: noted[0])]
+
+    def _first_joined(self) -> float | None:
+        """When the run began: those who are started again later write to the same page."""
+        self._joined = self._pages[0].began if self._joined is None else self._joined
+        return self._joined
 
     # ---- when
 
@@ -159,6 +164,7 @@ class Chaos:
 
     def tick(self) -> None:
         """Carry out what is due now, and end what has lasted long enough."""
+        self._first_joined()
         for rank, due in self._due.items():
             page = self._pages[rank]
             if not due or not page.holding or due[0].step > page.step or not page.alive:

@@ -40,7 +40,8 @@ _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET
 class Start:
     """What is to be run. `folder` is where (None: here), `deadline` ends a run that takes longer (seconds), `show` shows it on this screen.
 
-    `sync`, `name` and `threads` are those of `paceline run`. `environ` holds variables that are added to those of this process.
+    `sync`, `name`, `threads`, `min_workers`, `restarts` (of each host) and `patience` are those of `paceline run`.
+    `environ` holds variables that are added to those of this process.
     `faults` are objects, texts, or lists of both.
     """
 
@@ -50,6 +51,9 @@ class Start:
     sync: str | None = None
     name: str | None = None
     threads: int | None = None
+    min_workers: int | None = None
+    restarts: int = 0
+    patience: float = 600.0
     folder: str | Path | None = None
     deadline: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +116,11 @@ def run(cluster: Cluster, start: Start, folder: Path) -> Outcome:
 def check(start: Start) -> None:
     """Raise `UsageError` for what makes no sense, before anything is built."""
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
-    launch.check(launch.Job(script, start.args, threads=start.threads))
+    launch.check(
+        launch.Job(
+            script, start.args, start.min_workers or 1, threads=start.threads, min_workers=start.min_workers, restarts=start.restarts
+        )
+    )
     if start.deadline is not None and not start.deadline > 0:
         raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
 
@@ -170,23 +178,24 @@ class _Run:
         if any(launcher.host == host and launcher.process.poll() is None for launcher in self._launchers):
             raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
         words = [sys.executable, "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
-        if len(self._present) > 1 or host not in self._present:  # who comes later has to ask the others, and never runs alone
+        elastic = start.min_workers is not None
+        if len(self._present) > 1 or host not in self._present or elastic:  # who comes later asks the others, and never runs alone
             from paceline.lab.hosts import PORT
 
             first = cluster.hosts[self._present[0]].address
             words += [
                 "--hosts",
-                str(max(2, len(self._present))),
+                str(len(self._present) if elastic else max(2, len(self._present))),
                 "--join",
                 f"{first}:{PORT}",
                 "--secret-file",
                 str(cluster.folder / "secret"),
             ]
-            words += ["--host-rank", str(self._present.index(host))] if host in self._present else []
+            words += ["--host-rank", str(self._present.index(host))] if host in self._present and not self._again(host) else []
             words += ["--placement", cluster.description.placement]
-        for option in ("sync", "name", "threads"):
+        for option in ("sync", "name", "threads", *(("min_workers", "restarts", "patience") if elastic else ())):
             value = getattr(start, option)
-            words += [] if value is None else [f"--{option}", str(value)]
+            words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
         process = cluster.spawn(
             host,
             [*words, start.script, *start.args],
@@ -204,6 +213,10 @@ class _Run:
             sources[descriptor] = Source(host, self._desk, number)
         with self._joining:
             self._launchers.append(_Launcher(host, process, sources))
+
+    def _again(self, host: int) -> bool:
+        """Whether this host has had a launcher before."""
+        return any(launcher.host == host for launcher in self._launchers)
 
     def _environ(self) -> dict[str, str]:
         """As here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""

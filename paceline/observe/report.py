@@ -12,6 +12,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.session.folder import PARTS, Folder
 from paceline.session.line import spoken
+from paceline.session.slowness import remedy
 
 _MEANING = {
     "compute": "forward, backward and the optimizer",
@@ -39,6 +40,9 @@ class Facts:
     bytes_sent: dict[str, float] | None = None
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
+    saves: int = 0  # checkpoints on the disk
+    stall: float = 0.0  # seconds for which training stood still for each of them
+    write: float = 0.0  # seconds that each took until it was on the disk
 
     @property
     def step(self) -> float:
@@ -58,7 +62,7 @@ def report(folder: Path) -> str:
     facts = read(Folder(folder))
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
-    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, _advice(facts), _events(facts)]
+    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, _checkpoints(facts), _advice(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -85,6 +89,8 @@ def read(folder: Folder) -> Facts:
 def _from_summary(folder: Folder) -> Facts:
     try:
         fields = json.loads(folder.summary.read_text(encoding="utf-8"))
+        saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
+        each = max(int(saved["count"]), 1)
         return Facts(
             name=folder.name,
             ended=True,
@@ -100,6 +106,9 @@ def _from_summary(folder: Folder) -> Facts:
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
+            saves=int(saved["count"]),
+            stall=float(saved["stall_seconds"]) / each,
+            write=float(saved["write_seconds"]) / each,
         )
     except KeyError as error:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
@@ -173,6 +182,16 @@ def _traffic(facts: Facts) -> str:
     return text
 
 
+def _checkpoints(facts: Facts) -> str:
+    if not facts.saves:
+        return ""
+    once = facts.saves == 1
+    return (
+        f"{_count(facts.saves, 'checkpoint')}: training stood still for {_seconds(facts.stall)}{'' if once else ' each'}, and "
+        f"{'it was' if once else 'they were'} on the disk after {_seconds(facts.write)} of writing{'' if once else ' each'}."
+    )
+
+
 def _advice(facts: Facts) -> str:
     found = [advice for rule in RULES for advice in rule(facts)]
     if not found:
@@ -212,11 +231,9 @@ def slow(facts: Facts) -> Iterator[str]:
     slowest = max(range(len(busy)), key=busy.__getitem__, default=0)
     head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
     if busy and min(busy) > 0 and busy[slowest] > 1.15 * min(busy):
-        speeds = ", ".join(f"{min(busy) / seconds:.2g}" for seconds in busy)
         yield (
             f"{head}. The slowest is rank {slowest}, with {_seconds(busy[slowest])} of own work in a step where the median is "
-            f"{_seconds(middle)}. See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: "
-            f"prepare(..., shares=[{speeds}])"
+            f"{_seconds(middle)}. {remedy(busy)}"
         )
     else:
         yield (
@@ -243,7 +260,18 @@ def outside(facts: Facts) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[Facts], Iterator[str]], ...] = (exchange, slow, data, outside)
+def checkpoints(facts: Facts) -> Iterator[str]:
+    """Training stands still for checkpoints."""
+    stood = facts.stall * facts.saves
+    if not facts.seconds or stood <= 0.03 * facts.seconds:
+        return
+    if facts.stall > facts.write / 2:
+        yield f"Checkpoints took {stood / facts.seconds:.0%} of the run: run.save(background=True) writes them while training goes on"
+    else:
+        yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
+
+
+RULES: tuple[Callable[[Facts], Iterator[str]], ...] = (exchange, slow, data, outside, checkpoints)
 
 
 def _count(number: int, thing: str) -> str:

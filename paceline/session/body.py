@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -12,20 +12,27 @@ from torch import nn
 from paceline.cluster.snapshot import Snapshot, loads, pack
 from paceline.cluster.versioned import Stateful
 from paceline.data.loader import ShareLoader
+from paceline.fault.replicate import Replicate
+from paceline.session.buddies import Buddies
 from paceline.session.cast import Cast
+from paceline.session.comparing import Comparing
+from paceline.session.mirrored import own_buffers
 from paceline.session.state import Own, Progress
 from paceline.session.step import Turns
 from paceline.session.survival import Founded, reap
 from paceline.sync.base import Scene, Sync
 
-VERSION = 1  # of what is handed over
+VERSION = 2  # of what is handed over
 
 
 class Body:
     """See `survival.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
 
-    def __init__(self, scene: Scene, cast: Cast, turns: Turns, own: Own) -> None:
-        self._scene, self._cast, self._turns, self._own = scene, cast, turns, own
+    def __init__(self, scene: Scene, cast: Cast, turns: Turns, own: Own, comparing: Comparing, *, replicate: Replicate) -> None:
+        self._scene, self._cast, self._turns, self._own, self._comparing = scene, cast, turns, own, comparing
+        self._replicate = replicate
+        self.buddies = Buddies(scene, own.sync, turns, replicate)
+        turns.committed = self.buddies.committed
         self.moved: Callable[[Founded], None] = lambda founded: None
         self.lost: Callable[[str], None] = lambda text: None
         self.facts: Callable[[], dict[str, Any]] = dict
@@ -46,6 +53,7 @@ class Body:
         self._turns.cut_turn(founded.turn)
         self._cast.regroup()
         self._sync.regroup(scene, founded.layout)
+        self.buddies.regroup(founded.members)
         self._turns.settle()
         reap(old)
 
@@ -53,13 +61,29 @@ class Body:
         """See `Heart.turn`."""
         return self._turns.steps + 1 if self._turns.led is not None else 0
 
+    def figures(self) -> Any:
+        """See `Heart.figures`."""
+        return self.buddies.figures()
+
+    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
+        """See `Heart.hear`."""
+        self.buddies.hear(told, members)
+
+    def depart(self) -> None:
+        """See `Heart.depart`."""
+        self.buddies.depart()
+
+    def fates(self, before: tuple[int, ...]) -> str:
+        """See `Heart.fates`."""
+        return self.buddies.fates(before)
+
     def layout(self) -> Any:
         """See `Heart.layout`."""
         return self._sync.layout()
 
     def form(self) -> str:
         """See `Heart.form`."""
-        digest = hashlib.sha256(f"{VERSION} {self._cast.state.names}".encode())
+        digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._cast.state.names}".encode())
         for slot in self._cast.slots:
             digest.update(f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode())
         return digest.hexdigest()
@@ -67,7 +91,8 @@ class Body:
     def give(self) -> tuple[bytes, str]:
         """See `Heart.give`."""
         snapshot = self._cast.state.snapshot(copy=False)
-        mine = {"random": self._own.randomness.state_dict(), "sync": self._sync.state_dict(), "facts": self.facts()}
+        facts = {"facts": self.facts(), "compared": self._comparing.facts()}
+        mine = {"random": self._own.randomness.state_dict(), "sync": self._sync.state_dict(), **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
 
     def take(self, state: bytes) -> str:
@@ -79,15 +104,19 @@ class Body:
         self._sync.inherit(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
         self.learn(facts["facts"])
+        self._comparing.learn(facts["compared"])
         return self._hash(snapshot)
 
     def _hash(self, snapshot: Snapshot) -> str:
-        """Of everything, or where optimizers are each worker's own, of the models."""
+        """Of everything but buffers that may be each worker's own; where optimizers are, too, of the models."""
+        parts = zip(self._cast.state.names, self._cast.state.parts, strict=True)
+        models = {name: part for name, part in parts if isinstance(part, nn.Module)}
+        own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
+        tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
         if not self._sync.apart:
-            return snapshot.sha256()
-        names = {name for name, part in zip(self._cast.state.names, self._cast.state.parts, strict=True) if isinstance(part, nn.Module)}
-        models = {path: tensor for path, tensor in snapshot.tensors.items() if path.split("/")[0] in names}
-        return Snapshot(0, sorted(models), models).sha256()
+            return Snapshot(0, snapshot.tree, tensors).sha256()
+        tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
+        return Snapshot(0, sorted(tensors), tensors).sha256()
 
     def parts(self) -> dict[str, Stateful]:
         """What of the state a turn changes by itself: all but the loaders and the progress."""

@@ -110,9 +110,8 @@ class Cast:
         scene = self.scene
         if scene.group.size == 1:
             return
-        norms = self.subgroups.everyone()
-        if self.survives:
-            norms = _Attempted(self)  # type: ignore[assignment]
+        self.subgroups.everyone()
+        norms: Any = _Watched(self)
         for model in models:
             synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
 
@@ -135,8 +134,8 @@ class Cast:
         self.state.add(f"{kind}{taken}" if taken else kind, thing)
 
 
-class _Attempted:
-    """A group whose sums are calls that survive the loss of a worker."""
+class _Watched:
+    """A group whose sums are seen from outside while they last, and survive the loss of a worker where losses are survived."""
 
     def __init__(self, cast: Cast) -> None:
         self._cast = cast
@@ -145,9 +144,13 @@ class _Attempted:
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """See `Group.all_reduce`."""
 
+        agreement, norms = self._cast.scene.agreement, self._cast.subgroups.norms
+        if agreement.recovery is None and norms is not None:
+            return Finished(agreement.wait(lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(), name or "BatchNorm"))
+
         def act() -> Tensor:
             norms = self._cast.subgroups.norms
             return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
 
-        total = self._cast.scene.agreement.attempt(act)
+        total = agreement.attempt(act, name or "BatchNorm")
         return Finished(total if out is None else out.copy_(total))

@@ -30,6 +30,7 @@ class Outcome(NamedTuple):
     sent: Traffic  # by this worker, in all steps
     event: Callable[[str], None]
     events: list[dict[str, Any]]
+    checkpoints: dict[str, float]
 
 
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
@@ -61,6 +62,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=digest,
         events=outcome.events,
+        checkpoints=outcome.checkpoints,
     ).write(folder)
     if any(spans.values()):
         timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead), offsets=ahead)

@@ -132,6 +132,7 @@ class Summary:
     bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
     codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.paying.Verdict`
     parameters_sha256: str
+    checkpoints: dict[str, float]  # the fields of `paceline.session.saving.Tally`
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
 
     def fields(self) -> dict[str, Any]:

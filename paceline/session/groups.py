@@ -20,6 +20,8 @@ from paceline.comm.shared import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import ResourceError, UsageError
+from paceline.fault.replicate import Replicate
+from paceline.session.watching import Watching
 from paceline.sync.base import Scene
 from paceline.trace import Trace
 
@@ -38,8 +40,10 @@ class Surroundings:
     say: Callable[[str], None]
     trace: Trace = field(default_factory=Trace)
     natives: int = 0
+    replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
     breaker: Breaker = field(default_factory=Breaker)  # of all groups made from here
+    watching: Watching | None = None  # where a launcher asks where its workers are (paceline run)
 
     @property
     def local(self) -> int:

@@ -1,8 +1,9 @@
-"""Numbers and rows that all workers put together: what `Run.mean` and `Run.gather` do."""
+"""What all workers put together: the seed of a run, and what `Run.mean` and `Run.gather` do."""
 
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import msgpack
@@ -12,6 +13,16 @@ from torch import Tensor
 from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
+
+
+def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
+    """The seed of all workers, drawn by the first if none is `given`; they must have been started with the same `arguments`."""
+    drawn = random.SystemRandom().getrandbits(31) if given is None else given
+    seeds = [msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))]
+    if any(found[1] != seeds[0][1] for found in seeds):
+        sides = "; ".join(f"rank {rank}: {found[1]}" for rank, found in enumerate(seeds))
+        raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
+    return int(seeds[0][0])
 
 
 def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Any:

@@ -28,6 +28,7 @@ from paceline.errors import UsageError
 from paceline.session.book import Book
 from paceline.session.folder import PARTS, Totals
 from paceline.session.line import Line
+from paceline.session.slowness import Slowness
 
 OnNan = Literal["warn", "stop"]
 RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
@@ -83,6 +84,8 @@ class Log:
         self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
+        self._slowness = Slowness()
+        self.note: Callable[[str], None] = say  # told who makes the others wait
         self.total_steps: int | None = None
 
     # ---- while a step is under way: never waits
@@ -179,15 +182,19 @@ class Log:
         means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
         return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means]
 
-    def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None) -> str | None:
+    def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> str | None:
         """Take in what every rank has drained, in rank order; gives the reason to stop, if there is one: the same on all workers.
 
-        `names`: what the workers are called where ranks may change.
+        `names`: what the workers are called where ranks may change. `hosts`: of each rank, to name who makes the others wait.
         """
         parts = [msgpack.unpackb(body) for body in bodies]
         self._judge([(upto, bad) for upto, bad, _ in parts])
         if self._book is not None:
             self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names)
+            seconds = [[record[4] for record in records if record[4] is not None] for _, _, records in parts]
+            slow = self._slowness.take(names or range(len(parts)), seconds, hosts) if hosts else None
+            if slow is not None:
+                self.note(slow)
         return self._reason if self._on_nan == "stop" else None
 
     def _judge(self, heads: list[tuple[int, Any]]) -> None:

@@ -26,6 +26,8 @@ from paceline.sync.base import Slot
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
 MARK = "_paceline_bound"
+SEEN = 2  # steps in which it is looked who calls optimizers
+_DEEPEST = 6  # calls between a scaler's step and ours
 Scaler = torch.amp.GradScaler
 
 
@@ -90,6 +92,32 @@ def check_known(models: list[tuple[str, nn.Module]], known: list[Slot]) -> None:
             f"the parameter {slot.name} came into the model after run.prepare (a new layer, or load_state_dict(assign=True)); "
             "give model and optimizer to run.prepare again, on every worker, before it is trained"
         )
+
+
+def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
+    """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step again in a turn that is dealt again."""
+    known = [getattr(part, "optimizer", None) for part in prepared]
+    for optimizer in optimizers:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # as torch's schedulers leave there
+        if scheduled and not any(optimizer is other for other in known):
+            raise UsageError(
+                f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not given to run.prepare: when a "
+                "worker is lost, it would step twice for one step; give it to run.prepare, too"
+            )
+
+
+def check_scaler(known: list[Any]) -> None:
+    """Raise `UsageError` if a scaler that wasn't prepared has called us: it would count a turn that is dealt again twice."""
+    frame = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        if frame.f_code is Scaler.step.__code__ and not any(frame.f_locals.get("self") is scaler for scaler in known):
+            raise UsageError(
+                "a GradScaler steps that was not given to run.prepare: when a worker is lost, it would count one step twice; give it to "
+                "run.prepare, too"
+            )
 
 
 def check_parameters(found: list[Slot]) -> None:
@@ -236,6 +264,8 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
                 turns.ready("optimizer.step")
             if not turns.acting:
                 return None if closure is None else _called(closure)
+            if turns.undo is not None and turns.steps < SEEN:
+                check_scaler(turns.scalers)
             turns.stepping()
             result = own(self, *args, **kwargs)
             turns.stepped(self)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,18 +25,19 @@ from paceline.session import joint, state
 from paceline.session import prepare as preparing
 from paceline.session.body import Body
 from paceline.session.cast import Cast
+from paceline.session.comparing import Comparing, Comparison
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
 from paceline.session.groups import Subgroups, Surroundings
 from paceline.session.line import Line
 from paceline.session.log import Log
+from paceline.session.saving import Order, Saving
 from paceline.session.state import Progress
 from paceline.session.step import Turns
 from paceline.session.survival import Founded, Survival
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Strategy
-from paceline.sync.sequence import Sequence
 from paceline.wording import spell
 
 
@@ -48,7 +48,9 @@ class Run:
     `is_first` (of all workers) and `weight` (of my present batch) say where this worker is.
     """
 
-    def __init__(self, around: Surroundings, scene: Scene, strategy: Strategy, *, seed: int | None, began: float) -> None:
+    def __init__(
+        self, around: Surroundings, scene: Scene, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
+    ) -> None:
         place = around.place
         self.rank, self.size, self.local_rank = place.rank, place.size, around.local
         self.host = around.cluster.of(place.rank).name
@@ -63,11 +65,16 @@ class Run:
         self.state = self._cast.state
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
+        patience, pinned = around.deadline, self.device.type == "cuda"
+        self._saving = Saving(self.state, self._own, scene, self.event, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
         self._stopping = self._asked_to_stop = False
         self._next_flush = 1
         self._closed = self._introduced = self._waits = self._joined = False
-        self.seed = self._shared_seed(seed)
+        self.seed = joint.seed(scene.agreement, seed, f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}")
+        self._comparing = Comparing(comparison, scene, self._cast, self._backward.sync)
+        self._comparing.event, self._comparing.conclude = self.event, self._conclude
+        self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
         self.state.add("progress", self._progress)
         self._survival: Survival | None = None
         if place.worker is not None:
@@ -75,31 +82,20 @@ class Run:
 
     def _survive(self, around: Surroundings) -> None:
         """Go on when workers are lost: from the first epoch on."""
-        if isinstance(self.strategy, Sequence):
-            raise UsageError("Sequence can't go on yet when workers are lost; leave out --min-workers, or give another strategy")
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
-        body = Body(self._scene, self._cast, self._turns, self._own)
+        body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
         survival = self._survival = Survival(around, self._agreement, body)
         self._cast.survives = True
         self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
         self._turns.generation_of = self._generation
-        self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
         self._waits = survival.fresh
-
-    def _shared_seed(self, seed: int | None) -> int:
-        drawn = random.SystemRandom().getrandbits(31) if seed is None else seed
-        seeds = [msgpack.unpackb(body) for body in self._agreement.meet("start", msgpack.packb([drawn, seed, spell(self.strategy)]))]
-        if any(found[1] != seeds[0][1] or found[2] != seeds[0][2] for found in seeds):
-            sides = "; ".join(f"rank {rank}: seed={found[1]}, sync={found[2]}" for rank, found in enumerate(seeds))
-            raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
-        return int(seeds[0][0])
 
     def open(self, folder: Folder, log: Log, total_steps: int | None = None) -> None:
         """Take up the run's folder and log."""
         self.folder, self._log, self._total_steps = folder, log, total_steps
-        log.total_steps = total_steps
+        log.total_steps, log.note = total_steps, self._lost
 
     # ---- who and where
 
@@ -174,11 +170,14 @@ class Run:
 
     def _begin(self) -> None:
         """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
+        if self._survival is not None:
+            preparing.check_schedulers(self._cast.optimizers, self.state.parts)
         if self._survival is not None and self._survival.fresh:
             self._survival.join()
             self._waits, self._joined = False, True
         elif self._survival is not None:
             self._survival.arm()
+        self._comparing.begin(self.steps)
 
     def _generation(self, loader: ShareLoader) -> int:
         """How often the workers have become others; between two turns of training those who wait are let in."""
@@ -186,14 +185,27 @@ class Run:
         if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
             self._depart()
         training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
-        if self._survival.pending and training == [loader] and self._turns.turn is None:
-            self._backward.sync.converge()
-            self._survival.admit()
+        if training == [loader] and self._turns.turn is None:
+            if self._survival.short and not self._survival.pending:
+                self._wait_for_others()
+            if self._survival.pending:
+                self._backward.sync.converge()
+                self._survival.admit()
         return self._survival.generation
+
+    def _wait_for_others(self) -> None:
+        """There are fewer workers than the job needs: save, and wait until others come."""
+        assert self._survival is not None
+        path = self.save()
+        self._lost(f"{self.size} of {self._around.place.min_workers} workers are left: saved {path.name}, and waiting for others")
+        self._survival.wait()
 
     def _depart(self) -> None:
         """This host is leaving: go, between two turns; the others deal the next one among themselves."""
         self._closed = True
+        assert self._survival is not None
+        self._survival.depart()
+        self._saving.wait()  # or the others would sweep it away
         report.left(self._around.place)
         self._log.close()
         self._end(failed=True)
@@ -248,19 +260,7 @@ class Run:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside add up on their own worker; the first one outside exchanges the whole sum."""
-        return self._quietly()
-
-    @contextlib.contextmanager
-    def _quietly(self) -> Iterator[None]:
-        turns = self._turns
-        turns.quiet += 1
-        self._backward.silenced = self._backward.owing = True
-        turns.settle()
-        try:
-            yield
-        finally:
-            turns.quiet -= 1
-            turns.settle()
+        return self._turns.quietly()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None before the last micro-batch)."""
@@ -320,19 +320,20 @@ class Run:
         for account in self._scene.accounts:
             self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)
+        self._comparing.step_ended(self.steps)
         if self.steps >= self._next_flush:
             self._flush()
 
     def _flush(self) -> None:
         """Hand what was logged to the first worker; about once a second, at a step agreed before."""
         preparing.check_known(self._cast.models, self._cast.slots)
-        views = 0 if self._survival is None else self._survival.orders.latest
-        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank], views])
+        news = None if self._survival is None else self._survival.news()
+        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank], news])
         answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
         self._next_flush = self.steps + answers[0][2]
         if self._survival is not None:
-            self._survival.note(min(answer[4] for answer in answers))
-        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers])
+            self._survival.hear([answer[4] for answer in answers])
+        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers], self.cluster.names())
         if reason is not None and not self._stopping:
             self.event(f"stopped: {reason}")
             self._scene.say(f"stopping: {reason}")
@@ -344,21 +345,21 @@ class Run:
 
     # ---- state
 
-    def save(self, *, keep: int = 3) -> Path:
+    def save(self, *, keep: int = 3, background: bool = False) -> Path:
         """Write a checkpoint of everything prepared and kept; the newest `keep` stay. Gives its folder. Collective.
 
-        In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body.
+        In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body. When it returns, the
+        checkpoint is on the disk. With `background` it has been copied in the first worker's memory, and a thread there writes it while
+        training goes on: the folder is there once it is whole. One is written at a time: a save that comes before waits for it.
+
+        Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         """
         turn = self._turns.led
         step = self.steps + (turn is not None and turn.last_micro)
         folder = self.folder.checkpoints
         if self._backward.failed:  # this turn comes again, and saves then
             return next(iter(checkpoint.newest(folder)), folder)
-
-        def save() -> str:
-            return str(state.save(self.state, self._own, self._agreement, self.group, folder, step=step, keep=keep))
-
-        return Path(self._agreement.attempt(save))
+        return self._saving.save(Order(folder, step, keep, background))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
@@ -367,8 +368,7 @@ class Run:
         Raises `CheckpointError` if there are some and none can be used.
         """
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
-        places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
-        found = state.resume(self.state, self._own, self._agreement, self.group, places, say=self._scene.say)
+        found = self._saving.resume([place if place.name == "checkpoints" else place / "checkpoints" for place in asked])
         if found is None:
             return False
         self._next_flush = self.steps + 1
@@ -397,9 +397,8 @@ class Run:
         self._closed = True
         try:
             self._turns.finish()
-            self._log.finish(self._agreement)
             self._conclude()
-            self._agreement.meet("the end of the run")
+            self._agreement.tell("the end of the run", self._saving.last)
         except BaseException as error:
             self._leave(type(error), error)
             raise
@@ -407,8 +406,10 @@ class Run:
         self._end(failed=False)
 
     def _conclude(self) -> None:
+        self._log.finish(self._agreement)
+        self._saving.wait()
         models = [model for _, model in self._cast.models]
-        outcome = Outcome(self.strategy, self.cluster, models, self._turns.sent, self.event, self.events)
+        outcome = Outcome(self.strategy, self.cluster, models, self._turns.sent, self.event, self.events, self._saving.tally())
         conclude(outcome, self._scene, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
@@ -424,8 +425,8 @@ class Run:
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
-        if self._survival is not None:
-            self._survival.end()
+        if self._around.watching is not None:
+            self._around.watching.stop()
         self._backward.unwatch()
         self._turns.release()
         for _, model in self._cast.models:
@@ -439,3 +440,4 @@ class Run:
         self._around.store.close()
         for ending in self._endings:
             ending()
+        self._saving.end()

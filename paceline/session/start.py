@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from paceline.cluster import report
 from paceline.cluster.discover import Place, discover
@@ -20,13 +20,16 @@ from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
+from paceline.fault.replicate import Replicate, check
 from paceline.notation import parse
 from paceline.session.book import Book
+from paceline.session.comparing import Comparison, Differing
 from paceline.session.folder import Folder
 from paceline.session.groups import Surroundings, choose_device, everyone
 from paceline.session.line import Line
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
+from paceline.session.watching import Watching, check_lateness
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
 from paceline.trace import Trace
@@ -44,51 +47,51 @@ def start(
     seed: int | None = None,
     device: str | None = None,
     deadline: float = 120.0,
+    late_after: float | None = None,
     trace: str = "last",
     on_nan: OnNan = "warn",
     total_steps: int | None = None,
+    compare: int | Literal["auto"] | None = "auto",
+    differing: Differing = "stop",
+    replicate: Replicate = "auto",
 ) -> Run:
     """Join the workers that were started with this process (torchrun, Slurm, MPI, `paceline run`); started alone, it is one worker.
 
     `sync`: a strategy, as an object or in its notation (default `AllReduce()`; `paceline run --sync` overrides it). `name`: of the run's
     folder in `folder` (default: the date and time). `seed`: the number that `run.seed` has on all workers (default: drawn by the first).
     `device`: "cpu", "cuda" or "cuda:i" (default: a GPU of its own if there is one). `deadline`: seconds after which a wait for other
-    workers is given up, naming who is missing. `trace`: "last" keeps the spans of the last steps, "all", or "off". `on_nan`: "warn" or
-    "stop" when a logged loss is not a number. `total_steps`: for the time left, where the script's epochs don't tell.
+    workers is given up, naming who is missing. `late_after`: seconds after which `paceline run` shows what a worker does that others wait
+    for (default: ten times what calls take here, at least 5). `trace`: "last" keeps the spans of the last steps, "all", or "off".
+    `on_nan`: "warn" or "stop" when a logged loss is not a number. `total_steps`: for the time left, where the script's epochs don't tell.
+    `compare`: steps between two comparisons of all replicas (None: never; "auto": 100, where the strategy has moments at which they are
+    equal). `differing`: "stop" all when they differ, or "heal" those that don't have what most have. `replicate`: with
+    `paceline run --min-workers`, what only one worker has (what a codec keeps, what was changed since the last round) is copied to a worker
+    of another host every so many steps; "auto": on several hosts, as often as it takes at most a tenth of the time; "off": never.
 
     Returns the `Run`, to be used as a context manager; without `with` it is closed at exit.
 
     Raises `UsageError` (and its kinds) for what can't be honoured, `DeadlineExceeded` when other workers don't come.
     """
     began = time.time()
-    if trace not in TRACES:
-        raise UsageError(f"trace={trace!r} is unknown; possible are {', '.join(map(repr, TRACES))}")
-    if on_nan not in ("warn", "stop"):
-        raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
-    if not deadline > 0:
-        raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
-    place = discover()
+    _check(deadline, trace, on_nan, replicate)
+    comparison, place = Comparison(compare, differing), discover()
     strategy = _strategy(place.sync if place.sync is not None else sync)
     seconds = deadline if place.deadline is None else place.deadline
+    check_lateness(late_after, seconds)
     report.joined(place)
     announcer = Announcer(lambda: place.rank == 0 and not place.joining)
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
-            page = enter(place.progress, began, deadline=seconds)
             around = _surroundings(place, device, seconds, announcer.say)
-            around.page, around.trace = page, Trace(TRACES[trace])
-            group = everyone(around)
-            undo.callback(group.close)
-            undo.callback(group.abort)
-            moment = Moment(scale=1.0 / group.size)
-            agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
-            scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), announcer.say, around.native)
-            run = Run(around, scene, strategy, seed=seed if place.run is None else place.run[1], began=began)
+            around.page, around.trace = enter(place.progress, began, deadline=seconds), Trace(TRACES[trace])
+            around.replicate = _replicating(around, replicate)
+            scene = _scene(around, undo)
+            _watch(around, scene.agreement, late_after, undo)
+            shared = seed if place.run is None else place.run[1]
+            run = Run(around, scene, strategy, seed=shared, began=began, comparison=comparison)
             announcer.first = lambda: run.is_first
-            where = _folder(agreement, place, Path(folder), name, announcer.say)
-            report.opened(place, str(where.path.absolute()), run.seed)
-            if page is not None:
-                page.writes_to(where.path)
+            where = _folder(scene.agreement, place, Path(folder), name, announcer.say)
+            _announce(around, where, run.seed)
             run.open(where, Log(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()
     except BaseException as error:
@@ -96,6 +99,16 @@ def start(
         raise
     Ending(run).arm()
     return run
+
+
+def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:
+    check(replicate)
+    if trace not in TRACES:
+        raise UsageError(f"trace={trace!r} is unknown; possible are {', '.join(map(repr, TRACES))}")
+    if on_nan not in ("warn", "stop"):
+        raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
+    if not deadline > 0:
+        raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
 
 
 def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> Surroundings:
@@ -106,11 +119,39 @@ def _surroundings(place: Place, device: str | None, seconds: float, say: Callabl
     return Surroundings(place, store, cluster, choose_device(device, local), seconds, say)
 
 
+def _replicating(around: Surroundings, replicate: Replicate) -> Replicate:
+    if isinstance(replicate, int) and around.place.worker is None:
+        around.say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
+    return replicate
+
+
+def _scene(around: Surroundings, undo: ExitStack) -> Scene:
+    """The group of all, and what strategies work with."""
+    group = everyone(around)
+    undo.callback(group.close)
+    undo.callback(group.abort)
+    moment = Moment(scale=1.0 / group.size)
+    agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
+    return Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
+
+
+def _watch(around: Surroundings, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
+    around.watching = Watching(around.place, agreement, around.deadline, late_after)
+    undo.callback(around.watching.stop)
+
+
 def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> Folder:
     """That of the run which this worker joins, or a new one."""
     if place.run is not None:
         return Folder(Path(place.run[0]))
     return Folder.agree(agreement, root, name if name is not None else place.run_name, say=say)
+
+
+def _announce(around: Surroundings, folder: Folder, seed: int) -> None:
+    """Say where the run lies, to who starts others for it and who looks on."""
+    report.opened(around.place, str(folder.path.absolute()), seed)
+    if around.page is not None:
+        around.page.writes_to(folder.path)
 
 
 def _book(folder: Folder, place: Place) -> Book | None:

@@ -1,24 +1,21 @@
-"""Checkpoints of a run: all that is state, written by the first worker, read by the first and handed to all."""
+"""What is state beside the models and optimizers: how far a run is, and what each worker has for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import msgpack
-import torch
 from torch.optim import Optimizer
 
-from paceline.cluster.snapshot import Snapshot, loads, pack
-from paceline.cluster.versioned import Randomness, Versioned
-from paceline.comm.group import Group
-from paceline.comm.ordered import Agreement
+from paceline.cluster.snapshot import Snapshot, pack
+from paceline.cluster.versioned import Randomness
 from paceline.data.loader import ShareLoader
-from paceline.fault import checkpoint
+from paceline.errors import CheckpointError
 from paceline.session.step import Turns
 from paceline.sync.base import Sync
+
+OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
 
 
 class Progress:
@@ -70,74 +67,24 @@ class Own:
     sync: Sync
     optimizers: list[Optimizer]
 
-    def dumps(self) -> bytes:
-        """All of it."""
+    def snapshot(self) -> Snapshot:
+        """All of it; its tensors are the live ones."""
         apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.apart else []
-        return pack({"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}).dumps()
+        mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
+        return pack(mine, copy=False)
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
         """Go on from what was found, of each worker that there was."""
         states = {other: snapshot.unpack() for other, snapshot in found.items()}
+        for other, state in states.items():
+            lacking = OWN.difference(state) if isinstance(state, dict) else OWN
+            if lacking:
+                raise CheckpointError(
+                    f"what worker {other} had for itself lacks {', '.join(sorted(lacking))}: another version of paceline has saved it; "
+                    f"resume with that one, or remove this checkpoint"
+                )
         if rank in states:
             self.randomness.load_state_dict(states[rank]["randomness"])
             for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
                 optimizer.load_state_dict(state)
         self.sync.adopt([states[other]["sync"] for other in sorted(states)])
-
-
-def save(state: Versioned, own: Own, agreement: Agreement, group: Group, folder: Path, *, step: int, keep: int) -> Path:
-    """Write a checkpoint of `state`, and of `own` for each worker, into `folder`; gives its path, on all workers."""
-    own.sync.converge()
-    theirs = _collect(own.dumps(), agreement, group)
-
-    def write() -> bytes:
-        owns = {rank: loads(body) for rank, body in enumerate(theirs)}
-        return str(checkpoint.save(folder, state.snapshot(copy=False), step, own=owns, keep=keep)).encode()
-
-    return Path(agreement.tell("run.save, written", write).decode())
-
-
-def resume(
-    state: Versioned, own: Own, agreement: Agreement, group: Group, folders: Sequence[Path], *, say: Callable[[str], None]
-) -> Path | None:
-    """Become the newest whole checkpoint of the first folder that has any, which the first worker reads; its path, or None."""
-    found: list[checkpoint.Checkpoint] = []
-
-    def read() -> bytes:
-        folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
-        if folder is None:
-            return bytes(msgpack.packb(None))
-        found.append(checkpoint.load(folder, say=say))
-        return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
-
-    head = msgpack.unpackb(agreement.tell("run.resume", read))
-    if head is None:
-        return None
-    bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
-    snapshots = [_hand_out(body, agreement, group) for body in bodies]
-    state.restore(snapshots[0])
-    own.load(group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
-    if group.size > len(head[1]):
-        say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
-    return Path(head[0])
-
-
-def _collect(mine: bytes, agreement: Agreement, group: Group) -> list[bytes]:
-    """Every worker's bytes, on the first one; nothing elsewhere."""
-    lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", len(mine).to_bytes(8, "little"))]
-    first, body = group.rank == 0, torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    found = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if first and rank}
-    group.exchange([] if first else [(0, body)], list(found.items())).wait()
-    return [mine, *(tensor.numpy().tobytes() for tensor in found.values())] if first else []
-
-
-def _hand_out(body: Snapshot | None, agreement: Agreement, group: Group) -> Snapshot:
-    """The first worker's snapshot on all workers."""
-    data = body.dumps() if body is not None else b""
-    nbytes = int.from_bytes(agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little")
-    if group.size == 1:
-        assert body is not None
-        return body
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8)
-    group.broadcast(buffer, name="run.resume").wait()
-    return body if body is not None else loads(buffer.numpy().tobytes())

@@ -14,14 +14,14 @@ Several loaders may be under way at once. The training loader whose turn began w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from paceline.cluster.progress import Page
@@ -84,6 +84,7 @@ class Turns:
         self._sent = self._aside = Traffic()
         self._announced = False
         self.undo: Undo | None = None  # where losses are survived
+        self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
@@ -232,6 +233,7 @@ class Turns:
             self._page.passed(self.steps)
         began, before, aside = time.perf_counter(), self.scene.traffic, self.scene.aside
         self.backward.sync.commit()
+        self.committed(self.steps)
         self._step["exchange"] += time.perf_counter() - began
         self.sent += self.scene.traffic - before - (self.scene.aside - aside)
         seconds, self._step = dict(self._step), defaultdict(float)
@@ -299,6 +301,18 @@ class Turns:
             raise UsageError(f"{where} inside run.no_sync() would use gradients before their exchange; call it outside of the block")
         if turn is None or turn.train:
             self.backward.join(where, due=True)
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """See `Run.no_sync`."""
+        self.quiet += 1
+        self.backward.silenced = self.backward.owing = True
+        self.settle()
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+            self.settle()
 
     def stepping(self) -> None:
         """An optimizer is about to step."""
@@ -394,8 +408,7 @@ class Turns:
 def _put_back(kept: Buffers) -> None:
     for module, name, buffer, values in kept:
         if buffer is not None and values is not None:
-            with torch.no_grad():
-                buffer.detach().copy_(values)
+            buffer.data.copy_(values)  # not counted as a change: masks and tables stay what nobody has changed
         module._buffers[name] = buffer
 
 

@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +35,6 @@ from paceline.comm.ordered import Agreement, Result
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 from paceline.fault.recover import Plan, Reach, decide, majority, nearest
 from paceline.session.groups import Surroundings, everyone
-from paceline.session.watching import Watching
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import TCPStore
@@ -42,8 +42,10 @@ else:
     from torch.distributed import TCPStore
 
 TOLD_SECONDS = 5.0  # how long a launcher may take to tell of a new view, before it is told that the group has broken
+NAP_SECONDS = 0.02  # between two looks of who has come whether it is let in
 LOOK_SECONDS = 0.5  # between two looks of who waits whether there is a newer view
 CONNECT_SECONDS = 4.0  # to the store of a view: its server lives, or there is a newer view soon
+SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who train wait for it
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,19 @@ class Founded:
 
     around: Surroundings
     group: Group
-    origins: tuple[int, ...]  # what the members were called at the start
+    members: tuple[int, ...]  # their numbers, never used twice in a job
+    origins: tuple[int, ...]  # what they were called at the start
     turn: int = 0  # the turn in which nothing more can be exchanged; 0: none
     layout: Any = None  # of what the strategy exchanges, for who has just come
+
+
+@dataclass
+class Door:
+    """Where a worker waits to be let in, in the store of a view."""
+
+    roster: Roster
+    breaker: Breaker
+    here: Store | None = None  # once it is open
 
 
 class Heart(Protocol):
@@ -70,6 +82,22 @@ class Heart(Protocol):
 
     def lost(self, text: str) -> None:
         """Told in words what has happened."""
+        ...
+
+    def figures(self) -> Any:
+        """What is told to the others now and then, for `hear`: small, msgpack."""
+        ...
+
+    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
+        """The `figures` of all workers, which have just taken the same step."""
+        ...
+
+    def depart(self) -> None:
+        """This worker goes: what is on its way from it to others comes there first."""
+        ...
+
+    def fates(self, before: tuple[int, ...]) -> str:
+        """In words, to be added to others: what became of what the lost ones of these members alone had; empty if that is nothing."""
         ...
 
     def layout(self) -> Any:
@@ -97,16 +125,18 @@ class Survival:
         assert place.worker is not None and place.orders_fd is not None
         self.worker = place.worker
         self.orders = Orders(place.orders_fd)
+        if around.watching is not None:
+            self.orders.asked = around.watching.answer
         self.generation = 0  # how often the workers have become others
         self.view = 0 if place.joining else 1
         self.fresh = place.joining  # I have no state yet
         self.pending = 0  # the view in which somebody waits to be let in, as all know; 0: none
         self._around, self._agreement, self._heart = around, agreement, heart
         self._server = _serve(place)
-        self.watching: Watching | None = None
         here = around.store.sub("workers")
         here.put(str(place.rank), place.worker)
         self.members: tuple[int, ...] = tuple(here.take(str(rank)) for rank in range(place.size))
+        self._before = self.members  # as of the last event
 
     def arm(self) -> None:
         """From now on losses are survived: all workers are about to make the same call."""
@@ -117,14 +147,7 @@ class Survival:
 
     def _survive(self) -> None:
         self._agreement.recovery = self.recover
-        self.watching = Watching(self._around.place, self._agreement, self._around.deadline)
-        self.orders.asked = self.watching.answer
         report.surviving(self._around.place)
-
-    def end(self) -> None:
-        """The run is over."""
-        if self.watching is not None:
-            self.watching.stop()
 
     # ---- losses
 
@@ -154,15 +177,14 @@ class Survival:
         plan = decide(reaches)
         around = self._moved(roster, here.sub("groups"), plan.members, breaker)
         group = everyone(around)
-        gone = [rank for rank, member in enumerate(self.members) if member not in plan.members]
-        self._found(Founded(around, group, plan.origins, plan.turn), plan.members)
+        self._found(Founded(around, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.fresh else 0
         told = self._tell(group, plan)
-        self._say(gone, time.monotonic() - began, error)
+        self._say(time.monotonic() - began, error)
         return told
 
-    def _found(self, founded: Founded, members: tuple[int, ...]) -> None:
-        self.members, self._around = members, founded.around
+    def _found(self, founded: Founded) -> None:
+        self.members, self._around = founded.members, founded.around
         self.generation += 1
         self._heart.regroup(founded)
 
@@ -182,21 +204,47 @@ class Survival:
         found = group.agree(body)[plan.members.index(plan.teller)]
         return Result(loads(found).unpack()[0]) if self.worker in plan.behind else None
 
-    def _say(self, gone: list[int], seconds: float, error: PacelineError) -> None:
+    def _say(self, seconds: float, error: PacelineError) -> None:
+        before, self._before = self._before, self.members
+        gone = [rank for rank, member in enumerate(before) if member not in self.members]
         ranks = ", ".join(map(str, gone))
         who = f"ranks {ranks} were lost" if len(gone) > 1 else f"rank {ranks} was lost" if gone else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
-        self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view})")
+        self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
     def _trip(self, breaker: Breaker) -> None:
         breaker.trip(ViewChanged("the workers are others now"))
 
     # ---- coming
 
+    def depart(self) -> None:
+        """This worker goes, between two turns."""
+        self._heart.depart()
+
+    def news(self) -> list[Any]:
+        """What this worker tells the others when all hand over their logs."""
+        return [self.orders.latest, self._heart.figures()]
+
+    def hear(self, news: Sequence[Any]) -> None:
+        """The `news` of all workers."""
+        self.note(min(latest for latest, _ in news))
+        self._heart.hear([figures for _, figures in news], self.members)
+
     def note(self, latest: int) -> None:
         """All workers have heard of this view: who is new in it can be let in."""
         if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
             self.pending = latest
+
+    @property
+    def short(self) -> bool:
+        """Whether fewer are left than the job needs."""
+        return len(self.members) < self._around.place.min_workers
+
+    def wait(self) -> None:
+        """Wait until there are enough, or the launchers end the job; then all members agree on the view in which others are let in."""
+        while len(self.orders.roster(self.orders.latest).workers) < self._around.place.min_workers:
+            self.orders.newer(self.orders.latest, LOOK_SECONDS)
+        self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
 
     def admit(self) -> None:
         """Let in who waits, between two turns; all members call it at the same place."""
@@ -205,32 +253,55 @@ class Survival:
     def _admit(self) -> None:
         number, self.pending = max(self.view, self.pending), 0
         roster = self.orders.roster(number)
-        fresh = tuple(worker for worker in roster.workers if worker not in self.members)
-        if not fresh:
+        if {*roster.workers} <= {*self.members}:
             return
-        breaker = Breaker()
-        self.orders.arm(number, frozenset(roster.workers), lambda: self._trip(breaker))
-        here = self._open(roster, breaker).sub(f"view{number}")
-        forms = {worker: here.take(f"form/{worker}", self._around.deadline) for worker in fresh}
-        refused = [worker for worker in fresh if forms[worker] != self._heart.form()]
-        fresh = tuple(worker for worker in fresh if worker not in refused)
-        members, old = (*self.members, *fresh), len(self.members)
-        numbers = itertools.count(max(self._agreement.origins, default=-1) + 1)
-        origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, fresh, strict=False)))
-        layout = self._heart.layout()
-        if self.members[0] == self.worker:
-            here.put("admitted", {"members": members, "origins": origins, "old": old, "layout": layout, "calls": self._agreement.calls})
+        # One decides who comes, and all hear it in the group that they have: those who come may be lost meanwhile.
+        fresh, refused = json.loads(self._agreement.tell("who comes", lambda: json.dumps(self._look(roster)).encode()))
         self.view = number
         if refused:
             self._heart.lost(f"{len(refused)} new worker(s) were refused: they are of another model, or version of paceline")
         if fresh:
-            around = self._moved(roster, here.sub("let in"), members, breaker)
-            self._found(Founded(around, everyone(around), origins, layout=layout), members)
-            self._hand_over(old)
-            self._agreement.meet("let in")
-            self._welcome(old)
+            self._let_in(roster, tuple(fresh))
+        else:
+            self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._around.breaker))
+
+    def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
+        """Who has come in this view and is of this model, and who isn't; who is not will read so. Nobody, if they are others by now."""
+        forms: dict[int, str] = {}
+        new = [worker for worker in roster.workers if worker not in self.members]
+        with contextlib.suppress(*LOSSES):
+            here, end = self._open(roster, Breaker()).sub(f"view{roster.number}"), time.monotonic() + SHOWN_SECONDS
+            while len(forms) < len(new) and self.orders.latest == roster.number and time.monotonic() < end:
+                worker = new[len(forms)]
+                with contextlib.suppress(DeadlineExceeded):
+                    forms[worker] = here.take(f"form/{worker}", LOOK_SECONDS)
+            fresh = [worker for worker in new if forms.get(worker) == self._heart.form()]
+            refused = [worker for worker in forms if worker not in fresh]
+            if self.orders.latest == roster.number:
+                here.put("admitted", self._invitation((*self.members, *fresh)) | {"refused": refused})
+                return fresh, refused
+        return [], []
+
+    def _invitation(self, members: tuple[int, ...]) -> dict[str, Any]:
+        """What those who come have to know."""
+        old, numbers = len(self.members), itertools.count(max(self._agreement.origins, default=-1) + 1)
+        origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
+        return {"members": members, "origins": origins, "old": old, "layout": self._heart.layout(), "calls": self._agreement.calls}
+
+    def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
+        breaker = Breaker()
+        members, old = (*self.members, *fresh), len(self.members)
+        told = self._invitation(members)
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
+        here = self._open(roster, breaker).sub(f"view{roster.number}")
+        around = self._moved(roster, here.sub("let in"), members, breaker)
+        self._found(Founded(around, everyone(around), members, told["origins"], layout=told["layout"]))
+        self._hand_over(old)
+        self._agreement.meet("let in")
+        self._welcome(old)
 
     def _welcome(self, old: int) -> None:
+        self._before = self.members
         ranks = ", ".join(str(rank) for rank in range(old, len(self.members)))
         self._heart.lost(f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})")
 
@@ -255,51 +326,55 @@ class Survival:
 
     def join(self) -> None:
         """Wait to be let in, and become what the others are."""
-        place = self._around.place
-        report.ready(place)
+        report.ready(self._around.place)
+        doors: list[Door] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
+        heard, end = self.view, time.monotonic() + self._around.deadline
+        alone = DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
+        lost: PacelineError = alone
         while self.fresh:
-            roster = self.orders.newer(self.view, self._around.deadline)
-            if roster is None:
-                raise DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
-            self.view = roster.number
-            if self.worker in roster.workers:
+            if (roster := self.orders.newer(heard, NAP_SECONDS)) is not None:
+                heard, lost, end = roster.number, alone, time.monotonic() + self._around.deadline
+                doors += [Door(roster, Breaker())] if self.worker in roster.workers else []
+            elif time.monotonic() > end:
+                raise lost
+            for door in list(doors):
                 try:
-                    self._join(roster)
-                except LOSSES:
-                    if self.orders.latest == self.view:
-                        raise  # nobody is left to join
+                    if self._opens(door):
+                        self._enter(door)
+                        break
+                except LOSSES as error:
+                    doors.remove(door)
+                    if door.roster.number == heard:  # who trains is lost, too, and there is a newer view soon, or nobody is left to join
+                        lost, end = error, time.monotonic() + TOLD_SECONDS
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 
-    def _join(self, roster: Roster) -> None:
-        breaker = Breaker()
-        self.orders.arm(roster.number, frozenset(roster.workers), lambda: self._trip(breaker))
-        here = self._open(roster, breaker).sub(f"view{roster.number}")
-        here.put(f"form/{self.worker}", self._heart.form())
-        here.put(f"reach/{self.worker}", Reach(-1).dump())
-        found = self._admitted(here, roster)
-        members = tuple(found["members"])
+    def _opens(self, door: Door) -> bool:
+        """Whether those who train have said in this view who comes."""
+        if door.here is None:
+            door.here = self._open(door.roster, door.breaker).sub(f"view{door.roster.number}")
+            door.here.put(f"form/{self.worker}", self._heart.form())
+            door.here.put(f"reach/{self.worker}", Reach(-1).dump())
+        reaches = [f"reach/{worker}" for worker in door.roster.workers]
+        if door.here.has(reaches):  # as all say after a loss
+            decide({worker: Reach(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers})  # raises if nobody has the state
+        return door.here.has(["admitted"])
+
+    def _enter(self, door: Door) -> None:
+        assert door.here is not None
+        found = door.here.take("admitted")
+        roster, members = door.roster, tuple(found["members"])
+        if self.worker not in members and self.worker not in found["refused"]:
+            raise DeadlineExceeded(f"those who run waited {SHOWN_SECONDS:g} s for this worker, and went on without it: start it again")
         if self.worker not in members:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
-        around = self._moved(roster, here.sub("let in"), members, breaker)
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.breaker))
+        around = self._moved(roster, door.here.sub("let in"), members, door.breaker)
         self._agreement.calls = found["calls"]
-        self.generation = 0
-        self._found(Founded(around, everyone(around), tuple(found["origins"]), layout=found["layout"]), members)
+        self.generation, self.view = 0, roster.number
+        self._found(Founded(around, everyone(around), members, tuple(found["origins"]), layout=found["layout"]))
         self._hand_over(found["old"])
         self._welcome(found["old"])
         self._survive()
-
-    def _admitted(self, here: Store, roster: Roster) -> dict[str, Any]:
-        """What those who train say when they let me in; `ViewChanged` where they do so in a newer view."""
-        end = time.monotonic() + self._around.deadline
-        while time.monotonic() < end:
-            with contextlib.suppress(DeadlineExceeded):
-                found: dict[str, Any] = here.take("admitted", LOOK_SECONDS)
-                return found
-            if self.orders.latest > self.view:
-                raise ViewChanged("there is a newer view")
-            if here.has([f"reach/{worker}" for worker in roster.workers]):  # as all say after a loss
-                decide({worker: Reach(*here.take(f"reach/{worker}")) for worker in roster.workers})  # raises if nobody has the state
-        raise DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
 
     # ---- places
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.cluster.snapshot import Snapshot, pack
 from paceline.cluster.versioned import Randomness, Stateful
@@ -52,11 +53,13 @@ class Undo:
         self._whole = None
         known = {id(buffer): (version, values) for buffer, version, values in self._buffers}
         self._buffers = []
-        for buffer in (buffer for model in self._models for buffer in model.buffers()):
-            version, values = known.get(id(buffer), (None, buffer))
-            if version is None or version != _version(buffer):  # masks and tables stay as they are: one copy is enough
-                version, values = _version(buffer), buffer.detach().clone()
-            self._buffers.append((buffer, version, values))
+        for module in (module for model in self._models for module in model.modules()):
+            counted = not isinstance(module, _NormBase)  # torch's own statistics change without being counted
+            for buffer in module.buffers(recurse=False):
+                version, values = known.get(id(buffer), (None, buffer))
+                if version is None or version != _version(buffer):  # masks and tables stay as they are: one copy is enough
+                    version, values = _version(buffer) if counted else None, buffer.detach().clone()
+                self._buffers.append((buffer, version, values))
         kept = {name: part for name, part in self._parts().items() if name.startswith("kept.")}
         self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
 

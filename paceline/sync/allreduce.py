@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.buckets import Bucket, Shape, build, cut, put
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
@@ -87,6 +87,7 @@ class Exchange:
     """The running side of `AllReduce`."""
 
     apart = False
+    meets = True
 
     def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int, coded: Coded | None = None) -> None:
         self._scene, self._reducing, self._limit, self._coded = scene, reducing, limit, coded
@@ -180,7 +181,7 @@ class Exchange:
             return
         index, view = home
         if grad.numel() >= LARGE:
-            _put(view, grad, scale)
+            put(view, grad, scale)
         else:
             self._small[index].append((view, grad, scale))
         self._missing[index] -= 1
@@ -217,7 +218,7 @@ class Exchange:
                 torch._foreach_mul_(views, scales[0])
         else:
             for view, grad, scale in small:
-                _put(view, grad, scale)
+                put(view, grad, scale)
         small.clear()
 
     def _once_more(self, number: int, value: Tensor) -> None:
@@ -343,6 +344,10 @@ class Exchange:
         if self._coded is not None:
             self._coded.commit()
 
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: replicas are always equal, and what a codec keeps is each worker's own."""
+        return {}
+
     def converge(self) -> None:
         """See `Sync.converge`: replicas are always equal."""
 
@@ -382,6 +387,19 @@ class Exchange:
 
     def inherit(self, state: dict[str, Any]) -> None:
         """See `Sync.inherit`: residuals begin with nothing, and there is nothing else."""
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return self._coded is not None and self._coded.owns
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what a codec has kept of gradients."""
+        return None if self._coded is None else self._coded.own()
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return self._coded is not None and self._coded.take_over(state)
 
     def detach(self) -> None:
         """See `Sync.detach`."""
@@ -426,12 +444,3 @@ def _scaled(grad: Tensor, scale: float) -> Tensor:
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
-
-
-def _put(view: Tensor, grad: Tensor, scale: float) -> None:
-    if scale == 0.0:
-        view.zero_()
-    elif scale == 1.0:
-        view.copy_(grad)
-    else:
-        torch.mul(grad, scale, out=view)

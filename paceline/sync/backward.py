@@ -232,7 +232,7 @@ class Backward:
             return self.sync.backward_done(where)
         if not self._void:
             try:
-                found = self.scene.agreement.settle(lambda: self._exchanged(where))
+                found = self.scene.agreement.settle(lambda: self._exchanged(where), "backward")
                 for tap in self.taps if self.owing else ():
                     tap.owed = None
                 return found

@@ -101,6 +101,7 @@ class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 
     apart: bool  # whether replicas, and so what their optimizers remember, may differ between two steps
+    meets: bool  # whether there are moments between two turns, without being asked for, at which all replicas are equal
 
     @property
     def together(self) -> bool:
@@ -131,6 +132,10 @@ class Sync(Protocol):
         """The turn has failed: forget what it exchanged."""
         ...
 
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """Between two turns: what it keeps that is equal on all workers, as all replicas are now; None, on all workers, if they aren't."""
+        ...
+
     def converge(self) -> None:
         """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
         ...
@@ -148,6 +153,19 @@ class Sync(Protocol):
 
     def inherit(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
+        ...
+
+    @property
+    def owns(self) -> bool:
+        """Whether this worker may have something that no other has; quick."""
+        ...
+
+    def own(self) -> dict[str, Any] | None:
+        """What this worker alone has, between two turns; None if that is nothing. Its tensors stay as they are until the next call."""
+        ...
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """What `own` gave after `step` on a worker that is lost becomes mine to send; False where that is out of date, or can't be used."""
         ...
 
     def detach(self) -> None:

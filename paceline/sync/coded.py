@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from typing import Any
 
 import msgpack
 import torch
 from torch import Size, Tensor
 
-from paceline.codec.codec import Codec, State, Wire, fresh, lift, merge, plain
+from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
 from paceline.codec.coding import Coding
 from paceline.comm.buckets import Bucket, Shape
 from paceline.comm.group import Group, Traffic, Work
@@ -221,6 +221,26 @@ class Coded:
         """What is kept here, the turn under way included; nothing where another worker leads this host."""
         states = [self._next.get(index, state) for index, state in enumerate(self._states)]
         return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
+
+    @property
+    def owns(self) -> bool:
+        """Whether anything is kept here and nowhere else."""
+        return self._relay.leads and any(map(keeps, self._states))
+
+    def own(self) -> dict[str, Any] | None:
+        """That; None if there is nothing."""
+        return {"residuals": [residuals(state) for state in self._states]} if self.owns else None
+
+    def take_over(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
+        """What `own` gave elsewhere, but for the `stale` buckets, is sent by me later, with what I have kept. False if it can't be."""
+        found, mine = state["residuals"], [residuals(state) for state in self._states]
+        if not self._relay.leads or len(found) != len(mine) or not all(map(alike, mine, found)):
+            return False
+        for index in (index for index in range(len(found)) if index not in stale):
+            self._states[index] = merge([self._states[index], found[index]])
+            if index in self._next:
+                self._next[index] = merge([self._next[index], found[index]])
+        return True
 
     def _name(self, option: int | None) -> str:
         return "exact" if option is None else self._names[option]

@@ -97,6 +97,7 @@ class Mixing:
     """The running side of `Gossip`."""
 
     apart = True
+    meets = False
 
     def __init__(self, scene: Scene, plan: Gossip) -> None:
         self._scene, self._plan = scene, plan
@@ -193,7 +194,7 @@ class Mixing:
 
     def _mix(self, turn: int) -> None:
         begun, self._turn = time.perf_counter(), _Turn()
-        equal = self._scene.agreement.repeat(lambda: self._mixed(turn))
+        equal = self._scene.agreement.repeat(lambda: self._mixed(turn), what="mixing")
         for bucket in self._buckets:
             self._write(bucket)
         if equal:
@@ -270,11 +271,15 @@ class Mixing:
             self._known[key] = self._equal[index].clone()
         return self._known[key]
 
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: replicas differ all the time."""
+        return None
+
     def converge(self) -> None:
         """See `Sync.converge`: the mean of all."""
         if self._equals:
             return
-        self._scene.agreement.repeat(self._means)
+        self._scene.agreement.repeat(self._means, what="the mean of replicas")
         for bucket in self._buckets:
             self._write(bucket)
         self._forget()
@@ -305,6 +310,19 @@ class Mixing:
     def inherit(self, state: dict[str, Any]) -> None:
         """See `Sync.inherit`."""
         self._steps = state["gossip"]
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return False
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what a replica has that its neighbours don't have yet is not copied."""
+        return None
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return False
 
     def detach(self) -> None:
         """See `Sync.detach`."""

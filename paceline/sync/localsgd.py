@@ -19,8 +19,9 @@ from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
 from paceline.sync.base import Scene, Sync
 from paceline.sync.choosing import auto
+from paceline.sync.fragment import adaptive
 from paceline.sync.outer import Outer, average
-from paceline.sync.rounds import Rounds, adaptive
+from paceline.sync.rounds import Rounds
 from paceline.wording import choices, spell
 
 Momentum = Literal["kept", "averaged"]

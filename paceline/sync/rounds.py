@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -16,67 +15,15 @@ from torch.optim import Optimizer
 
 from paceline.codec.codec import lift, plain
 from paceline.comm.buckets import Bucket, Shape, build, cut
-from paceline.comm.group import Work
 from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Scene, Slot
 from paceline.sync.coded import Coded
+from paceline.sync.fragment import Fragment, Unit, adaptive
 from paceline.sync.reducers import reducer
-from paceline.wording import spell
 
 if TYPE_CHECKING:
     from paceline.sync.localsgd import LocalSGD
-
-
-@dataclass(frozen=True)
-class adaptive:
-    """`first` steps in a round at the beginning; then twice as many while replicas stay together, half when they part.
-
-    They part when the root mean square of what each worker's change differs from the mean change by is more than `drift` times the mean
-    change; they stay together below half of that.
-    """
-
-    first: int = 8
-    least: int = 1
-    most: int = 128
-    drift: float = 1.0
-
-    __repr__ = spell
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.first <= self.most or not self.drift > 0:
-            raise UsageError(f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold")
-
-    def next(self, every: int, found: float) -> int:
-        """The steps of the next round, after one of `every` whose drift was `found`."""
-        if found > self.drift:
-            return max(self.least, every // 2)
-        return min(self.most, every * 2) if found < self.drift / 2 else every
-
-
-@dataclass
-class _Unit:
-    """A bucket of parameters that travel together, where all last agreed to be, and what the outer optimizer remembers."""
-
-    index: int
-    bucket: Bucket  # flat: what I have changed, then what all have
-    start: Tensor
-    memory: Tensor | None
-    work: Work[Tensor] | None = None
-    begun: int = 0  # when it left, nanoseconds
-
-
-@dataclass
-class _Round:
-    """A fragment, and how far its round has come."""
-
-    units: list[_Unit] = field(default_factory=list)
-    steps: int = 0  # since it was last sent
-    parts: float = 0.0  # my part of the samples of those, in steps
-    mine: float = 0.0  # my part, for what is under way
-    weights: float = 1.0  # of all workers, for that
-    flying: bool = False
-    here: bool = False  # what flew has come, and perhaps not everywhere
 
 
 class Rounds:
@@ -96,7 +43,8 @@ class Rounds:
         self._part = 0.0  # mine of the samples of this step
         self._open = self._counted = False  # a step is under way; its change is in a round already
         self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
-        self._rounds = [_Round() for _ in range(plan.fragments)]
+        self._rounds = [Fragment() for _ in range(plan.fragments)]
+        self.meets = plan.fragments == 1 and not plan.alpha
 
     @property
     def together(self) -> bool:
@@ -128,7 +76,7 @@ class Rounds:
         buckets = build(shapes, [run for run, _ in runs], self._empty)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
-            turn.units.append(_Unit(index, bucket, start, self._plan.outer.begin(start)))
+            turn.units.append(Unit(index, bucket, start, self._plan.outer.begin(start)))
         if self._coded is not None:
             self._coded.lay_out(buckets, shapes, kinds)
 
@@ -137,7 +85,7 @@ class Rounds:
         return int(self._plan.bucket_mb * 1e6)
 
     @property
-    def _units(self) -> list[_Unit]:
+    def _units(self) -> list[Unit]:
         return [unit for turn in self._rounds for unit in turn.units]
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -152,7 +100,7 @@ class Rounds:
     def _release(self) -> None:
         for unit in self._units:
             self._reducer.release(unit.bucket.flat)
-        self._rounds = [_Round() for _ in range(self._plan.fragments)]
+        self._rounds = [Fragment(self._steps + self._open) for _ in range(self._plan.fragments)]
 
     # ---- backward: nothing travels
 
@@ -226,18 +174,20 @@ class Rounds:
     def _send(self, number: int) -> None:
         """What I have changed in a fragment, weighted by my samples, is on its way."""
         turn = self._rounds[number]
-        turn.mine = turn.parts / turn.steps
+        turn.mine, turn.length = turn.parts / turn.steps, turn.steps
         turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
         self._launch(number, adapt=True) if self._plan.delay else None
 
     def _launch(self, number: int, *, adapt: bool) -> None:
         turn, agreement = self._rounds[number], self._scene.agreement
-        found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", msgpack.packb([turn.mine, self._drift]))]
-        turn.weights = sum(weight for weight, _ in found) or 1.0
+        mine = msgpack.packb([turn.mine, turn.lost / turn.length, self._drift])
+        found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", mine)]
+        turn.living = sum(weight for weight, _, _ in found)
+        turn.weights = turn.living + sum(lost for _, lost, _ in found) or 1.0
         if adapt:
-            self._adapt([drift for _, drift in found])
+            self._adapt([drift for _, _, drift in found])
         for unit in turn.units:
-            flat = self._read(unit.bucket, unit.bucket.flat).sub_(unit.start).mul_(turn.mine)
+            flat = unit.weigh(self._changed(unit, unit.bucket.flat), turn.mine)
             name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
             try:
                 if self._coded is not None and self._coded.takes(unit.index):
@@ -248,6 +198,10 @@ class Rounds:
                 if agreement.recovery is None:
                     raise
                 return  # it is sent anew when it is waited for
+
+    def _changed(self, unit: Unit, into: Tensor) -> Tensor:
+        """What I have changed since all last agreed."""
+        return self._read(unit.bucket, into).sub_(unit.start)
 
     def _arrive(self, number: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """What all have changed, once it is there, and the means of what optimizers remember."""
@@ -274,12 +228,12 @@ class Rounds:
     def _land(self, number: int, alpha: float) -> None:
         """What all have changed is there: go on from it."""
         begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
-        changes, memories = self._scene.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number))
+        changes, memories = self._scene.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
         for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
             change.div_(turn.weights)
             if isinstance(self._plan.every, adaptive):
-                mine = self._read(unit.bucket, torch.zeros_like(change)).sub_(unit.start)
+                mine = self._changed(unit, torch.zeros_like(change))
                 apart += float((mine - change).square().sum())
                 moved += float(change.square().sum())
             self._plan.outer.move(unit.start, change, unit.memory)
@@ -288,7 +242,9 @@ class Rounds:
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
         for memory, mean in memories:
             memory.copy_(mean)
-        turn.flying, turn.here, self._drift = False, False, (apart, moved)
+        turn.land(self._steps + self._open)
+        turn.level = -1 if alpha else self._steps
+        self._drift = (apart, moved)
         self._scene.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
@@ -297,7 +253,7 @@ class Rounds:
         if isinstance(self._plan.every, adaptive) and moved > 0:
             self._every = max(self._plan.every.next(self._every, math.sqrt(apart / moved)), self._plan.delay + 1)
 
-    def _mean_memories(self, turn: _Round) -> list[tuple[Tensor, Tensor]]:
+    def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
         """What optimizers remember of the parameters of a fragment, and the means of it."""
         tensors, found = [], []
         for unit in turn.units:
@@ -308,9 +264,18 @@ class Rounds:
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             kind = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(turn.mine)
-            means = self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.weights)
+            means = self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.living or 1.0)
             found += [(tensor, mean.view(tensor.shape)) for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)]
         return found
+
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: right after a round; while it warms up, always."""
+        if self._warm is not None:
+            return {}
+        if any(turn.level != self._steps for turn in self._rounds if turn.units):
+            return None
+        memories = {f"momentum of rounds, {unit.index}": unit.memory for unit in self._units if unit.memory is not None}
+        return {f"where all last agreed to be, {unit.index}": unit.start for unit in self._units} | memories
 
     def converge(self) -> None:
         """See `Sync.converge`: a round that ends early; the step under way is part of it."""
@@ -361,11 +326,11 @@ class Rounds:
             return
         kept = None if self._coded is None else self._coded.kept
         before = self._rounds
-        self._rounds = [_Round() for _ in before]
+        self._rounds = [Fragment() for _ in before]
         self._lay_out()
         for turn, old in zip(self._rounds, before, strict=True):
             for new, unit in zip(turn.units, old.units, strict=False):  # who has just come had none perhaps
-                new.start, new.memory = unit.start, unit.memory
+                new.start, new.memory, new.carried, new.copied = unit.start, unit.memory, unit.carried, unit.copied
                 if not old.here and self._coded is not None and kept is not None:
                     kept[1].pop(unit.index, None)
             old.units = turn.units
@@ -379,7 +344,33 @@ class Rounds:
             unit.memory = memory
             self._read(unit.bucket, unit.start)
         for turn in self._rounds:
-            turn.steps, turn.parts, turn.flying = 0, 0.0, False
+            turn.steps, turn.parts = 0, 0.0
+            turn.land(self._steps)
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return self._warm is None and bool(self._units)
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what I have changed since the last rounds, and what a codec has kept."""
+        if not self.owns:
+            return None
+        coded = None if self._coded is None else self._coded.own()
+        return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`; a round that has ended since had it in it."""
+        fresh = [turn for turn in self._rounds if turn.landed <= step]
+        rounds = list(zip(self._rounds, state["rounds"], strict=False))
+        if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
+            return False
+        for turn, theirs in rounds:
+            if turn.landed <= step and theirs is not None:
+                turn.carry(theirs)
+        if self._coded is not None and state["coded"] is not None:
+            self._coded.take_over(state["coded"], {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units})
+        return True
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -48,10 +48,16 @@ class Sequence:
         """See `Strategy.begin`."""
         if scene.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
-        group = scene.local()
-        agreement = Agreement(group, step=lambda: scene.moment.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
-        inside = dataclasses.replace(scene, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
+        inside = _inside(scene)
         return Both(scene, inside, self.inner[0].begin(inside), self.outer[0].begin(scene))
+
+
+def _inside(scene: Scene) -> Scene:
+    """The same with the workers of my host alone. What they exchange is part of a call of all: a loss is survived by all."""
+    assert scene.local is not None
+    group = scene.local()
+    agreement = Agreement(group, step=lambda: scene.moment.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
+    return dataclasses.replace(scene, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
 
 
 class Both:
@@ -62,6 +68,7 @@ class Both:
 
     def __init__(self, scene: Scene, inside: Scene, inner: Sync, outer: Sync) -> None:
         self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
+        self.meets = outer.meets
 
     def attach(self, slots: Rows[Slot]) -> None:
         """See `Sync.attach`."""
@@ -91,6 +98,10 @@ class Both:
         self._inner.commit()
         self._outer.commit()
 
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: inside a host replicas are equal always."""
+        return self._outer.mirrored()
+
     def converge(self) -> None:
         """See `Sync.converge`."""
         self._outer.converge()
@@ -102,15 +113,32 @@ class Both:
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
-        return None
+        return {"inner": self._inner.layout(), "outer": self._outer.layout()}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
-        """See `Sync.regroup`: not yet."""
-        raise UsageError("Sequence can't go on with other workers yet: leave out --min-workers, and resume from a checkpoint")
+        """See `Sync.regroup`."""
+        layout = self.layout() if layout is None else layout
+        self._scene, self._inside = scene, _inside(scene)
+        self._inner.regroup(self._inside, layout["inner"])
+        self._outer.regroup(scene, layout["outer"])
 
     def inherit(self, state: dict[str, Any]) -> None:
         """See `Sync.inherit`."""
-        self.regroup(self._scene)
+        self._inner.inherit(state["inner"])
+        self._outer.inherit(state["outer"])
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return self._outer.owns
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what codecs keep inside a host stays there."""
+        return self._outer.own()
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return self._outer.take_over(state, step)
 
     def detach(self) -> None:
         """See `Sync.detach`."""

@@ -15,6 +15,7 @@ def parameters(shape: Shape) -> int:
         return sum(parameter.numel() for parameter in GPT(shape).parameters())
 
 
+@pytest.mark.slow
 def test_sizes() -> None:
     assert round(parameters(SMALL) / 1e6, 1) == 0.9
     assert round(parameters(MEDIUM) / 1e6) == 19

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.bench import training
+from paceline.errors import UsageError
 
 
 def test_sizes() -> None:
@@ -32,19 +33,16 @@ def test_words() -> None:
     assert "20.00 ms" in said and "16.00 ms" in said and "4.00 ms   (25.0%)" in said and " 500" in said
 
 
-def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(training.__file__)), "--folder", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-
-
 @pytest.mark.slow
 def test_the_script_alone(tmp_path: Path) -> None:
-    answer = script(tmp_path, "--batch", "1", "--steps", "3")
+    command = [sys.executable, str(Path(training.__file__)), "--folder", str(tmp_path), "--batch", "1", "--steps", "3"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert answer.returncode == 0, answer.stderr
     assert "the exchange adds" in answer.stdout and "3 steps of 1 samples" in answer.stdout
 
 
 @pytest.mark.parametrize("words", [("--model", "smal"), ("--steps", "1"), ("--batch", "0")])
-def test_mistakes(tmp_path: Path, words: tuple[str, str]) -> None:
-    answer = script(tmp_path, *words)
-    assert answer.returncode != 0 and "UsageError" in answer.stderr and words[1] in answer.stderr
+def test_mistakes(monkeypatch: pytest.MonkeyPatch, words: tuple[str, str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["training.py", *words])
+    with pytest.raises(UsageError, match=f"{words[0]} {words[1]}"):
+        training.main()

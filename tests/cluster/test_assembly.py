@@ -15,7 +15,7 @@ from paceline.cluster import network
 from paceline.cluster.assembly import SILENT_SECONDS, Assembly, connect_all
 from paceline.cluster.meeting import Offer
 from paceline.cluster.membership import Seat, View
-from paceline.cluster.peers import Failure
+from paceline.cluster.peers import Failure, Late
 from paceline.errors import DeadlineExceeded
 
 SECRET = b"s" * 32
@@ -96,6 +96,7 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[Assembly], gone: 
     assert time.monotonic() - began < 2 and all(each.view.seat(gone) is None for each in rest)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_says_nothing_is_left_out(three: list[Assembly]) -> None:
     began = time.monotonic()
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
@@ -138,6 +139,12 @@ def test_a_failure_and_a_signal_reach_all(three: list[Assembly]) -> None:
     three[1].tell_stopped(15)
     run(three, lambda: all(each.verdict is not None for each in three) and three[0].stopped == (15, "h1"))
     assert three[0].verdict is not None and three[0].verdict.line() == failure.line()
+
+
+def test_a_call_in_which_workers_wait_reaches_all(three: list[Assembly]) -> None:
+    late = Late(40, "backward of step 20", True)
+    three[1].tell_late(late)
+    run(three, lambda: all(each.late == {40: late} for each in three))
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ class TestOutput:
 
     @pytest.mark.slow
     def test_more_workers_than_cores(self, script, launch):
-        job = launch(script("print(os.environ['OMP_NUM_THREADS'])"), 64 * len(os.sched_getaffinity(0)))
+        job = launch(script("print(os.environ['OMP_NUM_THREADS'])"), 32 * len(os.sched_getaffinity(0)))
         code, out, _ = job.end()
         assert code == 0 and {line.split()[-1] for line in out.splitlines()} == {"1"}
 
@@ -83,8 +84,10 @@ class TestOutput:
         secrets = launch(script(body), 2).end()[1].split()
         assert len(secrets[1]) == 64 and secrets[1] == secrets[5]
 
+    @pytest.mark.slow
     def test_a_script_of_torch_distributed_alone(self, script, launch):
         body = """
+            import tests.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])
@@ -174,7 +177,7 @@ time.sleep(0.05)
 raise WorkerLost("rank 1 is gone")
 """
         )
-        for _ in range(5):
+        for _ in range(2):
             code, _, err = launch(script(body), 2).end()
             lines = err.splitlines()
             assert code == 1
@@ -196,6 +199,7 @@ raise ValueError("boom")
         assert err.splitlines()[-1].startswith("paceline: rank 1 on ") or err.splitlines()[-1].startswith("paceline: rank 2 on ")
         assert err.splitlines()[-2].endswith("ValueError: boom")
 
+    @pytest.mark.slow
     def test_echoes_alone_are_named(self, script, launch):
         code, _, err = launch(script(JOINED + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(60)"), 2).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "DeadlineExceeded" in err.splitlines()[-1]
@@ -229,7 +233,7 @@ poll.poll(10000)
 raise RuntimeError("connection reset by peer")
 """
         )
-        for _ in range(5):
+        for _ in range(2):
             code, _, err = launch(script(body), 2).end()
             assert code == 137 and err.splitlines()[-1].startswith("paceline: rank 1 on"), err
             (tmp_path / "pid").unlink()
@@ -251,6 +255,7 @@ raise RuntimeError("connection reset by peer")
         code, _, err = launch(script("1 / 0"), 1).end()
         assert code == 1 and err.count("ZeroDivisionError: division by zero") == 1
 
+    @pytest.mark.slow
     def test_leaving_without_a_word_while_others_train(self, script, launch):
         code, _, err = launch(script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(60)"), 2).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
@@ -262,8 +267,9 @@ raise RuntimeError("connection reset by peer")
 
     @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
-        assert launch(script("time.sleep(1.6 * rank)"), 2).end()[0] == 0
-        assert launch(script(JOINED + "report.closed(place)\ntime.sleep(1.6 * rank)"), 2).end()[0] == 0
+        joined = textwrap.indent(JOINED + "report.closed(place)\n", "    ")
+        path = script(f"if sys.argv[1:]:\n{joined}time.sleep(1.6 * rank)")
+        assert [one.end()[0] for one in (launch(path, 2), launch(path, 2, args=["joined"]))] == [0, 0]
 
     def test_leaving_together_without_a_word(self, script, launch):
         assert launch(script(JOINED + "os._exit(0)"), 2).end()[0] == 0
@@ -280,7 +286,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 LOADER = """
-import pathlib, torch
+import pathlib, tests.brisk, torch
 from torch.utils.data import DataLoader
 class Data:
     def __len__(self): return 10**6
@@ -305,11 +311,15 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("body", [CHILDREN, pytest.param(LOADER, marks=pytest.mark.slow)])
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+BODIES = [pytest.param(CHILDREN, id="children"), pytest.param(LOADER, id="loader", marks=pytest.mark.slow)]
+
+
 class TestNothingIsLeft:
     def ready(self, tmp_path: Path, workers: int = 2) -> None:
         wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(workers)), 40)
 
+    @pytest.mark.parametrize("body", BODIES)
     def test_launcher_killed(self, body, script, launch, tmp_path, temporary):
         before = shared()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
@@ -322,6 +332,7 @@ class TestNothingIsLeft:
         wait_for(lambda: not list(temporary.iterdir()), 1)
         wait_for(lambda: not shared() - before, 3)
 
+    @pytest.mark.parametrize("body", BODIES)
     def test_worker_killed(self, body, script, launch, tmp_path, temporary):
         before = shared()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
@@ -335,7 +346,14 @@ class TestNothingIsLeft:
         assert not list(temporary.iterdir())
         wait_for(lambda: not shared() - before, 3)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    @pytest.mark.parametrize(
+        ("body", "number"),
+        [
+            *(pytest.param(CHILDREN, number, id=f"children-{number}") for number in ASKED),
+            pytest.param(LOADER, signal.SIGTERM, id="loader-15", marks=pytest.mark.slow),
+            *(pytest.param(LOADER, number, id=f"loader-{number}", marks=pytest.mark.soak) for number in ASKED[1:]),
+        ],
+    )
     def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):  # noqa: PLR0917
         before = shared()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
@@ -350,6 +368,7 @@ class TestNothingIsLeft:
 
 
 class TestAsked:
+    @pytest.mark.slow
     def test_workers_that_clean_up_have_the_time(self, script, launch, tmp_path):
         body = """
             import pathlib

@@ -20,9 +20,10 @@ from paceline.cluster import channel as channels
 from paceline.cluster import network
 from paceline.cluster.channel import Caller, Channel, Gone, call
 from paceline.cluster.meeting import Council, Meeting, Offer, assemble
-from paceline.cluster.peers import Failure
+from paceline.cluster.peers import Failure, Late
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from tests.cluster.launched import JOINED, Launched, wait_for
+from tests.launches import listening
 
 SECRET = b"0123456789abcdef"
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
@@ -144,7 +145,7 @@ class TestAssemble:
             thread = threading.Thread(target=forward)
             thread.start()
             with pytest.raises(DeadlineExceeded, match="Connection refused"):
-                assemble(invitation("a", port, deadline=2.0))
+                assemble(invitation("a", port, deadline=1.2))
             thread.join(1)
             assert not thread.is_alive()
 
@@ -166,7 +167,7 @@ class TestAssemble:
             thread.join()
 
     def test_a_silent_port(self, monkeypatch):
-        monkeypatch.setattr(channels, "_HELLO_SECONDS", 0.5)
+        monkeypatch.setattr(channels.call, "__defaults__", (0.5,))
         with network.listen("127.0.0.1") as other, pytest.raises(PlaceError, match="doesn't say anything"):
             assemble(invitation("a", other.getsockname()[1]))
 
@@ -307,6 +308,13 @@ class TestCouncil:
         turn(*members, until=lambda: all(council.stopped for council in others))
         assert {council.stopped for council in others} == {(signal.SIGTERM, "ab"[asked])}
 
+    @pytest.mark.parametrize("teller", [0, 1])
+    def test_a_call_in_which_workers_wait_reaches_all(self, councils, teller):
+        members = councils("a", "b", "c")
+        late = Late(40, "backward of step 20", False)
+        members[teller].tell_late(late)
+        turn(*members, until=lambda: all(council.late == {40: late} for council in members))
+
 
 class TestLaunchers:
     """Two launchers on this machine, meeting on loopback."""
@@ -337,8 +345,10 @@ class TestLaunchers:
         rows = sorted(line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines())
         assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
 
+    @pytest.mark.slow
     def test_workers_meet_in_the_store(self, both):
         body = """
+            import tests.brisk
             from paceline.cluster import store
             from paceline.cluster.discover import discover
             place = discover()
@@ -366,13 +376,14 @@ class TestLaunchers:
         ended = [launched.end() for launched in both("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)")]
         assert [code for code, _, _ in ended] == [137, 137]
 
+    @pytest.mark.slow
     def test_a_worker_that_leaves_without_a_word(self, both):
         ended = [launched.end() for launched in both(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(60)")]
         assert [code for code, _, _ in ended] == [1, 1]
         assert all("rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1] for _, _, err in ended)
 
     def test_hosts_may_end_at_different_times(self, both):
-        assert [launched.end()[0] for launched in both("time.sleep(1.5 * rank)")] == [0, 0]
+        assert [launched.end()[0] for launched in both("time.sleep(0.8 * rank)")] == [0, 0]
 
     def test_a_killed_launcher_ends_the_other_host(self, both, tmp_path):
         launched = both("import pathlib; pathlib.Path(f'ready{rank}').touch(); time.sleep(60)")
@@ -412,7 +423,8 @@ class TestLaunchers:
         assert code == 2 and "1 of 2 hosts came" in err and time.monotonic() - start < 4
 
     def test_ctrl_c_while_waiting(self, script, launch):
-        launched = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{free_port()}", **ENVIRON)
-        time.sleep(0.5)
+        port = free_port()
+        launched = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{port}", **ENVIRON)
+        wait_for(lambda: port in listening({launched.process.pid}))
         launched.process.send_signal(signal.SIGINT)
         assert launched.end(5)[0] == 130

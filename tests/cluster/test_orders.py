@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cluster.orders import Member, Orders, Roster, named
+from paceline.cluster.orders import ASK, Member, Orders, Roster, asked, named
 
 
 def roster(number: int, *workers: int, broken: bool = False) -> Roster:
@@ -86,3 +86,13 @@ def test_it_is_asked_where_it_is(launcher: Launcher) -> None:
     launcher.orders.asked = asked.set
     os.write(launcher.told, b'{"ask": true}\n')
     assert asked.wait(5.0) and launcher.orders.latest == 0
+
+
+def test_a_worker_that_is_told_nothing_else_is_asked_too() -> None:
+    heard, told = os.pipe()
+    assert not asked(heard, 0.01)
+    os.write(told, ASK)
+    assert asked(heard, 5.0) and not asked(heard, 0.01)
+    os.close(told)
+    assert not asked(heard, 0.01)  # the launcher is gone
+    os.close(heard)

@@ -73,6 +73,7 @@ def test_a_breakpoint_set_before_the_worker_is_there_holds_it(tmp_path: Path) ->
     assert len(held) == 2 and worker.reach(6) == 0.0
 
 
+@pytest.mark.slow
 def test_nobody_is_held_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = Page(tmp_path / "page", deadline=1.2)
     page.describe(4, 0, 1)
@@ -182,6 +183,7 @@ with pl.start(folder=sys.argv[1]) as run:
 """
 
 
+@pytest.mark.slow
 def test_a_whole_job_is_held_and_released(tmp_path: Path) -> None:
     pages = tmp_path / "pages"
     pages.mkdir()

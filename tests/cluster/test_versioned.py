@@ -199,6 +199,23 @@ def test_lowered_tensors_are_their_own() -> None:
     assert lift(plain, notes)["u"].dtype is torch.uint16
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_slices_of_hardly_anything(stride: int, length: int) -> None:
+    x = torch.arange(8.0)[: length * stride : stride]
+    snapshot = pack({"x": x}, copy=False)
+    assert torch.equal(loads(snapshot.dumps()).unpack()["x"], x) and snapshot.sha256() == pack({"x": x.clone()}).sha256()
+
+
+def test_what_cannot_be_read_is_known_before() -> None:
+    whole = pack({"a": [torch.ones(2), {1: float("nan")}], "b": np.ones(2)})
+    whole.check()
+    with pytest.raises(CheckpointError, match="state holds 'moon'"):
+        Snapshot(0, {"a": [{"$": "tuple", "items": [{"$": "moon"}]}]}, {}).check()
+    with pytest.raises(CheckpointError, match="the tensor 'a/0', which is not there; it has 1 others"):
+        Snapshot(0, whole.tree, {"b": whole.tensors["b"]}).check()
+
+
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 40, b"\x02" + b"\0" * 7 + b"{}"])
 def test_bytes_that_are_no_snapshot(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="no snapshot"):
@@ -298,6 +315,16 @@ def test_a_part_that_refuses_its_state_is_named() -> None:
     state = Versioned(model=nn.Linear(1, 1), picky=Picky())
     with pytest.raises(CheckpointError, match=r"picky \(.*Picky\) refused its state \(model had been loaded before it\): 'b'"):
         state.restore(state.snapshot())
+
+
+def test_the_state_of_another_optimizer() -> None:
+    model = nn.Linear(1, 1)
+    saved = Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).snapshot()
+    with pytest.raises(CheckpointError, match=r"optimizer \(AdamW\) refused its state: it is of another optimizer, without betas, eps"):
+        Versioned(optimizer=torch.optim.AdamW(model.parameters())).restore(saved)
+    older = saved.unpack()
+    del older["optimizer"]["param_groups"][0]["foreach"]  # a torch that didn't have it yet
+    Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore(pack(older))
 
 
 def test_names_and_parts_are_checked() -> None:

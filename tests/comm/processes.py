@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from paceline.comm.torchgroup import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.comm.torchgroup"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.comm.torchgroup", "pytest"])
 
 
 class Crew:
@@ -47,6 +47,10 @@ class Crew:
         """Wait until `rank` has said `text` (by `say`)."""
         assert self.pipes[rank].poll(seconds), f"rank {rank} has said nothing"
         assert self.pipes[rank].recv() == ("said", text)
+
+    def tell(self, rank: int, text: str) -> None:
+        """Tell it something that it waits for (by `heard`)."""
+        self.pipes[rank].send(text)
 
     def results(self, seconds: float = 60.0) -> list[Any]:
         """What each rank gave, once all have ended; raises what the first one raised."""
@@ -81,6 +85,12 @@ def run(size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 
 def say(group: TorchGroup, text: str) -> None:
     """Tell the test that this rank has come here."""
     group.pipe.send(("said", text))  # type: ignore[attr-defined]
+
+
+def heard(group: TorchGroup, text: str, seconds: float = 30.0) -> None:
+    """Wait until the test has told this rank so."""
+    pipe = group.pipe  # type: ignore[attr-defined]
+    assert pipe.poll(seconds) and pipe.recv() == text
 
 
 def _work(body: Callable[..., Any], arguments: tuple[Any, ...], port: int, place: tuple[Any, ...], pipe: Connection) -> None:

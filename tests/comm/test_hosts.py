@@ -21,7 +21,7 @@ from paceline.comm.torchgroup import TorchGroup
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
 from tests.cluster.launched import wait_for
-from tests.comm.processes import Crew, run, say
+from tests.comm.processes import Crew, heard, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 
@@ -287,7 +287,7 @@ def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[tuple[int, ...],
     say(group, "ready")
     if group.rank == 3:
         time.sleep(60)
-    time.sleep(1.0)
+    heard(group, "killed")
     start = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         whole.all_reduce_agreed(torch.ones(600_000)).wait()
@@ -303,6 +303,8 @@ def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]
     for rank in range(4):
         crew.heard(rank, "ready")
     crew.kill(3)
+    for rank in range(3):
+        crew.tell(rank, "killed")
     results = crew.results()
     assert results[3] is None
     for ranks, seconds in results[:3]:

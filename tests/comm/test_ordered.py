@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.comm.ordered import Agreement, Result, Voided
-from paceline.comm.threads import spawn
+from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
 
 
@@ -112,3 +112,53 @@ def test_without_recovery_a_loss_raises() -> None:
         one.attempt(Flaky(1))
     with pytest.raises(WorkerLost):
         one.settle(Flaky(1))
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_call_under_way_is_seen_from_outside(survives: bool) -> None:
+    """How many were made, what the last was, since when it lasts, and when it ended; one inside another is a part of it."""
+    one, _ = agreement()
+    one.recovery = one.recovery if survives else None
+    seen = [(one.calls, one.since, one.what, len(one.ended))]
+
+    def look() -> int:
+        seen.append((one.calls, one.since is not None, one.what, len(one.ended)))
+        return 42
+
+    assert one.settle(lambda: one.attempt(look, "inside"), "backward") == 42 and one.attempt(look) == 42
+    assert one.wait(look, "shares of a stream") == 42
+    seen.append((one.calls, one.since, one.what, len(one.ended)))
+    stream = "shares of a stream of step 0"
+    assert seen == [
+        (0, None, "", 0),
+        (0, True, "backward of step 0", 0),
+        (1, True, "backward of step 0", 1),
+        (2, True, stream, 2),
+        (2, None, stream, 2),
+    ]
+
+
+def test_the_first_does_not_wait_while_it_makes_what_it_tells() -> None:
+    """A disk that hangs has to be seen on the worker that writes."""
+
+    def body(group: ThreadGroup) -> list[bool]:
+        one, waits = Agreement(group), list[bool]()
+
+        def make() -> bytes:
+            waits.append(one.since is None)
+            return b"x"
+
+        assert one.tell("run.save", make) == b"x" and one.since is None
+        return waits
+
+    assert spawn(2, body) == [[True], []]
+
+
+def test_a_call_that_fails_is_over() -> None:
+    one, _ = agreement()
+    one.recovery = None
+    for call in (one.attempt, one.settle, lambda act: one.wait(act, "x")):
+        with pytest.raises(WorkerLost):
+            call(Flaky(1))
+        assert one.since is None and one.calls == 0
+    assert one.attempt(lambda: one.since) is not None

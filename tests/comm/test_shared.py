@@ -58,7 +58,7 @@ def same(x: Tensor, wanted: Tensor, op: str = "sum") -> bool:
 # ---- sums
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
@@ -81,7 +81,7 @@ def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> Non
     fork(size, body)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
@@ -270,7 +270,7 @@ def test_sums_in_and_out_of_inference_mode() -> None:
 # ---- messages
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_messages(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
@@ -433,7 +433,7 @@ class Story:
             assert check(work.wait())
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_random_story(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)

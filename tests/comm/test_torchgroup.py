@@ -50,7 +50,7 @@ def _reductions(group: TorchGroup) -> list[bytes]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reductions_of_every_dtype_are_bit_equal(size: int) -> None:
     first, *others = run(size, _reductions)
     assert len(first) > 60 and all(other == first for other in others)
@@ -313,6 +313,7 @@ def _interrupted(group: TorchGroup) -> bool:
     return time.monotonic() - start < 1.2
 
 
+@pytest.mark.slow
 def test_a_wait_hears_an_interrupt() -> None:
     assert run(2, _interrupted) == [True, True]
 
@@ -400,7 +401,9 @@ def test_what_cannot_be_honoured_raises(arguments: dict[str, Any]) -> None:
 
 
 ENDING = """
-import sys, time, torch
+import sys, time
+import tests.brisk
+import torch
 from torch.distributed import FileStore
 from paceline.comm.torchgroup import TorchGroup
 rank = int(sys.argv[1])
@@ -414,6 +417,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_in_the_middle_of_an_operation_ends_well(tmp_path: Path) -> None:
     line = [sys.executable, "-c", ENDING]
     workers = [subprocess.Popen([*line, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True) for rank in range(2)]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -32,3 +33,19 @@ def test_who_does_not_come_is_named() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         Wires("127.0.0.1", 1).announce(HashStore(), 1, 3, 0.1)
     assert caught.value.missing == (0, 2)
+
+
+def test_another_thread_closes_a_socket_while_they_are_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, look, looks = socket.socket(), os.readlink, []
+    path = f"/proc/self/fd/{line.fileno()}"
+
+    def closing(name: str) -> str:
+        if name == path:
+            looks.append(name)
+            if len(looks) == 2:
+                line.close()
+        return look(name)
+
+    monkeypatch.setattr(os, "readlink", closing)
+    Wires("127.0.0.1", 1)
+    assert len(looks) == 2

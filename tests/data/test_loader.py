@@ -252,7 +252,7 @@ def test_an_older_iterator_has_ended():
     assert len(next(new)) == 64
 
 
-@pytest.mark.parametrize("stop", [1, 5, 12, 13])
+@pytest.mark.parametrize("stop", [1, pytest.param(5, marks=pytest.mark.soak), 12, 13])
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))])
 def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
     size, workers = before
@@ -460,9 +460,10 @@ def test_options_of_the_dataloader_reach_it(capfd):
 
 class Slow(Numbers):
     def __getitem__(self, index):
-        time.sleep(2)
+        time.sleep(0.4)
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned():
     seen = run(1, lambda: DataLoader(Numbers(12), 4, num_workers=1, multiprocessing_context="spawn"))
     assert steps(seen) == plain(DataLoader(Numbers(12), 4))[0]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -30,6 +32,9 @@ class Count(IterableDataset):
 
 class Batches(Count):
     """Gives whole batches of 1 to 4 rows."""
+
+    def __init__(self, count=45):
+        super().__init__(count)
 
     def __iter__(self):
         return (torch.arange(10 * int(number), 10 * int(number) + 1 + int(number) % 4) for number in super().__iter__())
@@ -114,9 +119,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+FORKING = tuple(name for name in CASES if name.endswith("workers") or name == "persistent")
+
+
+def several(cases, few):
+    """All of them; where processes are started, only those that end as one of `few` says, and the others in a soak."""
+    return [pytest.param(*case, marks=pytest.mark.soak if case[0] in FORKING and case[1:] not in few else ()) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "accumulate", "size"), several(product(CASES, (1, 3), SIZES), [(1, 3), (3, 2)]))
 def test_a_stream_is_dealt_as_one_process_reads_it(name, size, accumulate):
     seen = run(size, CASES[name], epochs=2, accumulate=accumulate)
     wanted = plain(CASES[name](), 2)
@@ -136,10 +147,12 @@ def test_evaluation_of_a_stream_has_no_ghosts():
     assert steps(seen) == plain(DataLoader(Count(10), 4))[0]
 
 
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1), (0, 1, 0, 1), (0, 1)])
-@pytest.mark.parametrize("name", ["alone", "two dataloader workers", "whole batches"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_reader_per_host(hosts, name, accumulate):
+READING = ["alone", "two dataloader workers", "whole batches"]
+HOSTS = [(0, 0), (0, 0, 1), (0, 1, 0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(("name", "accumulate", "hosts"), several(product(READING, (1, 2), HOSTS), [(1, HOSTS[1]), (2, HOSTS[2])]))
+def test_one_reader_per_host(name, accumulate, hosts):
     seen, loaders = host_run(len(hosts), CASES[name], hosts, epochs=2, accumulate=accumulate)
     wanted = plain(CASES[name](), 2)
     assert [steps(seen, 0), steps(seen, 1)] == wanted
@@ -232,9 +245,10 @@ def test_an_empty_share_of_a_shard_raises():
         spawn(3, body)
 
 
-@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 11])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "drop_last"])
-@pytest.mark.parametrize("sizes", [(1, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("name", "sizes", "stop"),
+    several(product((name for name in CASES if name != "drop_last"), ((1, 2), (3, 1)), (4, 11)), [((1, 2), 11), ((3, 1), 4)]),
+)
 def test_the_position_of_a_stream_is_exact(name, sizes, stop):
     said = []
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.cluster.snapshot import Snapshot, pack
@@ -201,16 +206,123 @@ def test_a_renamed_folder(tmp_path: Path) -> None:
         load(tmp_path, say=silent)
 
 
-def test_a_newer_format_is_an_error_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def seal(path: Path, **changes: Any) -> None:
+    """Write the manifest anew as a paceline would that has these fields; None: hasn't."""
+    manifest = json.loads((path / "manifest.json").read_text()) | changes
+    del manifest["seal"]
+    (path / "manifest.json").write_bytes(checkpoint._sealed({name: field for name, field in manifest.items() if field is not None}))
+
+
+def rewrite(path: Path, file: str, data: bytes) -> None:
+    """Have one file of a checkpoint be these bytes, with the right hash."""
+    (path / file).write_bytes(data)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    seal(path, files=files | {file: {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+
+
+def test_a_newer_format_is_said_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
         future.setattr(checkpoint, "FORMAT", 2)
         save(tmp_path, state(2), 2)
-    with pytest.raises(CheckpointError, match=r"written by a newer paceline \(format 2; this one reads up to 1\)"):
-        load(tmp_path, say=silent)
-    assert value(load(tmp_path, say=silent, step=1)) == 1
+    newer = r"step-00000002: it is of a newer paceline \(format 2; this one reads up to 1\), which has to be there to use it"
+    said: list[str] = []
+    assert value(load(tmp_path, say=said.append)) == 1
+    assert len(said) == 1 and re.fullmatch(rf"{newer}\. Using step-00000001, which is whole", said[0])
+    with pytest.raises(CheckpointError, match=rf"can be used: {newer}"):
+        load(tmp_path, say=silent, step=2)
     save(tmp_path, state(3), 3, keep=1)
     assert entries(tmp_path) == ["step-00000002", "step-00000003"]
+    assert value(load(tmp_path, say=silent)) == 3  # it was saved later
+
+
+FOREIGN = {
+    "an older format": lambda path: seal(path, format=0),
+    "no format": lambda path: seal(path, format=None),
+    "a format in words": lambda path: seal(path, format="new"),
+    "no step": lambda path: seal(path, step=None),
+    "no files": lambda path: seal(path, files=None),
+    "no list of ranks": lambda path: seal(path, own=None),
+    "an unknown rank": lambda path: seal(path, own=[0, 7]),
+    "ranks in words": lambda path: seal(path, own=["a"]),
+    "a tree without tensors": lambda path: rewrite(path, "state.json", b'{"version": 1, "tree": {}}'),
+    "a tree that is none": lambda path: rewrite(path, "state.json", b"[]"),
+    "no JSON": lambda path: rewrite(path, "own-00000.json", b"{"),
+    "no text": lambda path: rewrite(path, "state.json", pickle.dumps({"version": 1})),
+    "a tensor that is not there": lambda path: rewrite(
+        path, "state.json", b'{"version": 1, "tree": {"x": {"$": "tensor", "path": "y"}}, "tensors": {}}'
+    ),
+    "a kind of value that is not known": lambda path: rewrite(path, "state.json", b'{"version": 1, "tree": {"$": "moon"}, "tensors": {}}'),
+    "a dtype that is not known": lambda path: rewrite(
+        path, "state.json", b'{"version": 1, "tree": {}, "tensors": {"model/weight": ["float3", [10]]}}'
+    ),
+    "no safetensors": lambda path: rewrite(path, "tensors.safetensors", pickle.dumps({"x": 1})),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_another_version_wrote_is_named_and_the_one_before_is_used(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hashes are right: nothing is damaged."""
+    for step in (1, 2):
+        save(tmp_path, state(step), step, own={0: state()})
+    FOREIGN[kind](tmp_path / "step-00000002")
+    monkeypatch.setattr(pickle, "loads", silent)
+    monkeypatch.setattr(pickle, "Unpickler", silent)
+    said: list[str] = []
+    assert value(load(tmp_path, say=said.append)) == 1
+    assert len(said) == 1 and "\n" not in said[0]
+    assert said[0].startswith("step-00000002: ") and said[0].endswith("Using step-00000001, which is whole")
+    with pytest.raises(CheckpointError, match="can be used: step-00000002: "):
+        load(tmp_path, say=silent, step=2)
+    save(tmp_path, state(3), 3)
+    assert value(load(tmp_path, say=lambda text: None)) in (1, 3)  # one whose place can't be read may be newer, as far as can be told
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of three steps."""
+    folder = tmp_path_factory.mktemp("three")
+    for step in (1, 2, 3):
+        save(folder, state(step, size=50), step, own={0: state(), 1: state(2)})
+    return folder
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_damage_of_any_files_is_found(three: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Bits that flipped, ends that are missing, files that are gone, in one or both of the newest two of three."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "copy"
+    shutil.copytree(three, folder)
+    broken = data.draw(st.sets(st.sampled_from([2, 3]), min_size=1))
+    for step in broken:
+        path = folder / f"step-{step:08d}"
+        for file in data.draw(st.sets(st.sampled_from(entries(path)), min_size=1, max_size=3)):
+            hurt(path / file, data)
+    said: list[str] = []
+    found = load(folder, say=said.append)
+    best = 2 if broken == {3} else 3 if broken == {2} else 1
+    assert (found.step, value(found)) == (best, best)
+    unreadable = any("step-00000002: manifest.json" in text for text in said)  # it could be the newest, as far as can be told
+    assert len(said) == (3 in broken or unreadable) and all("Using step" in text and "\n" not in text for text in said), said
+
+
+def hurt(file: Path, data: st.DataObject) -> None:
+    whole = file.read_bytes()
+    kind = data.draw(st.sampled_from(["flip", "cut", "gone", "zeros", "longer"]))
+    position = data.draw(st.integers(0, len(whole) - 1))
+    if kind == "gone":
+        file.unlink()
+        return
+    damaged = bytearray(whole)
+    if kind == "flip":
+        damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        damaged = damaged[:position]
+    elif kind == "zeros":  # as a disk leaves what it had no time to write
+        damaged[position:] = b"\xff" * len(damaged[position:]) if not any(damaged[position:]) else bytes(len(damaged) - position)
+    else:
+        damaged += data.draw(st.binary(min_size=1, max_size=5))
+    file.write_bytes(damaged)
 
 
 def test_another_model(tmp_path: Path) -> None:
@@ -231,7 +343,7 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> No
 
 
 KILLED = """
-import sys, torch
+import sys, tests.brisk, torch
 from pathlib import Path
 from paceline.cluster.snapshot import pack
 from paceline.fault.checkpoint import save
@@ -242,6 +354,7 @@ for step in range(1, 100_000):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     for turn in range(3):
         folder = tmp_path / str(turn)
@@ -290,30 +403,23 @@ def test_disk_full(small: Path, size: int) -> None:
     assert load(folder, say=silent).step == 3
 
 
-@pytest.mark.parametrize("where", ["_dump", "_sync", "_sha256"])
+@pytest.mark.parametrize("where", ["disk.write", "disk.sync", "_prune"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_any_refusal_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int) -> None:
     save(tmp_path, state(1), 1)
 
-    def refuse(*arguments: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
+    wanted = "full" if code != errno.EIO else "Input/output error.*can be written"
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint, where, refuse)
-        with pytest.raises(CheckpointError, match="full" if code != errno.EIO else "Input/output error.*can be written") as caught:
+        broken.setattr(f"paceline.fault.checkpoint.{where}", refuse)
+        with pytest.raises(CheckpointError, match=wanted if where != "_prune" else "step 2 is saved in .*older ones") as caught:
             save(tmp_path, state(2), 2)
-    assert "step-00000001" in str(caught.value)
-    assert entries(tmp_path) == ["step-00000001"]
-    assert value(load(tmp_path, say=silent)) == 1
-
-
-def test_safetensors_refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> None:
-        raise safetensors.SafetensorError("odd")
-
-    monkeypatch.setattr("safetensors.torch.save_file", refuse)
-    with pytest.raises(CheckpointError, match=r"step 2 was not saved: odd\. Check that .* can be written; there is none in"):
-        save(tmp_path / "new", state(), 2)
+    there = ["step-00000001"] + ["step-00000002"] * (where == "_prune")
+    assert there[-1] in str(caught.value)
+    assert entries(tmp_path) == there
+    assert value(load(tmp_path, say=silent)) == len(there)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import pytest
 from paceline import lab
 from paceline.cluster import progress
 from paceline.cluster.progress import Page
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab.running import Outcome
 from tests.cluster.launched import wait_for
 from tests.launches import PRELUDE, ROOT
@@ -103,9 +103,11 @@ class Watched:
 
 
 @contextmanager
-def running(folder: Path, body: str, faults: Any, *args: str, environ: dict[str, str] | None = None, **options: Any) -> Iterator[Watched]:
+def running(
+    folder: Path, body: str, faults: Any, *args: str, environ: dict[str, str] | None = None, deadline: float = 60, **options: Any
+) -> Iterator[Watched]:
     done = folder / "done"
-    given = {"faults": faults, "folder": folder, "deadline": 60, "environ": environ or {}}
+    given = {"faults": faults, "folder": folder, "deadline": deadline, "environ": environ or {}}
     (folder / "script.py").write_text(BEGINNING + body)
     with lab.cluster(**options) as cluster, ThreadPoolExecutor(1) as thread:
         run = thread.submit(cluster.run, folder / "script.py", str(done), *args, **given)
@@ -132,7 +134,7 @@ def counters(pid: int) -> tuple[int, int]:
     return int(fields[0]), int(fields[8])
 
 
-def rates(pid: int, seconds: float = 1.0) -> tuple[float, float]:
+def rates(pid: int, seconds: float = 0.5) -> tuple[float, float]:
     """What it receives and sends, in Mbit/s."""
     before, began = counters(pid), time.monotonic()
     time.sleep(seconds)
@@ -141,7 +143,7 @@ def rates(pid: int, seconds: float = 1.0) -> tuple[float, float]:
     return received, sent
 
 
-def share(pid: int, seconds: float = 1.5) -> float:
+def share(pid: int, seconds: float = 1.0) -> float:
     """The part of one core that a process gets."""
     before, began = cpu_seconds(pid), time.monotonic()
     time.sleep(seconds)
@@ -166,6 +168,7 @@ def test_kill(tmp_path: Path) -> None:
     assert events(outcome) == [("fault", "kill(rank=1, step=5)")]
 
 
+@pytest.mark.slow
 def test_stop(tmp_path: Path) -> None:
     with running(tmp_path, STEPS, "stop(rank=1, step=5, seconds=1.5)", hosts=2) as run:
         page = run.page(1)
@@ -198,8 +201,8 @@ def test_cut(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=3)]"
-    with running(tmp_path, TALK, faults, "30", "2", hosts=2, bandwidth="20mbit") as run:
+    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=2)]"
+    with running(tmp_path, TALK, faults, "30", "1.5", hosts=2, bandwidth="20mbit") as run:
         pid = run.reached(1, 0).pid
         wait_for(lambda: near(rates(pid), (20, 20)))
         run.reached(1, 2)
@@ -218,10 +221,10 @@ def near(found: tuple[float, float], wanted: tuple[float, float]) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quotas")
 def test_slow(tmp_path: Path) -> None:
-    with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=60, seconds=4)", hosts=2, processors=0.6) as run:
+    with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=50, seconds=2.5)", hosts=2, processors=0.6) as run:
         page = run.reached(1, 5)
-        before = share(page.pid, 1.0)
-        run.reached(1, 61)
+        before = share(page.pid)
+        run.reached(1, 51)
         slow = share(page.pid)
         assert run.cluster.quota_of(1) == pytest.approx(0.15)
         assert run.cluster.quota_of(0) == pytest.approx(0.6)
@@ -233,6 +236,7 @@ def test_slow(tmp_path: Path) -> None:
     assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quotas")
 def test_slow_without_a_quota_counts_threads(tmp_path: Path) -> None:
     with running(tmp_path, SPIN, "slow(host=1, factor=0.2, step=5)", hosts=2, environ={"OMP_NUM_THREADS": "1"}) as run:
@@ -253,23 +257,28 @@ def test_crash_of_the_only_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_crash(tmp_path: Path) -> None:
-    """The launcher of the other host hears nothing more, and gives up after a while."""
-    with running(tmp_path, TALK, lab.crash(host=1, step=3), "5", "0.2", hosts=2) as run:
+@pytest.mark.parametrize("deadline", [6, pytest.param(60, marks=pytest.mark.soak)])
+def test_crash(tmp_path: Path, deadline: float) -> None:
+    """The launcher of the other host hears nothing more, and gives up after 15 s."""
+    with running(tmp_path, TALK, lab.crash(host=1, step=3), "5", "0.2", deadline=deadline, hosts=2) as run:
         pids = [run.page(rank).pid for rank in range(2)]
         run.reached(1, 3)
         wait_for(lambda: run.cluster.processes(1) == [])
         assert not Path(f"/proc/{pids[1]}").exists() or state(pids[1]) == "Z"  # whether it is buried is for the machine's init to say
         assert rates(pids[0], 0.5)[0] < QUIET
         assert len(run.cluster.processes(0)) >= 2  # it goes on
-        outcome = run.end()
-    assert outcome.code != 0 and "host1" in outcome.output.splitlines()[-1]
+        if deadline < 15:
+            with pytest.raises(DeadlineExceeded, match=r"still running on host0\. "):
+                run.end()
+        else:
+            outcome = run.end()
+            assert outcome.code != 0 and "host1" in outcome.output.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_join(tmp_path: Path) -> None:
     """A job of a fixed size takes nobody in, and the launcher that came too late says so."""
-    with running(tmp_path, STEPS.replace("0.02", "0.1"), "join(host=1, step=5)", hosts=2, environ={"PACELINE_DEADLINE": "5"}) as run:
+    with running(tmp_path, STEPS.replace("0.02", "0.1"), "join(host=1, step=5)", hosts=2, environ={"PACELINE_DEADLINE": "3"}) as run:
         run.reached(0, 1)
         assert run.cluster.processes(1) == []
         run.reached(0, 7)
@@ -326,6 +335,7 @@ def command(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_takes_faults(tmp_path: Path) -> None:
     ended = command(tmp_path, "[stop(rank=0, step=2, seconds=0.1), cut(host=0, seconds=0.1)]", "kill(rank=3, step=4)")
     said = ended.stdout + ended.stderr

@@ -169,6 +169,7 @@ class TestBuilding:
                 cluster.__enter__()
 
     def test_nothing_is_left(self, able):
+        gc.collect()  # what other tests have left
         before, opened = traces(), len(os.listdir("/proc/self/fd"))
         with lab.cluster(hosts=3, workers=2, bandwidth="1gbit") as cluster:
             processes = [cluster.spawn(host, SLEEP) for host in range(3)]

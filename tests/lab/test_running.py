@@ -182,7 +182,8 @@ class TestCommand:
             "--fault",
             "cut(host=1, seconds=0.2, step=9)",
         ]
-        ended = started.start([*command, str(EXAMPLE)]).end(100)
+        (started.folder / "train.py").write_text("import tests.brisk\n" + EXAMPLE.read_text())
+        ended = started.start([*command, "train.py"]).end(100)
         assert ended.code == 0, ended.err
         assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
         assert ended.err.splitlines()[-1] == "paceline: the run's folder is runs/mine"
@@ -251,6 +252,7 @@ class TestRun:
     @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):
         body = """
+            import tests.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])

@@ -101,7 +101,7 @@ def test_clean_with_nothing_to_do(clean: None) -> None:
 
 @pytest.mark.slow
 class TestWithoutRoot:
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def nobody(self, able: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
         """What a process of another user needs to run paceline: a Python that it may read, and a folder of its own."""
         if os.geteuid() != 0:

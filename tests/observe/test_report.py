@@ -31,6 +31,7 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, **changes: A
         "bytes_sent": {"within": 7.5e6, "between": 0.0},
         "codecs": [],
         "events": [],
+        "checkpoints": {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0},
     }
     ranks = changes.pop("ranks", [parts, parts])
     totals = Totals(100, 6400, changes.pop("seconds", whole * 1.01), 6400 / whole, changes.pop("loss", 1.2345), parts, ranks)
@@ -57,6 +58,26 @@ def test_a_quiet_run(tmp_path: Path) -> None:
         "\n"
         "Nothing stands out: 95% of a step is compute."
     )
+
+
+@pytest.mark.parametrize(
+    ("counted", "words", "advice"),
+    [
+        ((1, 0.05, 0.4), "1 checkpoint: training stood still for 50.0 ms, and it was on the disk after 400.0 ms of writing.", ""),
+        (
+            (4, 0.1, 2.0),
+            "4 checkpoints: training stood still for 25.0 ms each, and they were on the disk after 500.0 ms of writing each.",
+            "",
+        ),
+        ((4, 2.0, 1.8), "4 checkpoints", "Checkpoints took 20% of the run: run.save(background=True) writes them"),
+        ((9, 1.0, 9.0), "9 checkpoints", "Training stood still for checkpoints for 10% of the run: save less often"),
+    ],
+)
+def test_checkpoints(tmp_path: Path, counted: tuple[float, ...], words: str, advice: str) -> None:
+    saved = dict(zip(("count", "stall_seconds", "write_seconds"), counted, strict=True))
+    text = report(finished(tmp_path, seconds=10.0, checkpoints=saved))
+    assert words in text
+    assert advice in text if advice else "Nothing stands out" in text
 
 
 @pytest.mark.parametrize(
@@ -156,7 +177,7 @@ def test_a_run_without_steps(tmp_path: Path) -> None:
     folder.metrics.write_text("")
     assert "No step was finished" in report(folder.path)
     totals = Totals(0, 0, 1.0, None, None, split(compute=0.0), [])
-    Summary("AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", []).write(folder)
+    Summary("AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []).write(folder)
     assert "No step was finished" in report(folder.path)
 
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -105,9 +106,15 @@ def curve(size: int, body: Callable[[Run], Any], **options: Any) -> Curve:
     return Curve(found[0][0], [float(loss) for loss in found[0][1]], found[0][2], ids)
 
 
+@cache
+def single(dtype: torch.dtype, optimizer: Making, batches: int | None = None) -> Curve:
+    """The run of one worker."""
+    return curve(1, train(dtype, optimizer, batches=batches))
+
+
 def check(size: int, shares: Any, *, via: str = "auto", bound: float = 1e-5, **options: Any) -> None:
     """Two epochs on several workers are those of one, sample by sample. What a mutant has to fail."""
-    wanted = curve(1, train(torch.float32, sgd))
+    wanted = single(torch.float32, sgd)
     found = curve(size, train(torch.float32, sgd, shares=shares), strategy=AllReduce(via=via, bucket_mb=0.0005), **options)
     assert found.steps == wanted.steps == EPOCHS * -(-COUNT // BATCH)
     assert all(ids == Counter(range(COUNT)) for ids in found.ids)
@@ -122,7 +129,7 @@ def test_sgd_in_float32(size: int, shares: Any) -> None:
 
 @pytest.mark.parametrize(("size", "shares"), [(2, None), (2, [1, 7]), (3, [3, 3, 2])])
 def test_adam_in_float64_after_20_steps(size: int, shares: Any) -> None:
-    wanted = curve(1, train(torch.float64, adam, batches=10))
+    wanted = single(torch.float64, adam, 10)
     found = curve(size, train(torch.float64, adam, batches=10, shares=shares))
     assert found.steps == wanted.steps == 20
     assert distance(found.weights, wanted.weights) < 1e-9
@@ -130,12 +137,12 @@ def test_adam_in_float64_after_20_steps(size: int, shares: Any) -> None:
 
 @pytest.mark.parametrize(("size", "shares"), [(3, None), (2, [0, 8])])
 def test_adam_in_float32_has_the_same_losses(size: int, shares: Any) -> None:
-    wanted, found = curve(1, train(torch.float32, adam)), curve(size, train(torch.float32, adam, shares=shares))
+    wanted, found = single(torch.float32, adam), curve(size, train(torch.float32, adam, shares=shares))
     assert found.losses == pytest.approx(wanted.losses, abs=1e-3)
 
 
 @pytest.mark.parametrize("via", sorted(SCHEDULES))
-@pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), (4, None)])
+@pytest.mark.parametrize(("size", "shares"), [(3, [3, 3, 2]), pytest.param(4, None, marks=pytest.mark.soak)])
 def test_every_schedule(via: str, size: int, shares: Any) -> None:
     check(size, shares, via=via)
 
@@ -175,7 +182,7 @@ def test_with_random_delays_repeatedly() -> None:
         if draw.random() < 0.05:
             time.sleep(draw.random() * 0.002)
 
-    wanted = curve(1, train(torch.float64, sgd, batches=4))
+    wanted = single(torch.float64, sgd, 4)
     for _ in range(3):
         found = curve(3, train(torch.float64, sgd, batches=4, shares=[3, 3, 2]), strategy=AllReduce(bucket_mb=0.0005), delay=nap)
         assert distance(found.weights, wanted.weights) < 1e-12

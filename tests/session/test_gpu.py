@@ -99,7 +99,8 @@ def test_optimizer_state_made_before_prepare_follows_its_parameters(tmp_path: Pa
         assert all(state["exp_avg"].is_cuda for state in opt.state.values())
 
 
-def test_save_and_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_save_and_resume(tmp_path: Path, background: bool) -> None:
     def train(save: bool) -> tuple[bool, Tensor, int]:
         with pl.start(folder=str(tmp_path), name="saved") as run:
             model = net()
@@ -111,7 +112,7 @@ def test_save_and_resume(tmp_path: Path) -> None:
                     F.mse_loss(F.dropout(model(x), 0.1), y).backward()
                     opt.step()
                     if save and run.steps + 1 == 20:
-                        run.save()
+                        run.save(background=background)
             return resumed, parameters(model).cpu(), run.steps
 
     first, second = train(True), train(False)

@@ -22,7 +22,7 @@ from paceline.sync.localsgd import LocalSGD
 from paceline.sync.outer import nesterov
 from paceline.sync.sequence import Sequence
 from tests.runs import batches, cut, distance, workers
-from tests.sync.test_localsgd import model, resumes, runs, sgd, train
+from tests.sync.test_localsgd import model, reference, resumes, runs, sgd, train
 
 HOSTS = (0, 0, 1, 1)
 
@@ -44,8 +44,8 @@ def test_a_round_of_one_step_is_allreduce() -> None:
 
 @pytest.mark.parametrize("outer", [LocalSGD(3), LocalSGD(4, outer=nesterov()), LocalSGD(3, momentum="averaged")], ids=repr)
 def test_a_host_of_several_workers_is_one_worker_of_local_sgd(outer: LocalSGD) -> None:
-    assert distance(over_hosts(both(outer)), runs(outer, size=2)) < 1e-9
-    assert distance(over_hosts(both(outer), hosts=(0, 0, 0, 1), shares=cut(1, 2, 1, 4)), runs(outer, size=2)) < 1e-9
+    assert distance(over_hosts(both(outer)), reference(outer, 2)) < 1e-9
+    assert distance(over_hosts(both(outer), hosts=(0, 0, 0, 1), shares=cut(1, 2, 1, 4)), reference(outer, 2)) < 1e-9
 
 
 def test_gradients_are_equal_within_a_host_and_not_between() -> None:

@@ -1,0 +1,166 @@
+"""Carries copies to those who keep them, while training goes on: a thread of each worker, and a group of its own.
+
+    rank 0   label ─┐          ┌─ label of rank 2   bytes to rank 2 ──────>   all whole? ─┐
+    rank 1   none  ─┼─ agree ──┤                                                         ├─ agree
+    rank 2   label ─┘          └─ label of rank 0   bytes to rank 0 ──────>   all whole? ─┘
+
+All workers carry at the same steps. Of a copy that breaks off half-way nothing is kept, unless all of it had come: that shows by its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.comm.collectives import Trusting
+from paceline.comm.group import Group, Traffic
+from paceline.errors import LOSSES, PacelineError
+from paceline.fault.replicate import FORM, Label, Shelf, keepers, wrap
+from paceline.trace import Trace
+
+TICK = 0.1  # seconds after which a wait looks up
+PATIENCE = 5.0  # seconds that a copy under way is given at the end
+SLOWEST = 1e6  # bytes a second, below which a copy counts as stuck
+
+
+class _Job:
+    """One worker's part in carrying: what it has (None: nothing) as of a step."""
+
+    def __init__(self, state: Any, step: int) -> None:
+        self.state, self.step = state, step
+        self.ended = threading.Event()
+
+
+class Courier:
+    """Takes charge of `group`. `hosts` and `names` are those of its ranks; copies that come go to `shelf`."""
+
+    waited = 0.0  # seconds that training has waited for others here: what it waits for is said in `wait`
+
+    def __init__(self, group: Group, hosts: Sequence[int], names: Sequence[int], shelf: Shelf, *, trace: Trace | None = None) -> None:
+        self._group, self._hosts, self._names, self._shelf = group, tuple(hosts), tuple(names), shelf
+        self._trace = Trace(0) if trace is None else trace
+        self.traffic = Traffic()  # as of the last start
+        self.broken: PacelineError | None = None
+        self.owners: frozenset[int] = frozenset()  # who had something the last time, by name
+        self.whole = 0  # the last step as of which all copies have come
+        self.nbytes = 0  # of the last copy that I have sent
+        self.seconds: deque[float] = deque(maxlen=5)  # that the last copies were on their way
+        self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # on copies that were refused, on all workers
+        self._job: _Job | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="paceline courier", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+
+    # ---- the worker's calls
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._job is None or self._job.ended.is_set()
+
+    @property
+    def works(self) -> bool:
+        """Whether anything can be carried."""
+        return self.broken is None and self._thread.is_alive()
+
+    def start(self, state: Any, step: int) -> None:
+        """Carry what this worker has (None: nothing); its tensors must stay as they are until that has ended."""
+        assert self.idle
+        self.traffic = self._group.traffic + Traffic()
+        self._job = _Job(state, step)
+        self._jobs.put(self._job)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether what is on its way has ended, after waiting for it (at most so long); it always does, well or not."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self.idle and self._thread.is_alive() and (end is None or time.monotonic() < end):
+            assert self._job is not None
+            self._job.ended.wait(TICK)
+        return self.idle or not self._thread.is_alive()
+
+    def halt(self) -> None:
+        """The workers are others now: let come what can still come, and no more."""
+        if not self.wait(PATIENCE):
+            self.abort()
+            self.wait(PATIENCE)
+
+    def close(self) -> None:
+        """End the thread and the group. Twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._jobs.put(None)
+        self._thread.join(PATIENCE if self.works else TICK)
+        self._group.close()
+        self._thread.join(TICK)
+
+    def abort(self) -> None:
+        """End what is under way, at once and without the others."""
+        self._group.abort()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self.broken is None:
+                    with self._trace.span(f"copy of step {job.step}", "buddies"):
+                        self._carry(job)
+            except LOSSES as error:
+                self.broken = error
+            except PacelineError as error:
+                self.broken = error
+                self.abort()  # so that nobody waits for me
+            finally:
+                job.ended.set()
+
+    def _carry(self, job: _Job) -> None:
+        label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
+        told = [msgpack.unpackb(head) for head in self._group.agree(msgpack.packb([FORM, None if label is None else label.dump()]))]
+        began, me = time.perf_counter(), self._group.rank
+        owners = {rank: self._hosts[rank] for rank, (_, head) in enumerate(told) if head is not None}
+        self.owners = frozenset(self._names[rank] for rank in owners)
+        pairs = keepers(owners)
+        odd = [owner for owner, keeper in pairs.items() if told[owner][0] != told[keeper][0]]
+        labels = {owner: Label.load(told[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
+        sends = [] if label is None or me not in pairs or me in odd else [(pairs[me], piece) for piece in (*pieces, label.end)]
+        self.nbytes = sum(piece.nbytes for _, piece in sends)
+        remarks = self._receive(sends, labels)
+        if me in odd:
+            remarks.append(f"rank {me} has copies of form {told[me][0]}, rank {pairs[me]} can't keep them: its paceline is another version")
+        answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb(remarks))]
+        self.seconds.append(time.perf_counter() - began)
+        for remark in (remark for answer in answers for remark in answer):
+            self.remarks.put(remark)
+        if not any(answers):
+            self._shelf.keep(self._names[owner] for owner in labels)  # who kept others before knows that these are elsewhere now
+            self.whole = job.step
+
+    def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, Label]) -> list[str]:
+        """Send mine, and put what comes on the shelf; gives why something of it was refused."""
+        ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
+        comes = [(owner, piece) for owner, label in labels.items() for piece in (*self._shelf.room(self._names[owner], label), ends[owner])]
+        exchange = self._group.exchange_agreed if isinstance(self._group, Trusting) else self._group.exchange
+        arrived: list[int] = []
+        try:
+            exchange(sends, comes).wait(PATIENCE + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST)
+            arrived = list(labels)
+        finally:
+            arrived = arrived or [owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)]
+            for owner in labels.keys() - {*arrived}:
+                self._shelf.forfeit(self._names[owner])
+            found = {owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived}
+        return [f"rank {self._group.rank}, of rank {owner}: {why}" for owner, why in found.items() if why is not None]

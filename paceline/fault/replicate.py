@@ -1,0 +1,215 @@
+"""Copies of what one worker has and no other, in the memory of a worker on another host: who keeps whose, how often, and which are whole.
+
+    host 0   rank 0 ──┐                    who has something is an owner; the next host that has owners keeps its copy,
+    host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next owner does
+    host 2   rank 4     <─┘
+
+After Gemini (Wang et al., SOSP 2023). So two hosts may be lost at once, unless one keeps what the other has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.cluster.checksum import checksums
+from paceline.cluster.snapshot import Json, Snapshot, pack, raw
+from paceline.errors import CheckpointError, UsageError
+
+FORM: Final = 1  # of a label
+BUDGET: Final = 0.10  # part of the time that copies may take
+ALIGNED: Final = 64  # bytes: each tensor begins at a multiple
+
+# ---- who keeps what, and how often
+
+Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it costs little, where there are several hosts; never
+
+
+def check(replicate: Replicate) -> None:
+    """Raise `UsageError` for what is none of these."""
+    if replicate not in ("auto", "off") and (type(replicate) is not int or replicate < 1):
+        raise UsageError(f"replicate={replicate!r} is unknown; possible are 'auto', 'off', and a number of steps, 1 or more")
+
+
+def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
+    """Who keeps the copy of each owner; `hosts` are the hosts of the owners, by rank. Nobody does where there is one owner only."""
+    by_host: dict[int, list[int]] = {}
+    for rank in sorted(hosts):
+        by_host.setdefault(hosts[rank], []).append(rank)
+    ring = [by_host[host] for host in sorted(by_host)]
+    if len(ring) == 1:
+        (alone,) = ring
+        return {rank: alone[(place + 1) % len(alone)] for place, rank in enumerate(alone)} if len(alone) > 1 else {}
+    following = [*ring[1:], *ring[:1]]
+    return {rank: there[place % len(there)] for here, there in zip(ring, following, strict=True) for place, rank in enumerate(here)}
+
+
+def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
+    """The rank with the newest copy of each who is gone, the first of several; None where nobody has one.
+
+    `held`: of each rank, the steps of the copies that it keeps, by owner.
+    """
+    found: dict[int, int | None] = {}
+    for owner in gone:
+        steps = {rank: copies[owner] for rank, copies in enumerate(held) if owner in copies}
+        found[owner] = max(steps, key=lambda rank: (steps[rank], -rank)) if steps else None
+    return found
+
+
+class Figures(NamedTuple):
+    """What one worker has measured, in seconds."""
+
+    stall: float  # how long a step stood still for a copy
+    transfer: float  # how long a copy was on its way
+    step: float  # a step beside which none was
+
+
+def cadence(figures: Sequence[Figures], budget: float = BUDGET) -> int:
+    """Steps from one copy to the next, so that copies take at most `budget` of the time, even if none of it is hidden behind a step."""
+    spent = max(each.stall + each.transfer for each in figures)
+    return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
+
+
+# ---- a copy
+
+
+class Label(NamedTuple):
+    """What is told of a copy before its bytes come."""
+
+    step: int  # as of which
+    tree: Json
+    tensors: list[tuple[str, str, list[int]]]  # path, dtype, shape
+    sums: list[int]  # of their bytes, see `cluster.checksum`
+
+    def dump(self) -> bytes:
+        """As `load` takes it."""
+        return json.dumps([FORM, *self]).encode()
+
+    @classmethod
+    def load(cls, data: bytes) -> Label:
+        """Raises `CheckpointError` for what another version of paceline has written."""
+        form, *fields = json.loads(data)
+        if form != FORM:
+            raise CheckpointError(f"a copy of form {form!r} can't be kept, this version of paceline knows {FORM}")
+        step, tree, tensors, sums = fields
+        return cls(step, tree, [(path, dtype, shape) for path, dtype, shape in tensors], sums)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Room for all tensors."""
+        return sum(-(-length // ALIGNED) * ALIGNED for length in self._lengths)
+
+    def pieces(self, room: Tensor) -> list[Tensor]:
+        """Where in `room` the bytes of each tensor are."""
+        found, at = [], 0
+        for length in self._lengths:
+            found.append(room[at : at + length])
+            at += -(-length // ALIGNED) * ALIGNED
+        return found
+
+    @property
+    def end(self) -> Tensor:
+        """What follows the last byte, different for each copy."""
+        return torch.frombuffer(bytearray(hashlib.sha256(self.dump()).digest()), dtype=torch.uint8)
+
+    def whole(self, room: Tensor) -> bool:
+        """Whether all bytes in `room` are those of this copy."""
+        return checksums(self.pieces(room)) == self.sums
+
+    def unpack(self, room: Tensor) -> Any:
+        """The state in `room`, as new objects."""
+        views = zip(self.tensors, self.pieces(room), strict=True)
+        tensors = {path: piece.view(getattr(torch, dtype)).view(shape) for (path, dtype, shape), piece in views}
+        return Snapshot(self.step, self.tree, tensors).unpack()
+
+
+def wrap(state: Any, step: int) -> tuple[Label, list[Tensor]]:
+    """The label of a copy of `state` as of `step`, and the bytes of its tensors, where they are."""
+    snapshot = pack(state, step, copy=False)
+    tensors = snapshot.tensors
+    described = [(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for path, tensor in tensors.items()]
+    pieces = [raw(tensor) for tensor in tensors.values()]
+    return Label(step, snapshot.tree, described, checksums(pieces)), pieces
+
+
+# ---- the copies that one worker keeps
+
+
+@dataclass
+class _Place:
+    """Memory for a copy, and the label of the whole one in it."""
+
+    room: Tensor
+    label: Label | None = None
+
+
+class Shelf:
+    """The copies that a worker keeps, by the names of their owners: of each the newest that is whole.
+
+    The next one comes beside it, into the memory of the one before: until it is whole, nothing of the newest is touched.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[int, list[_Place]] = {}  # the newest, and the one for what comes
+        self._lock = threading.Lock()
+
+    @property
+    def held(self) -> dict[int, int]:
+        """As of which step the newest copy of each owner is."""
+        with self._lock:
+            labels = {owner: [place.label for place in places if place.label is not None] for owner, places in self._places.items()}
+        return {owner: found[0].step for owner, found in labels.items() if found}
+
+    def room(self, owner: int, label: Label) -> list[Tensor]:
+        """Where the bytes of the next copy go."""
+        with self._lock:
+            places = self._places.setdefault(owner, [_Place(torch.empty(0, dtype=torch.uint8)) for _ in range(2)])
+            places[1].label = None
+            if places[1].room.numel() != label.nbytes:
+                places[1].room = torch.empty(label.nbytes, dtype=torch.uint8)
+            return label.pieces(places[1].room)
+
+    def put(self, owner: int, label: Label) -> str | None:
+        """Its bytes have come; gives in words why it is refused, if it is."""
+        with self._lock:
+            newest, place = self._places[owner]
+            if label.whole(place.room):
+                place.label = label
+                self._places[owner] = [place, newest]
+                return None
+        kept = "there is no older one" if newest.label is None else f"the one as of step {newest.label.step} is kept"
+        return f"a copy as of step {label.step} was refused, its bytes are not those that were sent; {kept}"
+
+    def forfeit(self, owner: int) -> None:
+        """Its bytes won't come any more, or whoever knows when: that memory isn't used again."""
+        with self._lock:
+            self._places[owner][1] = _Place(torch.empty(0, dtype=torch.uint8))
+
+    def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
+        """(step, state) of each copy of what `owner` had, the newest first; `refused` is told of one that has changed since it came."""
+        for place in self._places.get(owner, []):
+            if place.label is None:
+                continue
+            if not place.label.whole(place.room):
+                refused(f"the copy as of step {place.label.step} has changed in this worker's memory since it came: it isn't used")
+                continue
+            yield place.label.step, place.label.unpack(place.room)
+
+    def keep(self, owners: Iterable[int]) -> None:
+        """Forget the copies of all others."""
+        wanted = {*owners}
+        with self._lock:
+            self._places = {owner: places for owner, places in self._places.items() if owner in wanted}

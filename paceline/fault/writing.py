@@ -1,0 +1,71 @@
+"""A checkpoint that a thread writes while training goes on, in the time that training leaves over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.errors import CheckpointError
+
+LOWEST = 19  # as `nice` counts
+Moved = Callable[[int], None]  # told of bytes, as they are written
+
+
+class Writing:
+    """One write, under way from now on: `write`, in a thread of its own. `said` is told at once when it fails.
+
+    `what` and `nbytes` are for messages: what is written, and how much.
+    """
+
+    def __init__(self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]) -> None:
+        self.nbytes = nbytes
+        self.seconds = 0.0  # that it took, once it has ended
+        self._what, self._write, self._said = what, write, said
+        self._moved = 0
+        self._error: CheckpointError | None = None
+        self._whole = False
+        self._thread = threading.Thread(target=self._run, name="paceline checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        _give_way()
+        began = time.perf_counter()
+        try:
+            self._write(self._count)
+            self._whole = True
+        except CheckpointError as error:
+            self._error = error
+            self._said(f"{error}. The next save raises this, at the latest the end of the run")
+        finally:
+            self.seconds = time.perf_counter() - began
+
+    def _count(self, nbytes: int) -> None:
+        self._moved += nbytes
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ends, well or not, within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def failure(self) -> CheckpointError | None:
+        """Why the checkpoint isn't there (yet)."""
+        if self._thread.is_alive():
+            done, whole = self._moved / 1e6, self.nbytes / 1e6
+            return CheckpointError(
+                f"{self._what} has not come to the disk in time: {done:.1f} of {whole:.1f} MB are written. Save less often, or raise "
+                "start(deadline=seconds) for a disk that is so slow"
+            )
+        if self._error is None and not self._whole:
+            return CheckpointError(f"{self._what} was not saved: the thread that wrote it has ended; its own traceback says more")
+        return self._error
+
+
+def _give_way() -> None:
+    """Let this thread have the processor only when no other wants it: training waits for each of its own threads."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        with contextlib.suppress(OSError):  # not in every sandbox; it is as quick as the others then
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)

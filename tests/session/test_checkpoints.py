@@ -1,0 +1,144 @@
+"""Checkpoints of real processes: killed while they write in the background, damaged, resumed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.fault import checkpoint
+from tests.launches import Jobs, jobs, wait_for
+from tests.survivors import outcome, script
+
+# The first worker dies in its thread, when most of its first checkpoint is written.
+DYING = """
+    from paceline.fault import disk
+    whole = disk.write
+    def write(path, parts, **options):
+        found = whole(path, parts, **options)
+        die(path.name == "tensors.safetensors", "in the middle")
+        return found
+    disk.write = write
+"""
+SAVING = """
+            if run.steps == 14:
+                (out / "left").write_text(" ".join(path.name for path in run.folder.checkpoints.iterdir()))
+            if run.steps in (4, 14):
+                run.save(background=True)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(tmp_path) as found:
+        yield found
+
+
+@pytest.mark.slow
+def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path) -> None:
+    text = script(start="name='run', folder='runs'", nap=0.01, prepared=DYING, after=SAVING)
+    ended = job.run(text, 3, "--min-workers", "1", OUT=str(tmp_path)).end(90)
+    assert ended.code == 0, ended
+    found = outcome(tmp_path, tmp_path)
+    assert found.size == 2 and found.logged == list(range(1, 37))
+    assert found.events[1:] == ["step-00000005 was lost with the worker that wrote it"], found.events
+    assert (tmp_path / "left").read_text().startswith(".saving-")  # and no checkpoint
+    folder = tmp_path / "runs" / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-00000015"]
+    assert checkpoint.load(folder, say=print).own.keys() == {0, 1}
+
+
+KILLED = """
+class Step:
+    def __init__(self):
+        self.x = torch.zeros(300_000)
+    def state_dict(self):
+        return {"x": self.x}
+    def load_state_dict(self, state):
+        self.x = state["x"]
+
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run, samples=100_000)
+    kept = Step()
+    run.keep("step", kept)
+    for number, (x, y) in enumerate(loader):
+        step(run, model, optimizer, x, y)
+        kept.x.fill_(run.steps + 1)
+        run.save(background=True, keep=2)
+        kept.x.fill_(-1)
+        if number == 3:
+            print("ready", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(2))
+def test_killed_at_any_moment(job: Jobs, tmp_path: Path, turn: int) -> None:
+    started = job.start([sys.executable, job.write(KILLED)])
+    assert started.process.stdout is not None and started.process.stdout.readline() == "ready\n"
+    time.sleep(random.Random(turn).uniform(0, 0.2))
+    started.process.kill()
+    started.end()
+    folder = tmp_path / "runs" / "run" / "checkpoints"
+    found = checkpoint.load(folder, say=print)
+    assert torch.equal(found.snapshot.unpack()["kept.step"]["x"], torch.full((300_000,), float(found.step)))
+    assert found.step >= 3
+
+
+RESUMED = """
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run)
+    run.print("at", run.steps if run.resume() else None)
+    for x, y in loader:
+        step(run, model, optimizer, x, y)
+        if run.steps + 1 in (2, 4, 6):
+            run.save(background=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_workers_resume_past_what_is_broken(job: Jobs, tmp_path: Path) -> None:
+    assert job.run(RESUMED).end().code == 0
+    folder = tmp_path / "runs" / "run" / "checkpoints"
+    (folder / "step-00000006" / "own-00001.json").unlink()
+    body = folder / "step-00000004" / "tensors.safetensors"
+    body.write_bytes(body.read_bytes()[:-3])
+    shutil.copytree(folder / "step-00000002", folder / ".saving-x" / "new")
+    ended = job.run(RESUMED).end()
+    assert ended.code == 0 and ended.out == "[0] at 2\n", ended
+    [line] = [line for line in ended.err.splitlines() if "whole" in line]
+    assert "step-00000006: own-00001.json can't be read" in line and "step-00000004: tensors.safetensors has" in line
+    assert line.endswith("Using step-00000002, which is whole")
+    assert [path.name for path in (tmp_path / "runs" / "run-2" / "checkpoints").iterdir()]
+
+
+FULL = """
+import errno
+from paceline.fault import disk
+
+def refuse(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+disk.write = refuse
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run)
+    for x, y in loader:
+        step(run, model, optimizer, x, y)
+        if run.steps == 2:
+            run.save(background=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_failed_in_the_background_ends_the_job_in_words(job: Jobs, tmp_path: Path) -> None:
+    ended = job.run(FULL).end()
+    assert ended.code == 1 and "(CheckpointError)" in ended.last and "rank 0" in ended.last, ended.err
+    assert "step 3 was not saved, the disk is full" in ended.said
+    assert (tmp_path / "runs" / "run" / "summary.json").exists()
+    wait_for(lambda: not job.left(0))
