@@ -29,6 +29,7 @@ else:
 
 _PLAIN, _SIGNED = "0", "1"  # the first character of each value
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
+_HEARD_SECONDS = 2.0  # for others to read why nothing comes of the meeting
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
 
 
@@ -44,10 +45,8 @@ class Store:
 
     def put(self, key: str, value: Any) -> None:
         """Set `key` to a JSON value."""
-        body = json.dumps(value)
-        mark = _PLAIN if self._secret is None else _SIGNED + secrets.sign(self._secret, self._name(key), body.encode()).hex()
         try:
-            self.torch.set(key, mark + body)
+            self.torch.set(key, self._signed(key, value))
         except DistError as error:
             raise _gone(error) from error
 
@@ -71,6 +70,16 @@ class Store:
             raise _gone(error) from error
         return json.loads(self._verified(key, raw.decode()))
 
+    def first(self, key: str, value: Any) -> Any:
+        """Set `key` to a JSON value unless somebody has set it; gives what it is then. Of several workers that do so one wins.
+
+        Errors are those of `take`.
+        """
+        try:
+            return json.loads(self._verified(key, self.torch.compare_set(key, "", self._signed(key, value)).decode()))
+        except DistError as error:
+            raise _gone(error) from error
+
     def has(self, keys: list[str]) -> bool:
         """Whether all of these have been set."""
         try:
@@ -88,6 +97,10 @@ class Store:
 
     def _name(self, key: str) -> bytes:
         return f"{self._path}/{key}".encode()
+
+    def _signed(self, key: str, value: Any) -> str:
+        body = json.dumps(value)
+        return (_PLAIN if self._secret is None else _SIGNED + secrets.sign(self._secret, self._name(key), body.encode()).hex()) + body
 
     def _verified(self, key: str, raw: str) -> str:
         if raw[:1] == _PLAIN:
@@ -156,9 +169,14 @@ def hosts(store: Store, place: Place) -> Cluster:
     here.put(str(place.rank), mine)
     if place.rank == 0:
         _publish(here, place)
-    table = here.take("table")
+    try:
+        table = here.take("table")
+    except SecretError:
+        here.put(f"heard/{place.rank}", True)
+        raise
     if "error" in table:
-        raise (SecretError if table["kind"] == "secret" else DeadlineExceeded if table["kind"] == "deadline" else Mismatch)(table["error"])
+        here.put(f"heard/{place.rank}", True)
+        raise {"SecretError": SecretError, "DeadlineExceeded": DeadlineExceeded}.get(table["kind"], Mismatch)(table["error"])
     if table["ranks"][place.rank] != mine:
         raise Mismatch(
             f"rank {place.rank} is known to rank 0 as {table['ranks'][place.rank]}, and is {mine}: two jobs use one meeting point"
@@ -170,16 +188,18 @@ def _publish(here: Store, place: Place) -> None:
     """Rank 0 collects what all ranks say and hands out one table, or the reason why there is none."""
     try:
         ranks = _collect(here, place)
-    except SecretError as error:
-        here.put("table", {"error": str(error), "kind": "secret"})
-        raise
-    except DeadlineExceeded as error:
-        here.put("table", {"error": str(error), "kind": "deadline"})
-        raise
-    except Mismatch as error:
-        here.put("table", {"error": str(error), "kind": "mismatch"})
+    except (SecretError, DeadlineExceeded, Mismatch) as error:
+        here.put("table", {"error": str(error), "kind": type(error).__name__})
+        _await_readers(here, place)  # the store may end with this process
         raise
     here.put("table", {"ranks": ranks})
+
+
+def _await_readers(here: Store, place: Place) -> None:
+    """Stay until all ranks that have come have read why there is no table."""
+    end = time.monotonic() + _HEARD_SECONDS
+    while time.monotonic() < end and any(here.has([str(rank)]) and not here.has([f"heard/{rank}"]) for rank in range(1, place.size)):
+        time.sleep(_LONGEST_NAP)
 
 
 def _collect(here: Store, place: Place) -> list[dict[str, Any]]:

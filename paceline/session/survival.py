@@ -43,6 +43,7 @@ else:
 
 TOLD_SECONDS = 5.0  # how long a launcher may take to tell of a new view, before it is told that the group has broken
 NAP_SECONDS = 0.02  # between two looks of who has come whether it is let in
+MEET_SECONDS = 0.002  # between two looks of who meets whether all have come
 LOOK_SECONDS = 0.5  # between two looks of who waits whether there is a newer view
 CONNECT_SECONDS = 4.0  # to the store of a view: its server lives, or there is a newer view soon
 SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who train wait for it
@@ -153,48 +154,58 @@ class Survival:
 
     def recover(self, error: PacelineError) -> Result[Any] | None:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
-        began, complained = time.monotonic(), False
+        began, complained, void = time.monotonic(), False, False
         while True:
-            roster = self.orders.breaking(TOLD_SECONDS)
+            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(TOLD_SECONDS)
             if roster is None and complained:
                 raise error
             if roster is None:  # nobody has died: a connection broke
                 complained = True
                 report.broken(self._around.place, self.orders.latest)
                 continue
-            complained, self.view = False, roster.number
+            complained, void, self.view = False, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                return self._recover(roster, began, error)
+                breaker = self._armed(roster, roster.workers)
+                here = self._open(roster, breaker).sub(f"view{roster.number}")
+                reaches = self._meet(here, roster)
+                if reaches is not None:
+                    told = self._regroup(roster, here.sub("groups"), decide(reaches), breaker)
+                    self._say(time.monotonic() - began, error)
+                    return told
+                void = True
 
-    def _recover(self, roster: Roster, began: float, error: PacelineError) -> Result[Any] | None:
-        breaker = Breaker()
-        self.orders.arm(roster.number, frozenset(roster.workers), lambda: self._trip(breaker))
-        store = self._open(roster, breaker)
-        here = store.sub(f"view{roster.number}")
-        reaches = self._meet(here, roster)
-        plan = decide(reaches)
-        around = self._moved(roster, here.sub("groups"), plan.members, breaker)
+    def _regroup(self, roster: Roster, here: Store, plan: Plan, breaker: Breaker) -> Result[Any] | None:
+        around = self._moved(roster, here, plan.members, breaker)
         group = everyone(around)
         self._found(Founded(around, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.fresh else 0
-        told = self._tell(group, plan)
-        self._say(time.monotonic() - began, error)
-        return told
+        return self._tell(group, plan)
 
     def _found(self, founded: Founded) -> None:
         self.members, self._around = founded.members, founded.around
         self.generation += 1
         self._heart.regroup(founded)
 
-    def _meet(self, here: Store, roster: Roster) -> dict[int, Reach]:
-        """How far each worker of a view has come."""
-        agreement = self._agreement
+    def _meet(self, here: Store, roster: Roster) -> dict[int, Reach] | None:
+        """How far each worker of a view has come; None: all meet in a newer view.
+
+        Somebody may have heard of that before it came here, and would never come. So the first word in the store counts, for all: "go" by
+        who sees that all have come, "void" by who hears of a newer view before that.
+        """
+        agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
-        mine = Reach(origin, agreement.calls, self._heart.turn())
-        here.put(f"reach/{self.worker}", mine.dump())
-        return {worker: Reach(*here.take(f"reach/{worker}", self._around.deadline)) for worker in roster.workers}
+        here.put(f"reach/{self.worker}", Reach(origin, agreement.calls, self._heart.turn()).dump())
+        word, end = "", time.monotonic() + self._around.deadline
+        while not word:
+            if here.has(keys):
+                word = here.first("word", "go")
+            elif self.orders.newer(roster.number, MEET_SECONDS) is not None:
+                word = here.first("word", "void")
+            elif time.monotonic() > end:
+                raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._around.deadline:g} s")
+        return {worker: Reach(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
 
     def _tell(self, group: Group, plan: Plan) -> Result[Any] | None:
         """Hand what the last call gave to those who were cut off in it."""
@@ -211,6 +222,12 @@ class Survival:
         who = f"ranks {ranks} were lost" if len(gone) > 1 else f"rank {ranks} was lost" if gone else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
+
+    def _armed(self, roster: Roster, members: tuple[int, ...]) -> Breaker:
+        """What breaks the connections made in this view once one of the members is lost."""
+        breaker = Breaker()
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
+        return breaker
 
     def _trip(self, breaker: Breaker) -> None:
         breaker.trip(ViewChanged("the workers are others now"))
@@ -289,10 +306,9 @@ class Survival:
         return {"members": members, "origins": origins, "old": old, "layout": self._heart.layout(), "calls": self._agreement.calls}
 
     def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
-        breaker = Breaker()
         members, old = (*self.members, *fresh), len(self.members)
         told = self._invitation(members)
-        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
+        breaker = self._armed(roster, members)
         here = self._open(roster, breaker).sub(f"view{roster.number}")
         around = self._moved(roster, here.sub("let in"), members, breaker)
         self._found(Founded(around, everyone(around), members, told["origins"], layout=told["layout"]))

@@ -96,6 +96,28 @@ def test_a_forged_a_moved_and_an_unsigned_value_are_refused():
         plain.take("a")
 
 
+def test_the_first_word_stays_for_all(claims):
+    done = threading.Barrier(4)
+
+    def body(place: Place) -> Any:
+        store = stores.connect(place, deadline=10)
+        found = [store.first(f"word{turn}", place.rank) for turn in range(50)]
+        assert found == [store.take(f"word{turn}") for turn in range(50)]
+        done.wait(10)
+        return found
+
+    for secret in (SECRET, None):
+        found = [future.result() for future in together(body, places(4, secret=secret))]
+        assert all(words == found[0] for words in found)
+
+
+def test_a_first_word_that_somebody_else_signed_is_refused():
+    signed = stores.memory(SECRET)
+    signed.torch.set("word", '0"go"')
+    with pytest.raises(SecretError, match="isn't signed"):
+        signed.first("word", "void")
+
+
 def test_a_wait_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"paceline/x/k .* 0\.2 s"):
@@ -202,6 +224,33 @@ class TestHosts:
         workers[1] = replace(workers[1], secret=b"another secret 16")
         for future in self.meet(workers):
             assert isinstance(future.exception(), SecretError)
+
+    @pytest.mark.parametrize("secret", [SECRET, None, b"another secret 16"])
+    def test_the_reason_stays_until_all_who_came_have_read_it(self, claims, monkeypatch, secret):
+        """Where rank 0 serves the store, the store ends with it: the others would only read that it has gone."""
+        original, read = stores.Store.take, []
+
+        def take(self: stores.Store, key: str, timeout: float | None = None) -> Any:
+            if key == "table" and threading.current_thread() in late:
+                time.sleep(0.3)
+                read.append(time.monotonic())
+            return original(self, key, timeout)
+
+        late: list[threading.Thread] = []
+        monkeypatch.setattr(stores.Store, "take", take)
+
+        def body(place: Place) -> float:
+            if place.rank == 1:
+                late.append(threading.current_thread())
+            store = stores.connect(place, deadline=2.0)
+            with pytest.raises((SecretError, DeadlineExceeded)):
+                stores.hosts(store, place)
+            return time.monotonic()
+
+        zero, one, _ = places(3, secret=SECRET)
+        ended = together(body, [zero, replace(one, secret=secret)])
+        assert ended[0].result() > read[0]
+        ended[1].result()
 
     def test_different_sizes(self, claims):
         zero, one = places(2)

@@ -62,6 +62,36 @@ def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kin
     check(outcome(out, out), wanted, close=1e-9)
 
 
+LATE = """
+from paceline.cluster.orders import Orders
+breaking, here, already = Orders.breaking, os.getpid(), []
+def late(orders, seconds):
+    found = breaking(orders, seconds)
+    while run.rank == 1 and len(orders.roster(orders.latest).workers) < 3 and not already:
+        time.sleep(0.01)
+    already.append(found)
+    return orders.roster(orders.latest) if found else None
+Orders.breaking = late
+"""
+
+
+@pytest.mark.slow
+def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """They have to come together in one view: who is in the earlier one can't be left there until its deadline."""
+    out = job.folder / "killed"
+    out.mkdir()
+    prepared = LATE.strip().replace("\n", "\n    ")
+    text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2), prepared=prepared)
+    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
+    trains(launched, out, 3)
+    launched.workers()[-1].kill()
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, alone(epochs=8))
+    assert found.size == 3 and gap(out) < 30, found.events
+
+
 @pytest.mark.slow
 def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
     wanted = alone(epochs=8)
