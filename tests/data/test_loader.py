@@ -252,7 +252,7 @@ def test_an_older_iterator_has_ended():
     assert len(next(new)) == 64
 
 
-@pytest.mark.parametrize("stop", [1, pytest.param(5, marks=pytest.mark.soak), 12, 13])
+@pytest.mark.parametrize("stop", [1, pytest.param(5, marks=pytest.mark.soak), 12, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))])
 def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
     size, workers = before

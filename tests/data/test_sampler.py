@@ -122,7 +122,7 @@ class Items(Numbers):
         return torch.arange(10 * index, 10 * index + 1 + index % 5)
 
 
-@pytest.mark.parametrize(("size", "workers"), [*((size, 0) for size in SIZES), (2, 2)])
+@pytest.mark.parametrize(("size", "workers"), [*((size, 0) for size in SIZES), pytest.param(2, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_are_honoured(name, size, workers):
     def make():

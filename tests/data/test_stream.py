@@ -123,8 +123,12 @@ FORKING = tuple(name for name in CASES if name.endswith("workers") or name == "p
 
 
 def several(cases, few):
-    """All of them; where processes are started, only those that end as one of `few` says, and the others in a soak."""
-    return [pytest.param(*case, marks=pytest.mark.soak if case[0] in FORKING and case[1:] not in few else ()) for case in cases]
+    """All of them; where processes are started it takes longer: those that end as one of `few` says, and the others in a soak."""
+
+    def marks(case):
+        return () if case[0] not in FORKING else pytest.mark.slow if case[1:] in few else pytest.mark.soak
+
+    return [pytest.param(*case, marks=marks(case)) for case in cases]
 
 
 @pytest.mark.parametrize(("name", "accumulate", "size"), several(product(CASES, (1, 3), SIZES), [(1, 3), (3, 2)]))

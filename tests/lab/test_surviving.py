@@ -12,7 +12,7 @@ import pytest
 from paceline import lab
 from paceline.lab.running import Outcome as Ended
 from tests.launches import PRELUDE
-from tests.survivors import Outcome, apart, check, outcome, script, until
+from tests.survivors import Outcome, apart, check, gap, outcome, script, until
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow]
 
@@ -106,4 +106,5 @@ def test_a_storm(tmp_path: Path, alone: Callable[..., Outcome], seed: int) -> No
     storm = lab.storm(seed=seed, faults=30, steps=300, kinds=("kill", "stop", "cut", "slow", "link"), seconds=(0.5, 4.0))
     ended, found = train(tmp_path, storm, hosts=5, each=1, restarts=30, epochs=32, nap=0.05)
     check(found, alone(epochs=32))
+    assert gap(tmp_path / "killed") < 60, found.events  # nobody waited for a deadline
     assert len([event for event in ended.events if event["event"] == "fault"]) > 20, ended.events
