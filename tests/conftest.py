@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from tests.survivors import Outcome
 
 ROOT = str(Path(__file__).parents[1])
+
+hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may be slow for a moment
+hypothesis.settings.load_profile("paceline")
 
 
 def pytest_collection_finish() -> None:

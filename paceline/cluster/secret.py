@@ -93,6 +93,16 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
     return mac.digest()
 
 
+def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
+    """A key for one purpose, which tells nothing of the secret or of other keys: HKDF with SHA-256, without a salt (RFC 5869)."""
+    extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
+    found, block = b"", b""
+    for number in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):
+        block = hmac.digest(extracted, block + purpose.encode() + bytes([number]), "sha256")
+        found += block
+    return found[:nbytes]
+
+
 def verify(secret: bytes, mac: bytes, *parts: bytes) -> bool:
     """Whether `mac` is what `sign` gives; takes the same time wherever they differ."""
     return hmac.compare_digest(mac, sign(secret, *parts))

@@ -31,7 +31,7 @@ def number(x: Tensor) -> int:
     return checksums([x])[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(DTYPES), SHAPES, st.data())
 def test_any_flipped_bit_shows(dtype: torch.dtype, shape: list[int], data: st.DataObject) -> None:
     x = made(dtype, shape)
@@ -57,7 +57,7 @@ def test_each_bit_of_a_word_shows(dtype: torch.dtype) -> None:
     assert len(seen) == 1 + 3 * 32
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(DTYPES), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_strides_don_t_matter(dtype: torch.dtype, a: int, b: int, c: int) -> None:
     x = made(dtype, [a, b, c])

@@ -46,7 +46,7 @@ def test_every_schedule_gives_the_sum(name: str, size: int) -> None:
         torch.testing.assert_close(results[0][index], wanted(size, numel, torch.float64, "sum"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     hosts=st.lists(st.integers(0, 2), min_size=1, max_size=6),

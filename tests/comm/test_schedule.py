@@ -30,7 +30,7 @@ def test_hierarchies_over_uneven_hosts(hosts: list[int], between: object) -> Non
     s.check(s.hierarchical(hosts, between))  # type: ignore[arg-type]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=17), st.randoms())
 def test_placement_does_not_matter_between_hosts(hosts: list[int], dice: object) -> None:
     dealt = list(hosts)

@@ -287,7 +287,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_of_any_files_is_found(three: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bits that flipped, ends that are missing, files that are gone, in one or both of the newest two of three."""

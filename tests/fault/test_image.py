@@ -41,7 +41,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return x.conj() if x.is_complex() and draw(st.booleans()) else x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(max_size=3), st.one_of(tensors(), st.integers(), st.text(max_size=3), st.lists(tensors(), max_size=3))))
 def test_any_state_comes_back(value: dict[str, Any]) -> None:
     wanted = pack(value, version=3)

@@ -1,0 +1,394 @@
+"""Messages between processes that come and go, over ZeroMQ: a small header in msgpack, and tensors behind it as they lie in memory.
+
+    Caller (a worker)                                          Receiver (a server)
+    call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> Message
+    wait(number) -> Message      <--- [head][tensor] ...       answer(message, ...)
+
+Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role; a guard (ZAP, RFC 27) lets in only
+who has the key of the workers: by itself, CURVE lets in everybody who knows the server's public key. Inside a host they go through a socket
+file that only its owner can open.
+
+Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and says what form each tensor has before one
+is made of it; what is cut short, repeated or no message at all is refused with a line in the log, and the receiver lives on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils import z85
+
+from paceline.cluster.secret import derive
+from paceline.cluster.snapshot import raw
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError
+
+HEAD_BYTES = 1 << 16
+DEPTH = 6  # of lists and maps in a header
+DIMS = 16  # of a tensor
+WAITING = 16  # messages of each side that wait to be read; then who sends waits, too
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+REFUSED = "refused"  # the kind of an answer that says why there is no other
+_LOOK_SECONDS = 0.02  # between two looks whether a wait was ended from elsewhere
+_DOMAIN = "paceline"
+
+
+class Refused(PacelineError):
+    """What came is no message that could be meant for us; says why."""
+
+
+class Keys(NamedTuple):
+    """Of one job, as ZeroMQ writes them (Z85)."""
+
+    server: tuple[bytes, bytes]  # public, secret
+    worker: tuple[bytes, bytes]
+
+
+def keys(secret: bytes, job: str) -> Keys:
+    """The keys of all who know the secret: one pair for the servers of this job, one for its workers."""
+
+    def pair(role: str) -> tuple[bytes, bytes]:
+        private = z85.encode(derive(secret, f"paceline {job} {role}"))
+        return zmq.curve_public(private), private
+
+    return Keys(pair("server"), pair("worker"))
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one process says to another.
+
+    `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of what it answers. Tensors that have
+    come lie in memory of their own, on the CPU.
+    """
+
+    kind: str
+    number: int
+    sender: int = 0
+    view: int = 0
+    step: int = 0
+    body: Mapping[str, Any] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+    route: bytes = b""  # the way back
+
+    def dump(self) -> list[Any]:
+        """The frames: the header, and the memory of each tensor, which is not copied."""
+        forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
+        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, forms])
+        if len(head) > HEAD_BYTES:
+            raise AssertionError(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
+        return [head, *(raw(x).numpy().data for x in self.tensors)]
+
+    @classmethod
+    def load(cls, frames: Sequence[Any], route: bytes = b"") -> Message:
+        """From frames (anything with the buffer protocol). Raises `Refused`."""
+        kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        if len(forms) != len(frames) - 1:
+            raise Refused(f"its header tells of {len(forms)} tensors, and {len(frames) - 1} came")
+        tensors = tuple(_tensor(form, memoryview(frame)) for form, frame in zip(forms, frames[1:], strict=True))
+        number, sender, view, step = numbers
+        return cls(kind, number, sender, view, step, body, tensors, route)
+
+
+def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[tuple[str, tuple[int, ...]]]]:
+    if not 0 < frame.nbytes <= HEAD_BYTES:
+        raise Refused(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
+    try:
+        found = msgpack.unpackb(frame, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise Refused(f"its header is no msgpack ({type(error).__name__})") from error
+    if not isinstance(found, list) or len(found) != 7:
+        raise Refused("its header is not of seven parts")
+    kind, *numbers, body, forms = found
+    if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+        raise Refused("its header begins with something else than a kind and four numbers")
+    if not isinstance(body, dict) or not _shallow(body, DEPTH):
+        raise Refused(f"the body of its header is no map, or nests more than {DEPTH} deep")
+    if not isinstance(forms, list):
+        raise Refused("its header has no list of tensors")
+    return kind, numbers, body, [_form(form) for form in forms]
+
+
+def _shallow(value: Any, depth: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    return depth > 0 and all(_shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
+
+
+def _form(form: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
+        raise Refused("a tensor in its header has no dtype that is known")
+    dtype, shape = form
+    if not isinstance(shape, list) or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
+        raise Refused("a tensor in its header has no shape")
+    return dtype, tuple(shape)
+
+
+def _tensor(form: tuple[str, tuple[int, ...]], frame: memoryview) -> Tensor:
+    dtype, shape = DTYPES[form[0]], form[1]
+    numel = math.prod(shape)
+    if numel * dtype.itemsize != frame.nbytes:
+        raise Refused(f"a tensor {form[0]}{list(shape)} needs {numel * dtype.itemsize} bytes, and {frame.nbytes} came")
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    if frame.readonly:
+        frame = memoryview(bytearray(frame))
+    return torch.frombuffer(frame, dtype=dtype).view(shape)
+
+
+class _Guard:
+    """Lets in who has the key of the workers; a thread that answers what ZeroMQ asks (ZAP)."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._allowed, self._refused = z85.decode(allowed), refused
+        self._thread = threading.Thread(target=self._answer, name="paceline guard", daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        try:
+            while True:
+                version, number, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+                right = mechanism == b"CURVE" and credentials == [self._allowed]
+                if not right:
+                    self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
+                status, text = (b"200", b"OK") if right else (b"400", b"no key of this job")
+                self._socket.send_multipart([version, number, status, text, b"worker" if right else b"", b""])
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def join(self) -> None:
+        """Wait for its end; the context is about to be closed, or has been."""
+        self._thread.join()
+
+
+def _tune(socket: zmq.Socket[Any], largest: int) -> None:
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = WAITING
+    socket.maxmsgsize = max(largest, HEAD_BYTES)
+
+
+class Receiver:
+    """A server's end: anybody with the key may call.
+
+    Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
+    only its owner can enter). `largest` is what a frame may have, in bytes. `say` is told what was refused, `LOUD` times for each sort.
+    Everything is called from one thread.
+    """
+
+    LOUD = 20
+
+    def __init__(
+        self, keys: Keys, *, hosts: Sequence[str] = (), path: str | None = None, largest: int = 1 << 30, say: Callable[[str], None] = print
+    ) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._say, self._said = say, 0
+        self._heard: dict[int, int] = {}  # the last number of each sender
+        self._guard = _Guard(self._context, keys.worker[0], self._refuse)
+        self._path = path
+        self._sockets: list[zmq.Socket[Any]] = []
+        self.addresses: list[str] = []
+        self._poller = zmq.Poller()
+        self._ways: dict[bytes, zmq.Socket[Any]] = {}
+        try:
+            for host in hosts:
+                socket = self._open(largest)
+                socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard nobody gets in
+                socket.ipv6 = ":" in host
+                socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+                self.addresses.append(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0"))
+            if path is not None:
+                _check_folder(os.path.dirname(path))
+                socket = self._open(largest)
+                socket.bind(f"ipc://{path}")
+                os.chmod(path, 0o600)
+                self.addresses.append(f"ipc://{path}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, largest: int) -> zmq.Socket[Any]:
+        socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
+        self._sockets.append(socket)
+        _tune(socket, largest)
+        socket.router_mandatory = True
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def receive(self, seconds: float) -> Message | None:
+        """The next message; None if there is none within so many seconds, or what came was refused."""
+        ready = self._poller.poll(round(1000 * seconds))
+        if not ready:
+            return None
+        socket = ready[0][0]
+        route, *frames = socket.recv_multipart(copy=False)
+        way = bytes([self._sockets.index(socket)]) + route.bytes
+        try:
+            found = Message.load(frames, way)
+        except Refused as error:
+            self._refuse(f"a message was refused: {error}")
+            return None
+        if found.number <= self._heard.get(found.sender, 0):
+            self._refuse(f"a message was refused: number {found.number} of {found.sender} has come before")
+            return None
+        self._heard[found.sender] = found.number
+        return found
+
+    def answer(self, message: Message, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
+        """Answer it; False if who asked is gone, or reads nothing. The tensors have to stay as they are until they have arrived."""
+        frames = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)).dump()
+        try:
+            self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def refuse(self, message: Message, why: str) -> None:
+        """Tell who asked, and the log, that this can't be honoured."""
+        self._refuse(f"{message.kind} of {message.sender} was refused: {why}")
+        self.answer(message, REFUSED, {"why": why[:1000]})
+
+    def _refuse(self, text: str) -> None:
+        self._said += 1
+        if self._said <= self.LOUD:
+            self._say(text + (" (more of the kind are not shown)" if self._said == self.LOUD else ""))
+
+    @property
+    def refused(self) -> int:
+        """How many messages and strangers have been refused."""
+        return self._said
+
+    def forget(self, sender: int) -> None:
+        """It is lost, and won't call any more."""
+        self._heard.pop(sender, None)
+
+    def close(self) -> None:
+        """Stop listening; what has not been sent is dropped."""
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+        self._guard.join()
+        if self._path is not None and os.path.exists(self._path):
+            os.unlink(self._path)
+
+
+def _check_folder(folder: str) -> None:
+    state = os.stat(folder)
+    if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise AssertionError(f"{folder} is open to others: a folder for sockets has mode 0700")
+
+
+class Caller:
+    """A worker's end towards one server. `who` is what the server is called in messages. Of any thread, one at a time."""
+
+    def __init__(self, address: str, keys: Keys, *, sender: int, who: str, largest: int = 1 << 30) -> None:
+        self.who = who
+        self._sender, self._number = sender, 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _tune(self._socket, largest)
+        self._socket.ipv6 = "[" in address
+        if not address.startswith("ipc:"):
+            self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
+        self._socket.connect(address)
+        self._lock = threading.RLock()
+        self._found: dict[int, Message] = {}
+        self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
+        self._broken: PacelineError | None = None
+        self.waited = 0.0  # seconds
+        self.nbytes = 0  # of all that was sent
+
+    def send(
+        self,
+        kind: str,
+        *,
+        view: int = 0,
+        step: int = 0,
+        body: Mapping[str, Any] | None = None,
+        tensors: Sequence[Tensor] = (),
+        seconds: float,
+    ) -> int:
+        """Send it, and give its number. The tensors have to stay as they are until `wait` has returned.
+
+        Raises `DeadlineExceeded` when the server has taken nothing for so many seconds.
+        """
+        with self._lock:
+            self._number += 1
+            kept = tuple(tensors)
+            frames = Message(kind, self._number, self._sender, view, step, body or {}, kept).dump()
+            self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
+            self._socket.send_multipart(frames, copy=False)
+            self._sent[self._number] = kept
+            self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
+            return self._number
+
+    def wait(self, number: int, seconds: float) -> Message:
+        """The answer to that one.
+
+        Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what `end` was called with.
+        """
+        return self._wait(number, time.monotonic() + seconds, seconds)
+
+    def _wait(self, number: int, end: float, seconds: float) -> Message:
+        with self._lock:
+            while number not in self._found:
+                self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
+                try:
+                    found = Message.load(self._socket.recv_multipart(copy=False))
+                except Refused as error:
+                    raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
+                if self._sent.pop(found.number, None) is not None:
+                    self._found[found.number] = found
+            found = self._found.pop(number)
+        if found.kind == REFUSED:
+            raise Mismatch(f"{self.who} refused it: {found.body.get('why')}")
+        return found
+
+    def call(self, kind: str, *, seconds: float, **parts: Any) -> Message:
+        """`send`, and `wait`."""
+        end = time.monotonic() + seconds
+        return self._wait(self.send(kind, seconds=seconds, **parts), end, seconds)
+
+    def _poll(self, event: int, end: float, what: str, seconds: float) -> None:
+        began = time.monotonic()
+        try:
+            while True:
+                if self._broken is not None:
+                    raise self._broken
+                left = end - time.monotonic()
+                if self._socket.poll(round(1000 * max(0.0, min(left, _LOOK_SECONDS))), event):
+                    return
+                if left <= 0:
+                    raise DeadlineExceeded(f"{self.who} {what} within {seconds:g} s")
+        finally:
+            self.waited += time.monotonic() - began
+
+    def end(self, error: PacelineError) -> None:
+        """Whatever waits here, now or later, raises `error`. From any thread."""
+        self._broken = error
+
+    def close(self) -> None:
+        """Hang up; what has not been sent is dropped."""
+        self._broken = self._broken or Mismatch(f"the connection to {self.who} has been closed")
+        with self._lock:
+            self._socket.close()
+            self._sent.clear()
+        self._context.term()

@@ -1,0 +1,236 @@
+"""What one server keeps: pieces of parameters in units, the optimizers that step them, and what workers have pushed and is not applied yet.
+
+    worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
+    worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
+    shard      | kept by worker, as it came   | summed in the order of workers, one step | the same for all
+
+Nothing here waits or sends: it is plain state, equal on all replicas that are told the same in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.buckets import Bucket, build
+from paceline.errors import Mismatch
+from paceline.sync import recipe
+from paceline.sync.pieces import Piece
+
+
+@dataclass
+class Plan:
+    """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer."""
+
+    pieces: list[Piece]
+    runs: list[list[int]]
+    owners: list[tuple[int, int]]  # of each piece: its optimizer, and the group of it
+    optimizers: list[tuple[str, recipe.Settings]]
+
+
+@dataclass
+class Unit:
+    """What travels as one tensor."""
+
+    bucket: Bucket
+    optimizer: int
+    parameters: list[Parameter]
+    pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
+    total: tuple[Tensor, bytes] | None = None
+    version: int = 0  # how often it was changed
+
+
+class Shard:
+    """One server's part of the parameters.
+
+    A push is known by its worker and unit: one that comes again before it is applied replaces the first. A step is known by its number
+    (of each optimizer, from 1 on): one that comes again does nothing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        shapes = [piece.shape._replace(device=torch.device("cpu")) for piece in plan.pieces]
+        buckets = build(shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        self.plan = plan
+        self.units: list[Unit] = []
+        for run, bucket in zip(plan.runs, buckets, strict=True):
+            (optimizer,) = {plan.owners[number][0] for number in run}
+            self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
+        self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
+        self.steps = [0] * len(self.optimizers)
+
+    def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
+        groups = [list[Parameter]() for _ in settings]
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                owner, group = self.plan.owners[piece]
+                if owner == number:
+                    groups[group].append(parameter)
+        return recipe.make(name, settings, groups)
+
+    # ---- values
+
+    def fill(self, unit: int, flat: Tensor) -> None:
+        """Let the parameters of a unit be this."""
+        self._fits(unit, flat)
+        self.units[unit].bucket.flat.copy_(flat)
+        self.units[unit].version += 1
+
+    def read(self, unit: int) -> Tensor:
+        """The parameters of a unit as they are now: the memory itself, which the next step changes."""
+        return self._unit(unit).bucket.flat
+
+    def _unit(self, number: int) -> Unit:
+        if not 0 <= number < len(self.units):
+            raise Mismatch(f"there is no unit {number}: there are {len(self.units)}")
+        return self.units[number]
+
+    def _fits(self, number: int, flat: Tensor) -> Unit:
+        unit = self._unit(number)
+        have = unit.bucket.flat
+        if flat.dtype != have.dtype or flat.shape != have.shape:
+            raise Mismatch(
+                f"unit {number} is {str(have.dtype).removeprefix('torch.')} {list(have.shape)}, and not "
+                f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
+            )
+        return unit
+
+    # ---- in lockstep
+
+    def push(self, number: int, worker: int, flat: Tensor, used: bytes) -> None:
+        """What a worker adds to the gradient of a unit, weighted; `used`: a byte for each piece, whether its backward reached it.
+
+        The tensor belongs to the shard from then on. Raises `Mismatch` for what doesn't fit.
+        """
+        unit = self._fits(number, flat)
+        if len(used) != len(unit.parameters):
+            raise Mismatch(f"unit {number} has {len(unit.parameters)} pieces, and it is said of {len(used)} whether they were used")
+        if unit.total is not None:
+            raise Mismatch(f"unit {number} has been summed for this step: worker {worker} comes too late")
+        unit.pushed[worker] = flat, used
+
+    def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
+        """Those of the workers of whom something is not here yet."""
+        units = [unit for unit in self.units if unit.optimizer == optimizer and unit.total is None]
+        return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
+
+    def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
+        """The norm of the gradients that these workers have pushed, over all units of an optimizer; nothing may be pushed any more."""
+        found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
+        norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
+        return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
+
+    def close(self, optimizer: int, step: int, workers: Sequence[int], *, factor: float = 1.0, settings: Any = None) -> bool:
+        """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
+
+        `settings`: what `recipe.changed` found. Raises `Mismatch` for a step that isn't the next one.
+        """
+        if step <= self.steps[optimizer]:
+            return False
+        if step != self.steps[optimizer] + 1:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
+        recipe.amend(self.optimizers[optimizer], settings or {})
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        for unit in units:
+            flat, used = self._total(unit, workers)
+            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+        self._step(optimizer, units)
+        self.steps[optimizer] = step
+        return True
+
+    def apply(self, number: int, flat: Tensor, used: bytes, *, factor: float = 1.0, settings: Any = None) -> None:
+        """Step one unit with this gradient alone, as soon as it has come; for workers that are not in lockstep."""
+        unit = self._fits(number, flat)
+        recipe.amend(self.optimizers[unit.optimizer], settings or {})
+        self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+        self._step(unit.optimizer, [unit])
+
+    def _total(self, unit: Unit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
+        """The sum, in the order of the workers, whoever came first."""
+        if unit.total is None:
+            absent = [worker for worker in workers if worker not in unit.pushed]
+            if absent or not workers:
+                raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
+            flat, used = unit.pushed[workers[0]]
+            for worker in workers[1:]:
+                more, theirs = unit.pushed[worker]
+                flat.add_(more)
+                used = bytes(one | other for one, other in zip(used, theirs, strict=True))
+            unit.total = flat, used
+            unit.pushed.clear()
+        return unit.total
+
+    def _assign(self, unit: Unit, flat: Tensor, used: bytes) -> None:
+        for parameter, view, reached in zip(unit.parameters, unit.bucket.over(flat), used, strict=True):
+            parameter.grad = view if reached else None
+
+    def _step(self, optimizer: int, units: Sequence[Unit]) -> None:
+        self.optimizers[optimizer].step()
+        for unit in units:
+            unit.total = None
+            unit.pushed.clear()
+            unit.version += 1
+            for parameter in unit.parameters:
+                parameter.grad = None
+
+    def drop(self) -> None:
+        """What was pushed and is not applied is void: the turn comes again."""
+        for unit in self.units:
+            unit.total = None
+            unit.pushed.clear()
+
+    def forget(self, worker: int) -> None:
+        """What a worker that is lost has pushed is void."""
+        for unit in self.units:
+            unit.pushed.pop(worker, None)
+
+    # ---- state
+
+    def memories(self) -> list[dict[str, Any]]:
+        """What optimizers remember of each piece, in the order of the pieces."""
+        found: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                found[piece] = dict(self.optimizers[unit.optimizer].state.get(parameter, {}))
+        return found
+
+    def remember(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Let optimizers remember this of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                memory = {name: value.clone() if isinstance(value, Tensor) else value for name, value in found[piece].items()}
+                if memory:
+                    self.optimizers[unit.optimizer].state[parameter] = memory
+                else:
+                    self.optimizers[unit.optimizer].state.pop(parameter, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a replica has to have: values, what optimizers remember and their settings, steps, and what was pushed."""
+        return {
+            "values": [unit.bucket.flat for unit in self.units],
+            "versions": [unit.version for unit in self.units],
+            "memories": self.memories(),
+            "settings": [recipe.settings(optimizer) for optimizer in self.optimizers],
+            "steps": list(self.steps),
+            "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
+            "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` gave on a shard of the same plan."""
+        for number, (unit, flat, version) in enumerate(zip(self.units, state["values"], state["versions"], strict=True)):
+            self.fill(number, flat)
+            unit.version = version
+            unit.pushed = {worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]}
+            total = state["totals"][number]
+            unit.total = None if total is None else (total[0].clone(), total[1])
+        self.remember(state["memories"])
+        for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
+            recipe.put(optimizer, found)
+        self.steps = list(state["steps"])
