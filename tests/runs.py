@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +18,7 @@ from paceline.cluster import store
 from paceline.cluster.discover import Place
 from paceline.cluster.topology import Cluster, Host
 from paceline.comm.group import Group
+from paceline.comm.messages import Receiver, keys
 from paceline.comm.ordered import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
@@ -26,7 +29,8 @@ from paceline.session.groups import Surroundings
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Moment, Scene, Strategy
+from paceline.sync.base import Moment, Room, Scene, Strategy
+from paceline.sync.server import Server
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -52,10 +56,38 @@ def make(
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
+    scene.servers, ending = serving(agreement, len(dealt))
     run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
     kept = Folder.agree(agreement, Path(folder), "test", say=say)
+    run.on_close(ending)
     run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
+
+
+def serving(agreement: Agreement, hosts: int) -> tuple[Callable[[int | None], Room], Callable[[], None]]:
+    """What starts servers, as threads, and what ends them."""
+    found, over, threads = keys(b"0123456789abcdef", "tests"), threading.Event(), []
+
+    def begin(count: int) -> bytes:
+        addresses = []
+        for _ in range(count):
+            receiver = Receiver(found, hosts=["127.0.0.1"])
+            threads.append(threading.Thread(target=lambda r=receiver: (Server(r, over.is_set).run(), r.close()), daemon=True))
+            threads[-1].start()
+            addresses += receiver.addresses
+        return json.dumps(addresses).encode()
+
+    def servers(asked: int | None) -> Room:
+        count = asked or hosts
+        addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
+        return Room(addresses, tuple(f"server {number} on here" for number in range(count)), found)
+
+    def end() -> None:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+    return servers, end
 
 
 def workers(

@@ -21,6 +21,7 @@ _SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5  # between two looks at the children of the workers
 _CLOSE_LOOK_SECONDS, _YOUNG_SECONDS = 0.05, 5.0  # while one of them is so young that it may be about to make its temporary folder
 _SECOND_LOOK = 0.05  # seconds
+_FOLDERS = ("pymp-", "paceline-sockets-")  # how multiprocessing and our servers call the folders that they listen in
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 
 
@@ -88,7 +89,7 @@ def marked(mark: str) -> list[int]:
 
 
 def litter(suspects: list[int]) -> list[Path]:
-    """The temporary folders where these processes listen for multiprocessing; who is killed can't remove its own."""
+    """The temporary folders where these processes listen (readers, servers); who is killed can't remove its own."""
     folders = []
     for process in suspects:
         try:
@@ -98,7 +99,7 @@ def litter(suspects: list[int]) -> list[Path]:
             continue
         for line in table.splitlines()[1:]:
             match = re.fullmatch(r"(?:\S+\s+){6}(\d+)\s+(\S+)", line.strip())
-            if match and f"socket:[{match[1]}]" in held and os.path.basename(os.path.dirname(match[2])).startswith("pymp-"):
+            if match and f"socket:[{match[1]}]" in held and os.path.basename(os.path.dirname(match[2])).startswith(_FOLDERS):
                 folders.append(Path(match[2]).parent)
     return folders
 

@@ -49,6 +49,7 @@ class Cast:
             self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
         for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
             for thing in self._fresh(by_kind[kind]):
+                preparing.check_elsewhere(thing, self._backward.sync)
                 bind(thing, self._turns)
                 self._add(kind, thing)
         ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]

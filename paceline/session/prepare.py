@@ -22,7 +22,7 @@ from paceline.comm.ordered import Agreement
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.session.step import Turns
-from paceline.sync.base import Slot
+from paceline.sync.base import Slot, Steps, Sync
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
 MARK = "_paceline_bound"
@@ -118,6 +118,15 @@ def check_scaler(known: list[Any]) -> None:
                 "a GradScaler steps that was not given to run.prepare: when a worker is lost, it would count one step twice; give it to "
                 "run.prepare, too"
             )
+
+
+def check_elsewhere(thing: Any, sync: Sync) -> None:
+    """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide for itself whether a step is skipped."""
+    if isinstance(sync, Steps) and isinstance(thing, Scaler) and thing.is_enabled():
+        raise UsageError(
+            "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is one worker's share: use bfloat16, which "
+            "needs no scaler, or AllReduce"
+        )
 
 
 def check_parameters(found: list[Slot]) -> None:
@@ -267,7 +276,12 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
             turns.stepping()
-            result = own(self, *args, **kwargs)
+            if turns.elsewhere(self):
+                result = None if closure is None else _called(closure)
+                turns.ready("optimizer.step")
+                turns.step_elsewhere(self)
+            else:
+                result = own(self, *args, **kwargs)
             turns.stepped(self)
             return result
 

@@ -37,7 +37,7 @@ from paceline.session.step import Turns
 from paceline.session.survival import Founded, Survival
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Strategy
+from paceline.sync.base import Scene, Steps, Strategy
 from paceline.wording import spell
 
 
@@ -84,6 +84,8 @@ class Run:
         """Go on when workers are lost: from the first epoch on."""
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
+        if isinstance(self._backward.sync, Steps):
+            raise UsageError("ParameterServer can't go on yet when workers are lost; leave out --min-workers, or use another strategy")
         body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
         survival = self._survival = Survival(around, self._agreement, body)
@@ -267,7 +269,11 @@ class Run:
         self._turns.ready("run.clip")
         if not self._turns.acting:
             return None
-        return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, max_norm, norm_type)
+        tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
+        sync = self._backward.sync
+        if isinstance(sync, Steps) and sync.attached:
+            return self._agreement.attempt(lambda: sync.clip(tensors, max_norm, norm_type), "run.clip")
+        return nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""

@@ -29,6 +29,7 @@ from paceline.session.groups import Surroundings, choose_device, everyone
 from paceline.session.line import Line
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
+from paceline.session.serving import Serving
 from paceline.session.watching import Watching, check_lateness
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -88,7 +89,10 @@ def start(
             scene = _scene(around, undo)
             _watch(around, scene.agreement, late_after, undo)
             shared = seed if place.run is None else place.run[1]
+            serving = Serving(around, scene.agreement)
+            scene.servers, scene.deadline = serving.begin, around.deadline
             run = Run(around, scene, strategy, seed=shared, began=began, comparison=comparison)
+            run.on_close(serving.close)
             announcer.first = lambda: run.is_first
             where = _folder(scene.agreement, place, Path(folder), name, announcer.say)
             _announce(around, where, run.seed)

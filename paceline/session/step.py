@@ -32,7 +32,7 @@ from paceline.errors import UsageError
 from paceline.parallel.batchnorm import is_synchronous
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Slot
+from paceline.sync.base import Scene, Slot, Steps
 
 Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
@@ -318,6 +318,17 @@ class Turns:
         """An optimizer is about to step."""
         if self.undo is not None and self._leader is not None:
             self.undo.stepping()
+
+    def elsewhere(self, optimizer: Any) -> bool:
+        """Whether this optimizer steps on servers."""
+        sync = self.backward.sync
+        return isinstance(sync, Steps) and sync.steps(optimizer)
+
+    def step_elsewhere(self, optimizer: Any) -> None:
+        """Have it step there; all workers do."""
+        sync = self.backward.sync
+        assert isinstance(sync, Steps)
+        self.scene.agreement.attempt(lambda: sync.step(optimizer), "optimizer.step")
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.group import Group, Traffic
+from paceline.comm.messages import Keys
 from paceline.comm.ordered import Agreement
+from paceline.errors import PacelineError
 from paceline.sync.paying import Account
 from paceline.trace import Trace
 
@@ -74,6 +76,8 @@ class Scene:
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
+    servers: Callable[[int | None], Room] | None = None  # starts so many servers (None: one on each host); collective
+    deadline: float = 30.0  # seconds, of waits that are no call of all
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
@@ -95,6 +99,37 @@ class Scene:
         """What this worker has sent in all groups."""
         found = [group.traffic for group in (self.group, *self.sides)]
         return self.past + Traffic(sum(t.within for t in found), sum(t.between for t in found))
+
+
+class Room(NamedTuple):
+    """Where servers are."""
+
+    addresses: tuple[str, ...]
+    names: tuple[str, ...]  # what they are called in messages
+    keys: Keys
+    watch: Callable[[Callable[[PacelineError], None]], None] = lambda told: None  # who wants to know when one is lost, from another thread
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """A strategy in which optimizers step elsewhere than here."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether it has charge of any parameters."""
+        ...
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether this one does."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Have it step. Collective."""
+        ...
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """See `Run.clip`; nothing is changed here. Collective."""
+        ...
 
 
 class Sync(Protocol):

@@ -124,6 +124,8 @@ class Shard:
         """The norm of the gradients that these workers have pushed, over all units of an optimizer; nothing may be pushed any more."""
         found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
         norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
+        if not kind > 0:
+            raise Mismatch(f"there is no norm of kind {kind}")
         return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
 
     def close(self, optimizer: int, step: int, workers: Sequence[int], *, factor: float = 1.0, settings: Any = None) -> bool:

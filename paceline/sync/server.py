@@ -1,0 +1,233 @@
+"""A server: keeps a shard of the parameters, and does what workers ask it for, one message after the other.
+
+    worker                             server
+    plan, fill, remember               what it keeps, and how it begins
+    push(unit)       ------------->    kept until the step; acknowledged
+    norm             ------------->    the norm of the sums, once all workers' pushes are there
+    close(step)      ------------->    the step, once all workers have closed it
+    read(unit, step) ------------->    the parameters, once that step has been taken
+    memories         ------------->    what optimizers remember
+
+What can't be answered yet is put off, and looked at again after each message; nothing here waits for one worker alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.cluster.snapshot import loads, pack
+from paceline.cluster.worker import preparation
+from paceline.comm.buckets import Shape
+from paceline.comm.messages import DTYPES, Message, Receiver, keys
+from paceline.errors import PacelineError, UsageError
+from paceline.sync.pieces import Piece
+from paceline.sync.shard import Plan, Shard
+
+WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
+LATER = 10_000  # messages that are put off
+LOOK_SECONDS = 0.1  # between two looks whether the server shall end
+
+
+def write(plan: Plan) -> bytes:
+    """A plan as a server reads it."""
+    cut = [
+        [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
+        for p in plan.pieces
+    ]
+    packed: bytes = msgpack.packb([cut, plan.runs, [list(owner) for owner in plan.owners], [list(found) for found in plan.optimizers]])
+    return packed
+
+
+def read(packed: bytes) -> Plan:
+    """The plan that was written. Raises `UsageError` for what is none."""
+    try:
+        cut, runs, owners, optimizers = msgpack.unpackb(packed)
+        cpu = torch.device("cpu")
+        pieces = [
+            Piece(slot, start, stop, Shape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole) for slot, start, stop, s, t, dtype, whole in cut
+        ]
+        plan = Plan(pieces, runs, [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers])
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
+    if sorted(number for run in runs for number in run) != list(range(len(pieces))) or len(owners) != len(pieces):
+        raise UsageError("this is no plan of a server: pieces are missing in it")
+    return plan
+
+
+class Server:
+    """Answers what comes to a receiver, until it is told to end. `over` is asked now and then whether nobody is left."""
+
+    def __init__(self, receiver: Receiver, over: Callable[[], bool] = lambda: False) -> None:
+        self._receiver, self._over = receiver, over
+        self._shard: Shard | None = None
+        self._digest = b""
+        self._later: list[Message] = []  # what can't be answered yet
+        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, with which settings
+        self._ended = False
+        self._kinds: dict[str, Callable[[Message], bool]] = {
+            "plan": self._plan,
+            "fill": self._fill,
+            "remember": self._remember,
+            "push": self._push,
+            "norm": self._norm,
+            "close": self._close,
+            "read": self._read,
+            "memories": self._memories,
+            "end": self._end,
+        }
+
+    def run(self) -> None:
+        """Serve."""
+        while not self._ended and not self._over():
+            found = self._receiver.receive(LOOK_SECONDS)
+            if found is not None and not self._done(found):
+                self._put_off(found)
+            elif found is not None and self._later:
+                self._later = [message for message in self._later if not self._done(message)]
+
+    def _put_off(self, message: Message) -> None:
+        if len(self._later) < LATER:
+            self._later.append(message)
+        else:
+            self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
+
+    def _done(self, message: Message) -> bool:
+        """Whether it was answered, one way or the other."""
+        act = self._kinds.get(message.kind)
+        if act is None or (self._shard is None and message.kind not in ("plan", "end")):
+            self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
+            return True
+        try:
+            return act(message)
+        except PacelineError as error:
+            self._receiver.refuse(message, str(error))
+        except WRONG as error:
+            self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {error})")
+        return True
+
+    def _answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+        self._receiver.answer(message, message.kind, body, tensors)
+        return True
+
+    @property
+    def _kept(self) -> Shard:
+        assert self._shard is not None
+        return self._shard
+
+    # ---- how it begins
+
+    def _plan(self, message: Message) -> bool:
+        packed = message.tensors[0].numpy().tobytes()
+        digest = hashlib.sha256(packed).digest()
+        if self._shard is None:
+            self._shard, self._digest = Shard(read(packed)), digest
+        elif digest != self._digest:
+            raise UsageError("another plan is in use here: workers have prepared different things")
+        return self._answer(message)
+
+    def _fill(self, message: Message) -> bool:
+        self._kept.fill(message.body["unit"], message.tensors[0])
+        return self._answer(message)
+
+    def _remember(self, message: Message) -> bool:
+        found = loads(message.tensors[0].numpy().tobytes()).unpack()
+        self._kept.remember(found["memories"])
+        return self._answer(message)
+
+    def _memories(self, message: Message) -> bool:
+        packed = pack({"memories": self._kept.memories()}, copy=False).dumps()
+        return self._answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+
+    # ---- steps
+
+    def _push(self, message: Message) -> bool:
+        self._kept.push(message.body["unit"], message.sender, message.tensors[0], message.body["used"])
+        return self._answer(message)
+
+    def _norm(self, message: Message) -> bool:
+        body, shard = message.body, self._kept
+        self._next(body["optimizer"], body["step"])
+        asking = self._closing.setdefault((body["optimizer"], -body["step"]), {})
+        asking[message.sender] = None
+        if any(worker not in asking for worker in body["workers"]):
+            return False  # somebody may push something else yet
+        kind = math.inf if body["kind"] is None else float(body["kind"])
+        return self._answer(message, {"norm": shard.norm(body["optimizer"], body["workers"], kind)})
+
+    def _next(self, optimizer: int, step: int) -> None:
+        if step != self._kept.steps[optimizer] + 1:
+            raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self._kept.steps[optimizer]}")
+
+    def _close(self, message: Message) -> bool:
+        body, shard = message.body, self._kept
+        optimizer, step, workers = body["optimizer"], body["step"], body["workers"]
+        if step <= shard.steps[optimizer]:
+            return self._answer(message)
+        self._next(optimizer, step)
+        closing = self._closing.setdefault((optimizer, step), {})
+        closing[message.sender] = body["factor"], body["settings"]
+        if any(worker not in closing for worker in workers):
+            return False
+        told = [closing[worker] for worker in workers]
+        if any(other != told[0] for other in told):
+            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+        settings = {int(group): values for group, values in body["settings"]}
+        shard.close(optimizer, step, workers, factor=body["factor"], settings=settings)
+        self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
+        return self._answer(message)
+
+    def _read(self, message: Message) -> bool:
+        unit, step = message.body["unit"], message.body["step"]
+        flat = self._kept.read(unit)
+        done = self._kept.steps[self._kept.units[unit].optimizer]
+        if step > done + 1:
+            raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
+        return step <= done and self._answer(message, tensors=(flat,))
+
+    def _end(self, message: Message) -> bool:
+        self._ended = True
+        return self._answer(message)
+
+
+def main() -> None:
+    """A server of its own: told on stdin where to listen, tells on stdout where it does, and ends with who started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
+    asked = json.loads(sys.stdin.buffer.readline())
+    prepare = preparation(asked["parent"])
+    if prepare is not None:
+        prepare()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = tempfile.mkdtemp(prefix="paceline-sockets-")
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    try:
+        path = os.path.join(folder, "server")
+        receiver = Receiver(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
+        with contextlib.closing(receiver):
+            print(json.dumps(receiver.addresses), flush=True)
+            Server(receiver, lambda: bool(poll.poll(0))).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _say(text: str) -> None:
+    print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

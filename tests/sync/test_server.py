@@ -1,0 +1,169 @@
+"""A server does what fits, refuses what doesn't with its reason, and lives on."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.comm.buckets import Shape
+from paceline.comm.messages import Caller, Message, Receiver, keys
+from paceline.errors import Mismatch, PacelineError, UsageError
+from paceline.sync.pieces import Piece
+from paceline.sync.server import Server, read, write
+from paceline.sync.shard import Plan
+
+KEYS = keys(b"0123456789abcdef", "a job")
+SECONDS = 10.0
+
+
+def plan(rows: int = 4) -> Plan:
+    shapes = [Shape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
+    found = [Piece(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
+    return Plan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])])
+
+
+def packed(found: Plan) -> Tensor:
+    return torch.frombuffer(bytearray(write(found)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def call() -> Iterator[Callable[..., Any]]:
+    """Workers of a server that runs in a thread: `call(worker, kind, body, *tensors)`."""
+    said: list[str] = []
+    receiver, over = Receiver(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
+    thread = threading.Thread(target=Server(receiver, over.is_set).run, daemon=True)
+    thread.start()
+    callers: dict[int, Caller] = {}
+
+    def caller(worker: int) -> Caller:
+        if worker not in callers:
+            callers[worker] = Caller(receiver.addresses[0], KEYS, sender=worker, who="the server")
+        return callers[worker]
+
+    def act(worker: int, kind: str, body: Any = None, *tensors: Tensor) -> Message:
+        return caller(worker).call(kind, body=body or {}, tensors=tensors, seconds=SECONDS)
+
+    act.caller, act.said, act.thread = caller, said, thread  # type: ignore[attr-defined]
+    yield act
+    over.set()
+    thread.join()
+    for each in callers.values():
+        each.close()
+    receiver.close()
+
+
+@pytest.fixture
+def begun(call: Any) -> Any:
+    call(0, "plan", None, packed(plan()))
+    for unit, length in ((0, 16), (1, 16)):
+        call(0, "fill", {"unit": unit}, torch.ones(length))
+    return call
+
+
+def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:
+    return {"optimizer": 0, "step": step, "workers": list(workers), "factor": 1.0, "settings": [], **more}
+
+
+def test_a_plan_comes_as_it_was_written() -> None:
+    found, again = plan(), read(write(plan()))
+    assert again == Plan(found.pieces, found.runs, found.owners, found.optimizers)
+
+
+@pytest.mark.parametrize("text", [b"", b"\x90", b"\x93\x90\x90\x90", b"\x94\x91\x90\x90\x90\x90", b"\x94\x90\x91\x91\x00\x90\x90"])
+def test_what_is_no_plan(text: bytes) -> None:
+    with pytest.raises(UsageError, match="no plan of a server"):
+        read(text)
+
+
+def test_a_step_waits_for_all_and_a_read_for_the_step(begun: Any) -> None:
+    for worker in (0, 1):
+        for unit in (0, 1):
+            begun(worker, "push", {"unit": unit, "used": b"\1"}, torch.full((16,), float(worker + 1)))
+    first, second = begun.caller(0), begun.caller(1)
+    closing = first.send("close", body=close(1, (0, 1)), seconds=SECONDS)
+    reading = first.send("read", body={"unit": 1, "step": 1}, seconds=SECONDS)
+    early = first.send("read", body={"unit": 1, "step": 0}, seconds=SECONDS)
+    assert torch.equal(first.wait(early, SECONDS).tensors[0][:12], torch.ones(12)), "what nobody has to wait for isn't held up"
+    second.call("close", body=close(1, (0, 1)), seconds=SECONDS)
+    first.wait(closing, SECONDS)
+    assert torch.equal(first.wait(reading, SECONDS).tensors[0][:12], torch.full((12,), 1 - 0.5 * 3))
+    assert torch.equal(begun(1, "read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 1 - 0.25 * 3))
+    begun(0, "close", close(1, (0, 1)))  # comes again, and does nothing
+    assert torch.equal(begun(1, "read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 1 - 0.25 * 3))
+
+
+WRONG = {
+    "an unknown message": ("dance", {}, ()),
+    "an unknown unit": ("push", {"unit": 7, "used": b"\1"}, (torch.ones(16),)),
+    "a unit that is no number": ("push", {"unit": "x", "used": b"\1"}, (torch.ones(16),)),
+    "no unit": ("push", {"used": b"\1"}, (torch.ones(16),)),
+    "no tensor": ("push", {"unit": 0, "used": b"\1"}, ()),
+    "another length": ("push", {"unit": 0, "used": b"\1"}, (torch.ones(15),)),
+    "another dtype": ("push", {"unit": 0, "used": b"\1"}, (torch.ones(16).double(),)),
+    "too many pieces": ("push", {"unit": 0, "used": b"\1\1"}, (torch.ones(16),)),
+    "pieces that are no bytes": ("push", {"unit": 0, "used": 4}, (torch.ones(16),)),
+    "a read of nothing": ("read", {"unit": -1, "step": 0}, ()),
+    "a read without a step": ("read", {"unit": 0}, ()),
+    "a step out of turn": ("close", close(5), ()),
+    "a step of nobody": ("close", close(1, ()), ()),
+    "a step of workers that have not pushed": ("close", close(1), ()),
+    "an optimizer that isn't there": ("close", close(1, optimizer=3), ()),
+    "settings that are none": ("close", close(1, settings=5), ()),
+    "another plan": ("plan", {}, (packed(plan(9)),)),
+    "memories that are none": ("remember", {}, (torch.ones(9, dtype=torch.uint8),)),
+    "a fill of another shape": ("fill", {"unit": 0}, (torch.ones(2, 8),)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
+    kind, body, tensors = WRONG[name]
+    with pytest.raises(Mismatch, match="the server refused it: "):
+        begun(0, kind, body, *tensors)
+    assert len(begun.said) == 1 and f"{kind} of 0 was refused" in begun.said[0]
+    begun(0, "push", {"unit": 0, "used": b"\1"}, torch.ones(16))
+    begun(0, "push", {"unit": 1, "used": b"\1"}, torch.ones(16))
+    begun(0, "close", close(1))
+    assert torch.equal(begun(0, "read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 0.75))
+
+
+def test_nothing_is_kept_before_a_plan(call: Any) -> None:
+    with pytest.raises(Mismatch, match="nobody has said yet what is kept here"):
+        call(0, "read", {"unit": 0, "step": 0})
+
+
+def test_workers_that_take_a_step_differently(begun: Any) -> None:
+    for worker in (0, 1):
+        for unit in (0, 1):
+            begun(worker, "push", {"unit": unit, "used": b"\1"}, torch.ones(16))
+    begun.caller(0).send("close", body=close(1, (0, 1), factor=0.5), seconds=SECONDS)
+    with pytest.raises(Mismatch, match="with different settings, or clipped differently"):
+        begun(1, "close", close(1, (0, 1)))
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_senseless_messages(begun: Any, count: int) -> None:
+    """Well-formed, and wrong in what they say: each is answered or put off, and the server lives."""
+    chance, caller = random.Random(count), begun.caller(9)
+    bodies = [0, -1, 1, 1 << 40, "x", None, b"\1", [], [1], {}, 1.5, True]
+    tensors = [torch.ones(16), torch.ones(3), torch.ones(0), torch.ones(2, 2, dtype=torch.int8), torch.tensor(1.0)]
+    kinds = ["plan", "fill", "remember", "push", "norm", "close", "read", "memories", "", "PUSH"]
+    names = ["unit", "used", "optimizer", "step", "workers", "factor", "settings", "kind"]
+    for _ in range(count):
+        body = {name: chance.choice(bodies) for name in names if chance.random() < 0.8}
+        caller.send(chance.choice(kinds), body=body, tensors=chance.choices(tensors, k=chance.randrange(3)), seconds=SECONDS)
+    begun(0, "memories", {})
+    assert begun.thread.is_alive()
+
+
+def test_the_end(begun: Any) -> None:
+    begun(0, "end")
+    begun.thread.join(5)
+    assert not begun.thread.is_alive()
+    assert issubclass(Mismatch, PacelineError)
