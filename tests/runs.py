@@ -56,16 +56,15 @@ def make(
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
-    scene.servers, ending = serving(agreement, len(dealt))
+    scene.servers = serving(agreement, len(dealt))
     run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
     kept = Folder.agree(agreement, Path(folder), "test", say=say)
-    run.on_close(ending)
     run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
 
 
-def serving(agreement: Agreement, hosts: int) -> tuple[Callable[[int | None], Room], Callable[[], None]]:
-    """What starts servers, as threads, and what ends them."""
+def serving(agreement: Agreement, hosts: int) -> Callable[[int | None], Room]:
+    """What starts servers, as threads."""
     found, over, threads = keys(b"0123456789abcdef", "tests"), threading.Event(), []
 
     def begin(count: int) -> bytes:
@@ -80,14 +79,14 @@ def serving(agreement: Agreement, hosts: int) -> tuple[Callable[[int | None], Ro
     def servers(asked: int | None) -> Room:
         count = asked or hosts
         addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
-        return Room(addresses, tuple(f"server {number} on here" for number in range(count)), found)
+        return Room(addresses, tuple(f"server {number} on here" for number in range(count)), found, lambda told: None, end)
 
     def end() -> None:
         over.set()
         for thread in threads:
             thread.join()
 
-    return servers, end
+    return servers
 
 
 def workers(

@@ -230,6 +230,7 @@ class Receiver:
         self._sockets.append(socket)
         _tune(socket, largest)
         socket.router_mandatory = True
+        socket.sndhwm = 0  # answers are as many as was asked, and their tensors are not copied: none may be dropped
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
@@ -301,12 +302,13 @@ class Caller:
 
     def __init__(self, address: str, keys: Keys, *, sender: int, who: str, largest: int = 1 << 30) -> None:
         self.who = who
+        self.near = address.startswith("ipc:")  # on this host
         self._sender, self._number = sender, 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _tune(self._socket, largest)
         self._socket.ipv6 = "[" in address
-        if not address.startswith("ipc:"):
+        if not self.near:
             self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
         self._socket.connect(address)
         self._lock = threading.RLock()

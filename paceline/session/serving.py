@@ -58,7 +58,7 @@ class Serving:
         for number, process in zip([n for n in range(count) if n % hosts == mine], self._processes[-len(started) :], strict=False):
             self._watch(names[number], process)
         addresses = tuple(there[-1] if host == mine else there[0] for host, there in each)
-        return Room(addresses, names, keys(secret, job), self._told.append)
+        return Room(addresses, names, keys(secret, job), self._told.append, self.close)
 
     def _start(self, job: str, secret: bytes) -> list[str]:
         """Where it listens: between hosts, if there are several, and in this one."""
@@ -84,8 +84,7 @@ class Serving:
 
     def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         def wait() -> None:
-            process.wait()
-            if not self._closing:
+            if process.wait() != 0 and not self._closing:  # one that was told to end does so with 0
                 error = WorkerLost(f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint")
                 for told in self._told:
                     told(error)

@@ -89,10 +89,7 @@ def start(
             scene = _scene(around, undo)
             _watch(around, scene.agreement, late_after, undo)
             shared = seed if place.run is None else place.run[1]
-            serving = Serving(around, scene.agreement)
-            scene.servers, scene.deadline = serving.begin, around.deadline
             run = Run(around, scene, strategy, seed=shared, began=began, comparison=comparison)
-            run.on_close(serving.close)
             announcer.first = lambda: run.is_first
             where = _folder(scene.agreement, place, Path(folder), name, announcer.say)
             _announce(around, where, run.seed)
@@ -136,7 +133,9 @@ def _scene(around: Surroundings, undo: ExitStack) -> Scene:
     undo.callback(group.abort)
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
-    return Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
+    scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
+    scene.servers, scene.deadline = Serving(around, agreement).begin, around.deadline
+    return scene
 
 
 def _watch(around: Surroundings, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:

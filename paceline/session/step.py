@@ -328,7 +328,9 @@ class Turns:
         """Have it step there; all workers do."""
         sync = self.backward.sync
         assert isinstance(sync, Steps)
+        began = time.perf_counter()
         self.scene.agreement.attempt(lambda: sync.step(optimizer), "optimizer.step")
+        self.backward.seconds += time.perf_counter() - began
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""

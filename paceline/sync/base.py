@@ -107,7 +107,8 @@ class Room(NamedTuple):
     addresses: tuple[str, ...]
     names: tuple[str, ...]  # what they are called in messages
     keys: Keys
-    watch: Callable[[Callable[[PacelineError], None]], None] = lambda told: None  # who wants to know when one is lost, from another thread
+    watch: Callable[[Callable[[PacelineError], None]], None]  # who wants to know when one is lost, from another thread
+    close: Callable[[], None]  # ends those that this worker has started
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ What counts is p.grad when the optimizer steps: what was changed after it had be
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,11 @@ from torch.optim import Optimizer
 
 from paceline.cluster.snapshot import loads, pack
 from paceline.comm.buckets import Shape, build, cut
+from paceline.comm.group import Traffic
 from paceline.comm.messages import Caller
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.sync import recipe
-from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.base import Room, Scene, Slot, Sync
 from paceline.sync.pieces import Piece, deal, pieces
 from paceline.sync.server import write
 from paceline.sync.shard import Plan
@@ -70,6 +72,36 @@ class Parcel:
     )  # of this step: which gradients, by slot, as of which version
 
 
+class Wires:
+    """What goes to servers, as a part of what the worker sends (`Sending`)."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0  # seconds, for workers that closed a step later
+        self.callers: list[Caller] = []
+        self._past = Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Sending`."""
+        within = sum(caller.nbytes for caller in self.callers if caller.near)
+        return self._past + Traffic(within, sum(caller.nbytes for caller in self.callers) - within)
+
+    def close(self) -> None:
+        """See `Sending`."""
+        self._past, callers, self.callers = self.traffic, self.callers, []
+        for caller in callers:
+            caller.close()
+
+    def abort(self) -> None:
+        """See `Sending`."""
+        self.end(WorkerLost("this worker leaves"))
+
+    def end(self, error: PacelineError) -> None:
+        """Nothing can be waited for any more. From any thread."""
+        for caller in self.callers:
+            caller.end(error)
+
+
 class Client:
     """The running side of `ParameterServer`."""
 
@@ -81,7 +113,9 @@ class Client:
         if scene.servers is None:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
         self._scene, self._spec = scene, plan
-        self._callers: list[Caller] = []
+        self._room: Room | None = None
+        self._wires = Wires()
+        scene.sides.append(self._wires)
         self._slots: list[Slot] = []
         self._optimizers: list[Optimizer] = []
         self._told: list[recipe.Settings] = []
@@ -93,6 +127,10 @@ class Client:
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
         self._workers = list(range(scene.group.size))
+
+    @property
+    def _callers(self) -> list[Caller]:
+        return self._wires.callers
 
     @property
     def _seconds(self) -> float:
@@ -111,14 +149,16 @@ class Client:
         self._optimizers = list({id(slot.optimizer): slot.optimizer for slot in self._slots if slot.optimizer is not None}.values())
         self._told = [recipe.settings(optimizer) for optimizer in self._optimizers]
         self._steps = [0] * len(self._optimizers)
-        for caller in self._callers:
-            caller.call("end", seconds=self._seconds) if self._scene.group.rank == 0 else None
-            caller.close()
+        for caller in self._callers if self._scene.group.rank == 0 else ():
+            caller.call("end", seconds=self._seconds)
+        self._wires.close()
         assert self._scene.servers is not None
-        room = self._scene.servers(self._spec.servers)
+        room = self._room = self._scene.servers(self._spec.servers)
         me = self._workers[self._scene.group.rank]
-        self._callers = [Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)]
-        room.watch(self._end)
+        self._wires.callers = [
+            Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)
+        ]
+        room.watch(self._wires.end)
         self._plans = self._plan(len(self._callers))
         for caller, plan in zip(self._callers, self._plans, strict=True):
             packed = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8)
@@ -149,11 +189,6 @@ class Client:
                 for slot in {piece.slot for piece, _ in members}:
                     self._of.setdefault(slot, []).append(parcel)
         return plans
-
-    def _end(self, error: PacelineError) -> None:
-        """Nothing can be waited for any more."""
-        for caller in self._callers:
-            caller.end(error)
 
     def _owner(self, slot: Slot) -> tuple[int, int]:
         for number, optimizer in enumerate(self._optimizers):
@@ -256,8 +291,10 @@ class Client:
             self._callers[parcel.server].send("read", step=step, body={"unit": parcel.number, "step": step}, seconds=self._seconds)
             for parcel in parcels
         ]
+        began = time.perf_counter()
         for caller, message in zip(self._callers, closes, strict=True):
             caller.wait(message, self._seconds)
+        self._wires.waited += time.perf_counter() - began
         for parcel, message in zip(parcels, reads, strict=True):
             self._take(parcel, self._callers[parcel.server].wait(message, self._seconds).tensors[0])
             parcel.pushed = {}
@@ -340,9 +377,9 @@ class Client:
 
     def detach(self) -> None:
         """See `Sync.detach`."""
-        for caller in self._callers:
-            caller.close()
-        self._callers = []
+        self._wires.close()
+        if self._room is not None:
+            self._room.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""

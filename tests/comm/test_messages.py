@@ -167,6 +167,22 @@ class TestArriving:
         go.set()
         assert caller.wait(sent, SECONDS).kind == "echo"
 
+    @pytest.mark.parametrize("where", ["tcp", "ipc"])
+    def test_answers_wait_for_who_reads_late(self, serve: Any, call: Any, where: str) -> None:
+        """More of them than either side keeps, and than a socket holds."""
+        held, x = [], torch.arange(1 << 18, dtype=torch.float32)
+
+        def act(receiver: Receiver, message: Message) -> None:
+            held.append(message)
+            for each in held if message.body.get("go") else ():
+                assert receiver.answer(each, "late", {}, [x])
+
+        caller = call(serve(act, where=where))
+        numbers = [caller.send("k", body={"go": turn == 4 * WAITING}, seconds=SECONDS) for turn in range(4 * WAITING + 1)]
+        time.sleep(0.2)
+        for number in numbers:
+            assert torch.equal(caller.wait(number, SECONDS).tensors[0], x)
+
 
 class TestWaiting:
     def test_nobody_answers(self, serve: Any, call: Any) -> None:

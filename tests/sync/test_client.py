@@ -265,6 +265,34 @@ def test_two_optimizers_that_step_by_turns() -> None:
     assert all(torch.equal(other, found[0]) for other in found) and distance(found[0], alone(body)) < 1e-9
 
 
+def test_preparing_in_two_calls() -> None:
+    """Servers that were begun for the first model end, and others begin for both."""
+
+    def body(run: Run) -> Tensor:
+        one, other = net(), net()
+        first = torch.optim.Adam(one.parameters(), 0.01)
+        one, first = run.prepare(one, first)
+        second = torch.optim.SGD(other.parameters(), 0.01)
+        other, second, loader = run.prepare(other, second, batches())
+        for x, y in loader:
+            F.mse_loss(one(x) + other(x), y).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(one, other)
+
+    assert distance(workers(2, body, strategy=ParameterServer(servers=2))[0], alone(body)) < 1e-9
+
+
+def test_bytes_and_waits_are_told() -> None:
+    def body(run: Run) -> tuple[int, float, float]:
+        train_once = train(run, epochs=1)
+        return run._turns.sent.between, run._scene.waited, float(train_once.numel())
+
+    for sent, waited, numel in workers(2, body, strategy=ParameterServer(servers=2)):
+        assert 5 * 8 * numel < sent < 5 * 8 * numel * 1.2 and waited > 0
+
+
 def test_what_optimizers_remember_lies_on_servers_alone() -> None:
     def body(run: Run) -> int:
         model = net()

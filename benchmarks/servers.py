@@ -1,0 +1,170 @@
+"""What a parameter server does with large parameters, beside a raw echo of pyzmq: one worker pushes gradients and pulls parameters.
+
+    python benchmarks/servers.py [--mb 100 --repeats 15]
+
+Both go through a socket file and through TCP on the loopback, in turns within the same run. The echo sends so many MB in one message and
+gets them back, without a header, a key or a copy of ours. `ratio` is the echo's time by ours, at its faster way (0.8: ours takes a quarter
+longer), with its 90 % interval; `memory` is the most that the server had beyond what one takes that keeps nearly nothing, by parameters,
+what the optimizer remembers of them, and one update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import zmq
+from harness import bootstrap
+
+from paceline.comm.buckets import Shape, cut
+from paceline.comm.messages import Caller, keys
+from paceline.sync.pieces import Piece
+from paceline.sync.server import write
+from paceline.sync.shard import Plan
+
+SECONDS = 60.0
+SECRET, JOB = b"0123456789abcdef", "benchmark"
+ECHO = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
+while True:
+    socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
+"""
+
+
+class Echo:
+    """A process that sends back what it gets."""
+
+    def __init__(self, where: str) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", ECHO, where], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(self._process.stdout.readline().strip())
+
+    def turn(self, x: torch.Tensor) -> float:
+        """Seconds there and back."""
+        began = time.perf_counter()
+        self._socket.send(x.numpy().data, copy=False)
+        self._socket.recv(copy=False)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close(0)
+
+
+class Served:
+    """A server with one large parameter, and its worker."""
+
+    def __init__(self, mb: float, unit_mb: float) -> None:
+        command = [sys.executable, "-P", "-m", "paceline.sync.server"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        asked = {"job": JOB, "secret": SECRET.hex(), "hosts": ["127.0.0.1"], "parent": os.getpid()}
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._process.stdin.flush()
+        self.addresses = json.loads(self._process.stdout.readline())
+        self.memory = psutil.Process(self._process.pid)
+        rows = int(unit_mb * 1e6) // 4 // 1000
+        shape = Shape.of(torch.empty(rows, 1000, device="meta"))._replace(device=torch.device("cpu"))
+        count = round(mb / unit_mb)
+        found = [Piece(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)]
+        plan = Plan(
+            found, cut([piece.shape for piece in found], range(count), int(unit_mb * 1e6)), [(0, 0)] * count, [("SGD", [{"lr": 0.1}])]
+        )
+        self.units = [torch.zeros(rows * 1000) for _ in range(count)]
+        self._plan, self._step = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8), 0
+        self.most = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes that it takes."""
+        return int(self.memory.memory_info().rss)
+
+    def caller(self, address: str, sender: int) -> Caller:
+        """A worker that comes this way."""
+        found = Caller(address, keys(SECRET, JOB), sender=sender, who="the server")
+        found.call("plan", tensors=[self._plan], seconds=SECONDS)
+        return found
+
+    def turn(self, caller: Caller, sender: int) -> float:
+        """Seconds of a step: everything is pushed, applied, and pulled."""
+        self._step += 1
+        began = time.perf_counter()
+        sent = [
+            caller.send("push", body={"unit": number, "used": b"\1"}, tensors=[flat], seconds=SECONDS)
+            for number, flat in enumerate(self.units)
+        ]
+        for number in sent:
+            caller.wait(number, SECONDS)
+        body: dict[str, Any] = {"optimizer": 0, "step": self._step, "workers": [sender], "factor": 1.0, "settings": []}
+        caller.call("close", body=body, seconds=SECONDS)
+        reads = [caller.send("read", body={"unit": number, "step": self._step}, seconds=SECONDS) for number in range(len(self.units))]
+        for number, flat in zip(reads, self.units, strict=True):
+            flat.copy_(caller.wait(number, SECONDS).tensors[0])
+        took = time.perf_counter() - began
+        self.most = max(self.most, self.resident)
+        return took
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=100.0)
+    parser.add_argument("--unit-mb", type=float, default=4.0)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    whole = torch.zeros(int(options.mb * 1e6) // 4)
+    with tempfile.TemporaryDirectory(prefix="pl-") as folder:
+        echoes = {"ipc": Echo(f"ipc://{Path(folder, 'echo')}"), "tcp": Echo("tcp://127.0.0.1:*")}
+        tiny = Served(1.0, 1.0)  # what a server takes that keeps nearly nothing, after some steps
+        caller = tiny.caller(tiny.addresses[-1], 1)
+        for _ in range(5):
+            tiny.turn(caller, 1)
+        empty = tiny.most
+        caller.close()
+        tiny.close()
+        served = Served(options.mb, options.unit_mb)
+        callers = {"tcp": (served.caller(served.addresses[0], 1), 1), "ipc": (served.caller(served.addresses[-1], 2), 2)}
+        times: dict[str, list[float]] = {}
+        for _ in range(options.repeats + 2):
+            for way in ("ipc", "tcp"):
+                times.setdefault(f"echo {way}", []).append(echoes[way].turn(whole))
+                times.setdefault(f"served {way}", []).append(served.turn(*callers[way]))
+        times = {name: found[2:] for name, found in times.items()}
+        for caller, _ in callers.values():
+            caller.close()
+        served.close()
+        for echo in echoes.values():
+            echo.close()
+    quickest = min(("echo ipc", "echo tcp"), key=lambda name: statistics.median(times[name]))
+    ratios = [echo / ours for echo, ours in zip(times[quickest], times["served ipc"], strict=True)]
+    found = bootstrap(lambda median: median, ratios)
+    medians = {name: round(1e3 * statistics.median(values), 1) for name, values in times.items()}
+    print(
+        json.dumps({"milliseconds": medians, "ratio": found._asdict(), "memory": round((served.most - empty) / (2 * 1e6 * options.mb), 2)})
+    )
+
+
+if __name__ == "__main__":
+    main()
