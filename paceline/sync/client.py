@@ -145,6 +145,8 @@ class Client:
                 "parameters that were frozen are trained now, and servers can't take in more of them once they have stepped: let all of "
                 "them require gradients when they are prepared, or use AllReduce"
             )
+        if any(slot.parameter.device.type != "cpu" for slot in slots):
+            raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")
         self._slots = [slot for slot in slots if slot.optimizer is not None]
         self._optimizers = list({id(slot.optimizer): slot.optimizer for slot in self._slots if slot.optimizer is not None}.values())
         self._told = [recipe.settings(optimizer) for optimizer in self._optimizers]
@@ -163,9 +165,13 @@ class Client:
         for caller, plan in zip(self._callers, self._plans, strict=True):
             packed = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8)
             caller.call("plan", tensors=[packed], seconds=self._seconds)
-        if self._scene.group.rank == 0:
-            memories = [slot.optimizer.state.get(slot.parameter, {}) for slot in self._slots if slot.optimizer is not None]
-            self._fill(memories if any(memories) else None)
+        self._hand_over(None)
+
+    def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
+        """Servers begin with the first worker's parameters, and with `memories` (None: what its optimizers remember). Collective."""
+        mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in self._slots if slot.optimizer is not None]
+        if self._callers and self._scene.group.rank == 0:
+            self._fill(mine if memories is None else memories)
         self._scene.agreement.meet("servers")
 
     def _plan(self, servers: int) -> list[Plan]:
@@ -197,14 +203,13 @@ class Client:
                     return number, group
         raise AssertionError(f"{slot.name} is in no group of its optimizer")
 
-    def _fill(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
-        """Servers begin with my parameters, and with what optimizers remember of them, if that is known."""
+    def _fill(self, memories: Sequence[Mapping[str, Any]]) -> None:
+        """Servers begin with my parameters, and with what optimizers remember of them."""
         for parcel in self._parcels:
             for piece, view in parcel.members:
                 view.copy_(_rows(self._slots[piece.slot].parameter.detach(), piece))
             self._call(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat])
-        for server, plan in enumerate(self._plans if memories is not None else ()):
-            assert memories is not None
+        for server, plan in enumerate(self._plans):
             found = [_cut(memories[piece.slot], piece, self._slots[piece.slot].parameter) for piece in plan.pieces]
             packed = torch.frombuffer(bytearray(pack({"memories": found}).dumps()), dtype=torch.uint8)
             self._call(server, "remember", {}, [packed])
@@ -236,6 +241,10 @@ class Client:
         used = bytearray()
         for piece, view in parcel.members:
             grad = grads[piece.slot]
+            if grad is not None and grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of {self._slots[piece.slot].name} is sparse, and ParameterServer takes dense ones: leave out sparse=True"
+                )
             used.append(grad is not None)
             if grad is None or not self._part:
                 view.zero_()
@@ -400,9 +409,7 @@ class Client:
         memories = next((state["memories"] for state in found if state["memories"] is not None), None)
         if memories is not None and len(memories) != len(self._slots):
             raise UsageError(f"this checkpoint is of a model of {len(memories)} parameters, and here are {len(self._slots)}")
-        if self._callers and self._scene.group.rank == 0:
-            self._fill(memories)
-        self._scene.agreement.meet("servers")
+        self._hand_over(memories)
 
 
 def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -354,7 +354,48 @@ def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path, be
     assert distance(found[0], one) < 1e-9 and torch.equal(found[0], found[-1])
 
 
+def test_a_checkpoint_of_allreduce(tmp_path: Path) -> None:
+    """What its optimizer remembers goes to the servers; the other way round it is refused, as it would be lost."""
+
+    def body(run: Run, *, resumes: bool, until: int = 0) -> Tensor:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        model, optimizer, loader = run.prepare(model, optimizer, batches())
+        assert not resumes or run.resume(tmp_path / "test")
+        for _ in run.epochs(2):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.steps + 1 == until:
+                    run.save()
+                    return parameters(model)
+        assert resumes is False or not optimizer.state
+        return parameters(model)
+
+    workers(2, lambda run: body(run, resumes=False, until=4), folder=tmp_path)
+    found = workers(3, lambda run: body(run, resumes=True), strategy=ParameterServer(servers=2))
+    assert distance(found[0], alone(lambda run: body(run, resumes=False))) < 1e-9
+
+    def save(run: Run) -> None:
+        body(run, resumes=False, until=3)
+
+    workers(2, save, strategy=ParameterServer(), folder=tmp_path / "served")
+    with pytest.raises(UsageError, match="another kind of strategy than AllReduce"):
+        workers(2, lambda run: run.prepare(net()) and run.resume(tmp_path / "served" / "test"))
+
+
 class TestMisuse:
+    def test_sparse_gradients(self) -> None:
+        def body(run: Run) -> None:
+            model = nn.Embedding(10, 3, sparse=True)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model, optimizer = run.prepare(model, optimizer)
+            model(torch.tensor([1, 2])).sum().backward()
+
+        with pytest.raises(UsageError, match="the gradient of weight is sparse"):
+            workers(2, body, strategy=ParameterServer())
+
     @pytest.mark.parametrize(
         ("options", "text"), [({"servers": 0}, "servers=0 is no number"), ({"bucket_mb": 0}, "bucket_mb=0 is not a size")]
     )
