@@ -357,11 +357,11 @@ def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(tmp_path: Path, be
 def test_a_checkpoint_of_allreduce(tmp_path: Path) -> None:
     """What its optimizer remembers goes to the servers; the other way round it is refused, as it would be lost."""
 
-    def body(run: Run, *, resumes: bool, until: int = 0) -> Tensor:
+    def body(run: Run, folder: str = "", until: int = 0) -> Tensor:
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         model, optimizer, loader = run.prepare(model, optimizer, batches())
-        assert not resumes or run.resume(tmp_path / "test")
+        assert not folder or run.resume(tmp_path / folder / "test")
         for _ in run.epochs(2):
             for x, y in loader:
                 F.mse_loss(model(x), y).backward()
@@ -370,19 +370,16 @@ def test_a_checkpoint_of_allreduce(tmp_path: Path) -> None:
                 if run.steps + 1 == until:
                     run.save()
                     return parameters(model)
-        assert resumes is False or not optimizer.state
+        assert not folder or not optimizer.state
         return parameters(model)
 
-    workers(2, lambda run: body(run, resumes=False, until=4), folder=tmp_path)
-    found = workers(3, lambda run: body(run, resumes=True), strategy=ParameterServer(servers=2))
-    assert distance(found[0], alone(lambda run: body(run, resumes=False))) < 1e-9
-
-    def save(run: Run) -> None:
-        body(run, resumes=False, until=3)
-
-    workers(2, save, strategy=ParameterServer(), folder=tmp_path / "served")
+    served = ParameterServer(servers=2)
+    workers(2, lambda run: body(run, until=4), folder=tmp_path / "reduced")
+    found = workers(3, lambda run: body(run, "reduced"), strategy=served)
+    assert distance(found[0], alone(body)) < 1e-9
+    workers(2, lambda run: body(run, until=3), strategy=served, folder=tmp_path / "served")
     with pytest.raises(UsageError, match="another kind of strategy than AllReduce"):
-        workers(2, lambda run: run.prepare(net()) and run.resume(tmp_path / "served" / "test"))
+        workers(2, lambda run: body(run, "served"))
 
 
 class TestMisuse:
