@@ -175,6 +175,12 @@ def workers(job: subprocess.Popen[bytes]) -> list[Any]:
     return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and __file__ in child.cmdline()]
 
 
+def trains(out: Path, pid: int) -> bool:
+    """Whether this worker has taken a step."""
+    path = out / f"steps-{pid}"
+    return path.exists() and path.stat().st_size > 0
+
+
 def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tuple[float, list[float]]:
     """The usual step of one run, and what each kill cost."""
     options.steps = 10**6
@@ -184,7 +190,7 @@ def killed(options: argparse.Namespace, out: Path, chance: random.Random) -> tup
     while sum(path.stat().st_size > 0 for path in out.glob("steps-*")) < options.workers:
         time.sleep(0.1)
     for _ in range(options.kills):
-        while again and len(workers(job)) < options.workers:
+        while again and len([worker for worker in workers(job) if trains(out, worker.pid)]) < options.workers:
             time.sleep(0.1)
         time.sleep(chance.uniform(*(BETWEEN if again else SOON)))
         chance.choice(workers(job)).send_signal(signal.SIGKILL)
