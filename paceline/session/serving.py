@@ -23,8 +23,6 @@ from paceline.errors import PacelineError, ResourceError, WorkerLost
 from paceline.session.groups import Surroundings
 from paceline.sync.base import Room
 
-END_SECONDS = 5.0  # for a server to end, once nobody needs it
-
 
 class Serving:
     """The servers that this worker has started."""
@@ -92,19 +90,16 @@ class Serving:
         threading.Thread(target=wait, name="paceline server watch", daemon=True).start()
 
     def close(self) -> None:
-        """End them."""
+        """End them, at once: what they keep is nobody's any more, and a worker that has failed has a second for its last words."""
         self._closing = True
         for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
             process.stdout.close()
-        for process in self._processes:
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for folder in self._folders:  # of those that were killed
+        for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         self._processes = []
 
