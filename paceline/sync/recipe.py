@@ -67,8 +67,8 @@ def make(name: str, found: Settings, parameters: Sequence[Sequence[Parameter]]) 
 
 def put(optimizer: Optimizer, found: Settings) -> None:
     """Let its groups say this."""
-    for group, values in zip(optimizer.param_groups, found, strict=True):
-        group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    assert len(found) == len(optimizer.param_groups)
+    amend(optimizer, dict(enumerate(found)))
 
 
 def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
