@@ -233,8 +233,10 @@ class TestTwoHosts:
         assert summary["bytes_sent"]["between"] <= 2.2 * nbytes
 
     @pytest.mark.slow
-    def test_both_launchers_name_the_one_that_failed(self, job):
-        script = job.write(LONG.format(inside="if rank == 2 and run.steps == 5: raise ValueError('boom')"))
+    @pytest.mark.parametrize("pause", [0, 0.8], ids=["at once", "slow to say why"])
+    def test_both_launchers_name_the_one_that_failed(self, job, pause):
+        slow = f"said = sys.excepthook\ndef slowly(*error):\n    time.sleep({pause})\n    said(*error)\nsys.excepthook = slowly\n"
+        script = job.write(slow + LONG.format(inside="if rank == 2 and run.steps == 5: raise ValueError('boom')"))
         for ended in [one.end() for one in self.launch(job, script)]:
             assert ended.code == 1 and ended.said == "ValueError: boom" and "rank 2 on" in ended.last, ended.err
 

@@ -277,6 +277,8 @@ class Crew:
         self._signed_at = self._signed_at or now
         first = _cause(suspects)
         grace = _ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS
+        if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
+            grace += _LAST_WORDS_SECONDS  # a record comes before the words, which the other hosts shall see too
         if now - self._signed_at > grace or all(worker.ended is not None for worker in self._workers):
             self._failure, self._told_at = first, now
             self._peers.tell_failed(first)
