@@ -77,6 +77,7 @@ class Indexed:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._asked = -1  # the step asked for last
+        self.at_once: int | None = None  # see `Indices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
@@ -95,7 +96,7 @@ class Indexed:
         seeds = draws.twin(loader.generator)
         if seeded:
             draws.draw_seed(loader.generator)
-        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start)
+        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
         self._indices = indices
         indices.prime(check)
         if now is not None:
@@ -107,8 +108,12 @@ class Indexed:
             )
         self._asked = start - 1
         self._feed.go(indices, start)
+        self.primed(start)
         self._open(seeds)
         return start
+
+    def primed(self, start: int) -> None:
+        """The first indices are here, and nothing has been read yet."""
 
     def step(self, index: int) -> Step | None:
         indices = self._found

@@ -31,6 +31,7 @@ class Outcome(NamedTuple):
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
+    servers: list[dict[str, Any]]  # what each has done
 
 
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
@@ -63,6 +64,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         parameters_sha256=digest,
         events=outcome.events,
         checkpoints=outcome.checkpoints,
+        servers=outcome.servers,
     ).write(folder)
     if any(spans.values()):
         timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead), offsets=ahead)
