@@ -221,6 +221,8 @@ class Turns:
         """See `Watcher`."""
         if self._leader is self._courses[id(loader)]:
             self._leader = None
+        if self.apart and self.scene.agreement.entering is not None:
+            self.scene.agreement.entering()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""

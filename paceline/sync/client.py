@@ -256,9 +256,11 @@ class Client:
         grads = [slot.parameter.grad for slot, (owner, _) in owners if owner in numbers and slot.parameter.grad is not None]
         return float(nn.utils.get_total_norm(grads, kind))
 
-    def everywhere(self, kind: str, step: int, body: dict[str, Any]) -> list[int]:
-        """Send this to all servers; gives the numbers of the messages."""
-        return [caller.send(kind, step=step, body={**body, "step": step}, seconds=self.seconds) for caller in self.callers]
+    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any]) -> list[tuple[int, int]]:
+        """Send this to the servers that keep parameters of an optimizer; gives each of them, with the number of the message."""
+        body = {"optimizer": optimizer, "step": step, **body}
+        servers = sorted({parcel.server for parcel in self.units(optimizer)})
+        return [(server, self.callers[server].send(kind, step=step, body=body, seconds=self.seconds)) for server in servers]
 
     def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""

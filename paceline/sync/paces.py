@@ -75,12 +75,12 @@ class Lockstep:
         now, step = recipe.settings(client.optimizers[number]), client.steps_taken[number] + 1
         changes = [[group, values] for group, values in recipe.changed(self._told[number], now).items()]
         factor = client.factors.pop(number, 1.0)
-        body = {"optimizer": number, "workers": client.workers, "factor": factor, "settings": changes}
-        closes = client.everywhere("close", step, body)
+        body = {"workers": client.workers, "factor": factor, "settings": changes}
+        closes = client.everywhere("close", number, step, body)
         reads = client.ask_for(parcels, step)
         began = time.perf_counter()
         who = ("absent", {"optimizer": number, "step": step, "workers": client.workers})
-        for server, message in enumerate(closes):
+        for server, message in closes:
             client.wait(server, message, f"optimizer.step {step}", who)
         client.wires.waited += time.perf_counter() - began
         client.take_in(parcels, reads)
@@ -93,10 +93,10 @@ class Lockstep:
             client.settle(number)
         for number in numbers:
             step = client.steps_taken[number] + 1
-            body = {"optimizer": number, "workers": client.workers, "kind": None if kind == math.inf else kind}
+            body = {"workers": client.workers, "kind": None if kind == math.inf else kind}
             who = ("absent", {"optimizer": number, "step": -step, "workers": client.workers})
-            sent = client.everywhere("norm", step, body)
-            found += [float(client.wait(server, message, "run.clip", who).body["norm"]) for server, message in enumerate(sent)]
+            sent = client.everywhere("norm", number, step, body)
+            found += [float(client.wait(server, message, "run.clip", who).body["norm"]) for server, message in sent]
         return found
 
     def commit(self) -> None:
@@ -205,13 +205,12 @@ class Stale(Loose):
         step = client.steps_taken[number] + 1
         slowest = client.callers[0].wait(asked, client.seconds).body["clock"]
         body = {
-            "optimizer": number,
             "factor": client.factors.pop(number, 1.0),
             "part": client.scene.moment.part,
             "settings": list(enumerate(recipe.settings(client.optimizers[number]))),
         }
-        sent, reads = client.everywhere("apply", step, body), client.ask_for(parcels, 0)
-        for server, message in enumerate(sent):
+        sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
+        for server, message in sent:
             client.callers[server].wait(message, client.seconds)
         client.take_in(parcels, reads)
         self._known[number] = slowest
@@ -284,14 +283,13 @@ class Backup(Loose):
             client.take_in(parcels, client.ask_for(parcels, step))
         else:
             body = {
-                "optimizer": number,
                 "workers": found["workers"],
                 "factor": factor / found["parts"],
                 "settings": found["said"]["settings"],
                 "decided": True,
             }
-            closes, reads = client.everywhere("close", step, body), client.ask_for(parcels, step)
-            for server, message in enumerate(closes):
+            closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+            for server, message in closes:
                 client.callers[server].wait(message, client.seconds)
             client.take_in(parcels, reads)
         client.steps_taken[number] = step
@@ -304,9 +302,9 @@ class Backup(Loose):
             if "late" in found:
                 norms.append(client.norm([number], kind))
                 continue
-            body = {"optimizer": number, "workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-            sent = client.everywhere("norm", step, body)
-            answers = [client.callers[server].wait(message, client.seconds).body for server, message in enumerate(sent)]
+            body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
+            sent = client.everywhere("norm", number, step, body)
+            answers = [client.callers[server].wait(message, client.seconds).body for server, message in sent]
             norms += [float(answer["norm"]) / found["parts"] for answer in answers]
         return norms
 

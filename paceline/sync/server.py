@@ -46,6 +46,7 @@ from paceline.sync.shard import Plan, Shard
 
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
+KEPT = 8  # steps whose norms are remembered
 LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
@@ -84,6 +85,7 @@ class Server:
         self._digest = b""
         self._later: list[Message] = []  # what can't be answered yet
         self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, with which settings
+        self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
         self._kinds: dict[str, Callable[[Message], bool]] = {
             "plan": self._plan,
@@ -194,8 +196,12 @@ class Server:
             asking[message.sender] = None
             if any(worker not in asking for worker in body["workers"]):
                 return False  # somebody may push something else yet
-        kind = math.inf if body["kind"] is None else float(body["kind"])
-        return self._answer(message, {"norm": shard.norm(body["optimizer"], body["workers"], kind)})
+        kind, key = math.inf if body["kind"] is None else float(body["kind"]), (body["optimizer"], body["step"])
+        found = self._norms.setdefault(key, {}).get(kind)  # another may have closed the step meanwhile
+        if found is None:
+            found = self._norms[key][kind] = shard.norm(body["optimizer"], body["workers"], kind)
+        self._norms.pop((body["optimizer"], body["step"] - KEPT), None)
+        return self._answer(message, {"norm": found})
 
     def _next(self, optimizer: int, step: int) -> None:
         if step != self._kept.steps[optimizer] + 1:
