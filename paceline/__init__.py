@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
     from paceline.sync.choosing import auto
+    from paceline.sync.client import ParameterServer
     from paceline.sync.fragment import adaptive
     from paceline.sync.gossip import Gossip
     from paceline.sync.localsgd import LocalSGD
@@ -45,6 +46,7 @@ __all__ = [
     "LocalSGD",
     "Mismatch",
     "PacelineError",
+    "ParameterServer",
     "ReplicasDiffer",
     "ResourceError",
     "Run",
@@ -86,6 +88,7 @@ _NAMES: Final = {
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),
     "paceline.sync.choosing": ("auto",),
+    "paceline.sync.client": ("ParameterServer",),
     "paceline.sync.gossip": ("Gossip",),
     "paceline.sync.localsgd": ("LocalSGD",),
     "paceline.sync.fragment": ("adaptive",),

@@ -36,6 +36,7 @@ Threads = Annotated[int | None, typer.Option(help="Threads of each worker; defau
 Script = Annotated[Path, typer.Argument(help="The training script; what stands after it belongs to the script.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 Name = Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")]
+Servers = Annotated[int | None, typer.Option(help="Parameter servers, for a strategy that has them; default: one on each host.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
 
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
@@ -75,6 +76,7 @@ def run(
     min_workers: MinWorkers = None,
     restarts: Restarts = 0,
     patience: Patience = 600.0,
+    servers: Servers = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = launch.Job(
@@ -92,6 +94,7 @@ def run(
         min_workers=min_workers,
         restarts=restarts,
         patience=patience,
+        servers=servers,
     )
     raise typer.Exit(_start(job, interface))
 

@@ -21,6 +21,7 @@ NAMES = [
     "LocalSGD",
     "Mismatch",
     "PacelineError",
+    "ParameterServer",
     "ReplicasDiffer",
     "ResourceError",
     "Run",
@@ -54,7 +55,7 @@ NAMES = [
 ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate"  # of start
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
-    " --min-workers --restarts --patience",
+    " --min-workers --restarts --patience --servers",
     "lab run": "cluster script args --fault --sync --name --placement --min-workers --restarts --patience",
     "lab check": "",
     "lab shell": "host command --lab",

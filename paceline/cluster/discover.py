@@ -47,6 +47,7 @@ class Place:
     secret: bytes | None = None
     run_name: str | None = None
     sync: str | None = None  # a strategy in text that replaces the script's own
+    servers: int | None = None  # of a strategy that doesn't say how many it wants; None: one on each host
     interface: str | None = None  # override: a name or an IP address
     deadline: float | None = None  # seconds
     hostname: str = "localhost"
@@ -264,11 +265,21 @@ def _personal(place: Place, environ: Environ) -> Place:
         secret=place.secret if text is None or place.secret is not None else secrets.parse(text, "PACELINE_SECRET"),
         run_name=environ.get("PACELINE_NAME") or None,
         sync=environ.get("PACELINE_SYNC") or None,
+        servers=_servers(environ),
         interface=environ.get("PACELINE_INTERFACE") or None,
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
     )
+
+
+def _servers(environ: Environ) -> int | None:
+    if not environ.get("PACELINE_SERVERS"):
+        return None
+    count = _integer(environ, "PACELINE_SERVERS")
+    if count < 1:
+        raise PlaceError(f"PACELINE_SERVERS is {count}: give the number of parameter servers, 1 or more")
+    return count
 
 
 def seconds(text: str, name: str) -> float:

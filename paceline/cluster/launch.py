@@ -50,9 +50,10 @@ class Job:
     """What `paceline run` was asked for. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
-    OMP_NUM_THREADS where it is set); `sync` and `name` reach `start()` as PACELINE_SYNC and PACELINE_NAME. `placement` says how ranks are
-    dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are so many; up to `restarts` of
-    them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for others to come.
+    OMP_NUM_THREADS where it is set); `sync`, `name` and `servers` reach `start()` as PACELINE_SYNC, PACELINE_NAME and PACELINE_SERVERS.
+    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
+    so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
+    others to come.
     """
 
     script: str
@@ -70,6 +71,7 @@ class Job:
     min_workers: int | None = None
     restarts: int = 0
     patience: float = 600.0
+    servers: int | None = None
 
 
 def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
@@ -134,7 +136,7 @@ def check(job: Job) -> None:
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):
         raise UsageError(f"the script {job.script} can't be read: check its mode")
-    for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads)):
+    for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
     if job.placement not in PLACEMENTS:
@@ -351,7 +353,8 @@ def _shared_variables(job: Job, environ: Mapping[str, str], table: tuple[Offer, 
         # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.
         kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
         kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
-    return kept | {name: value for name, value in (("PACELINE_SYNC", job.sync), ("PACELINE_NAME", job.name)) if value is not None}
+    given = (("PACELINE_SYNC", job.sync), ("PACELINE_NAME", job.name), ("PACELINE_SERVERS", job.servers))
+    return kept | {name: str(value) for name, value in given if value is not None}
 
 
 def _reserve(address: str) -> socket.socket:

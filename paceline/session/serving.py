@@ -35,12 +35,14 @@ class Serving:
         self._closing = False
 
     def begin(self, asked: int | None) -> Room:
-        """Start so many servers (None: one on each host), dealt to hosts in turn; gives where all of them are. Collective.
+        """Start so many servers, dealt to hosts in turn; gives where all of them are. Collective.
+
+        None: as many as the launcher was asked for, else one on each host.
 
         Raises `SecretError` where several hosts have no secret of the job.
         """
         around, cluster = self._around, self._around.cluster
-        count, hosts, me = asked or len(cluster.hosts), len(cluster.hosts), around.place.rank
+        count, hosts, me = asked or around.place.servers or len(cluster.hosts), len(cluster.hosts), around.place.rank
         secret = around.place.secret
         if secret is None and hosts > 1:
             raise missing(f"ParameterServer listens on {hosts} hosts, and this job has no secret")

@@ -217,8 +217,11 @@ class Client:
                 message, parcel.sent = parcel.sent, None
                 self.callers[parcel.server].wait(message, self.seconds)
 
-    def settle(self, optimizer: int) -> list[Parcel]:
-        """All that p.grad is now has arrived: what was changed since it was pushed is pushed again. Gives the units of the optimizer."""
+    def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
+        """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
+
+        `wait`: until it has arrived, which it will have before anything else that is sent to the same server.
+        """
         parcels = self.units(optimizer)
         for parcel in parcels:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in parcel.members}
@@ -228,7 +231,8 @@ class Client:
                         "p.grad was changed after run.clip, when servers have the sum of all workers already: change it before that"
                     )
                 self._push(parcel, grads)
-        self._await(parcels)
+        if wait:
+            self._await(parcels)
         return parcels
 
     # ---- a step
@@ -276,6 +280,7 @@ class Client:
             for parcel, message in zip(parcels, messages, strict=True):
                 parcel.give(self.slots, self.callers[parcel.server].wait(message, self.seconds).tensors[0])
                 parcel.pushed = {}
+        self._await(parcels)
 
     def catch_up(self) -> None:
         """Parameters are what servers have now."""

@@ -1,10 +1,9 @@
 """What workers ask the keeper of the first server for, as messages.
 
-deal(batches)                begin an epoch, or the next part of one              leave       take no more turns in it
-take(most)                   my next samples, once there are some or none come    tick        my turn is over
-go(bound)                    once I may begin the next turn                       slowest     turns that all have completed
-arrive(step)                 once it is decided who makes a step                  post        a letter to the first worker
-behind, missing              who is waited for
+deal(batches)     begin an epoch, or the next part of one       leave              take no more turns in it
+take(most)        my next samples, once there are some          slowest            turns that all have completed
+tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
+arrive(step)      once it is decided who makes a step           post               a letter to the first worker
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Dealing:
             "take": self._take,
             "leave": self._leave,
             "tick": self._tick,
-            "go": self._go,
             "slowest": self._slowest,
             "arrive": self._arrive,
             "behind": self._behind,
@@ -58,11 +56,9 @@ class Dealing:
         return self._answer(message, None, ())
 
     def _tick(self, message: Message) -> bool:
-        self.keeper.tick(message.sender, int(message.body["clock"]), str(message.body["dropped"]))
-        return self._answer(message, None, ())
-
-    def _go(self, message: Message) -> bool:
-        bound = float(message.body["bound"])
+        body, clock, bound = message.body, int(message.body["clock"]), float(message.body["bound"])
+        if clock > self.keeper.clocks.get(message.sender, -1):  # else it has come before, and had to wait
+            self.keeper.tick(message.sender, clock, str(body["dropped"]))
         if not self.keeper.may(message.sender, math.inf if bound < 0 else bound):
             return False
         self.keeper.went(message.sender)

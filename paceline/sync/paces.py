@@ -71,7 +71,7 @@ class Lockstep:
     def step(self, number: int) -> None:
         """See `Pace`."""
         client = self._client
-        parcels = client.settle(number)
+        parcels = client.settle(number, wait=False)
         now, step = recipe.settings(client.optimizers[number]), client.steps_taken[number] + 1
         changes = [[group, values] for group, values in recipe.changed(self._told[number], now).items()]
         factor = client.factors.pop(number, 1.0)
@@ -162,6 +162,7 @@ class Loose:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.desk = Counter(client)
+        self.going: int | None = None  # which I have not waited for yet
 
     def begin(self) -> None:
         """See `Pace`."""
@@ -173,12 +174,14 @@ class Loose:
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
 
-    def _tick(self, dropped: str, bound: float) -> int:
-        """My turn is over; gives the number of the message that is answered when I may go on."""
+    def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
+        """My turn is over. `going` is the message that is answered when I may go on."""
         client, desk = self._client, self.desk
+        if self.going is not None:
+            client.callers[0].wait(self.going, client.seconds)
         desk.clock += 1
-        client.callers[0].call("tick", body={"clock": desk.clock, "dropped": dropped}, seconds=client.seconds)
-        return client.callers[0].send("go", body={"bound": -1 if bound == math.inf else int(bound)}, seconds=client.seconds)
+        body = {"clock": desk.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
+        self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
 
 
 class Stale(Loose):
@@ -190,7 +193,6 @@ class Stale(Loose):
         super().__init__(client)
         self._bound = spec.staleness
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
-        self._going: int | None = None  # the message by which I may go on, which I have not waited for
 
     def weight(self, part: float) -> float:
         """See `Pace`: the servers step by my part instead."""
@@ -200,10 +202,11 @@ class Stale(Loose):
         """See `Pace`."""
         self._check()
         client = self._client
-        asked = client.callers[0].send("slowest", seconds=client.seconds)
-        parcels = client.settle(number)
+        bounded = self._bound < math.inf
+        asked = client.callers[0].send("slowest", seconds=client.seconds) if bounded else None
+        parcels = client.settle(number, wait=bounded)
         step = client.steps_taken[number] + 1
-        slowest = client.callers[0].wait(asked, client.seconds).body["clock"]
+        slowest = 0 if asked is None else int(client.callers[0].wait(asked, client.seconds).body["clock"])
         body = {
             "factor": client.factors.pop(number, 1.0),
             "part": client.scene.moment.part,
@@ -226,14 +229,13 @@ class Stale(Loose):
         if not self.desk.open:
             return
         client = self._client
-        if self._going is not None:
-            client.callers[0].wait(self._going, client.seconds)
-        self._going = self._tick("", self._bound)
+        self._tick("", self._bound)
         known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
         if self.desk.clock - known > self._bound:
             began = time.perf_counter()
-            client.wait(0, self._going, f"turn {self.desk.clock + 1}", ("behind", {}))
-            self._going = None
+            assert self.going is not None
+            client.wait(0, self.going, f"turn {self.desk.clock + 1}", ("behind", {}))
+            self.going = None
             client.wires.waited += time.perf_counter() - began
             client.catch_up()
             self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - int(self._bound))
@@ -312,7 +314,5 @@ class Backup(Loose):
         """See `Pace`."""
         if not self.desk.open:
             return
-        client = self._client
         late, self._late = self._late, False
-        going = self._tick(("again" if self._spec.requeue else "dropped") if late else "", math.inf)
-        client.callers[0].wait(going, client.seconds)
+        self._tick(("again" if self._spec.requeue else "dropped") if late else "")

@@ -148,8 +148,10 @@ def test_what_a_user_sets():
             "PACELINE_SYNC": "AllReduce()",
             "PACELINE_INTERFACE": "eth0",
             "PACELINE_DEADLINE": "2.5",
+            "PACELINE_SERVERS": "3",
         }
     )
+    assert place.servers == 3 and discover({}).servers is None
     assert place.secret == b"0123456789abcdef"
     assert (place.run_name, place.sync, place.interface, place.deadline) == ("n", "AllReduce()", "eth0", 2.5)
 
@@ -163,6 +165,8 @@ def test_what_a_user_sets():
         ({"WORLD_SIZE": "4"}, "RANK isn't"),
         ({"RANK": "3"}, "WORLD_SIZE isn't"),
         ({"PACELINE_DEADLINE": "-1"}, "PACELINE_DEADLINE=-1"),
+        ({"PACELINE_SERVERS": "0"}, "PACELINE_SERVERS is 0"),
+        ({"PACELINE_SERVERS": "two"}, "PACELINE_SERVERS=two isn't a whole number"),
         ({"PACELINE_STORE": "a:1", "RANK": "0"}, "WORLD_SIZE isn't set"),
         ({**SLURM, "SLURM_STEP_NODELIST": "a[x]"}, "can't be read"),
     ],

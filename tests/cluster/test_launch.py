@@ -432,6 +432,7 @@ class TestUsage:
             ({"script": "absent.py"}, "absent.py doesn't exist"),
             ({"script": "."}, "without a __main__.py"),
             ({"workers": 0}, "--workers is 0"),
+            ({"servers": 0}, "--servers is 0"),
             ({"hosts": 0}, "--hosts is 0"),
             ({"threads": 0}, "--threads is 0"),
             ({"hosts": 2}, "needs --join"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from typing import Any
@@ -82,6 +83,33 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
         ended = each.end()
         assert ended.code == 0, ended
     assert near(weights(job, "served"), alone)
+
+
+@pytest.mark.slow
+def test_not_in_lockstep_as_the_command_line_says(job: Jobs) -> None:
+    """Three workers of unequal speed share the samples of an epoch; the summary tells what servers did."""
+    slow = "time.sleep(0.05 * (rank == 2))"
+    path = job.write(script("loose", "None", epochs=2, after=slow))
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "--workers",
+        "3",
+        "--servers",
+        "2",
+        "--sync",
+        "ParameterServer(staleness=inf)",
+        path,
+    ]
+    ended = job.start(command).end()
+    assert ended.code == 0, ended
+    summary = json.loads((job.folder / "runs" / "loose" / "summary.json").read_text())
+    assert summary["sync"] == "ParameterServer(staleness=inf)" and summary["samples"] == 320 and len(summary["servers"]) == 2
+    assert sum(summary["servers"][0]["staleness"].values()) == summary["servers"][0]["messages"]["tick"] > 40
+    lines = [json.loads(line) for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["samples"] for line in lines) == 320 and lines[-1]["loss"] < lines[0]["loss"]
 
 
 @SOAK

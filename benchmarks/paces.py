@@ -1,0 +1,118 @@
+"""What is left of the speed of workers when they wait for each other: the paces of a parameter server, with workers that are slow.
+
+    python benchmarks/paces.py [--workers 4 --turns 150 --milliseconds 60 --repeats 1]
+
+A turn of a worker takes so many milliseconds (it sleeps, so that the processors of this machine don't count). Two cases: each worker is
+slowed five times in a random tenth of its turns; and the last worker is four times slower all the time. What is shown is the samples that
+came to count in a second, by the sum of the workers' own speeds, each measured in the same run without its waits and exchanges: a worker
+that never waits has 1. With backup workers, in the second case, by the sum of the quick ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline as pl
+
+SHARE = 4  # samples of a turn
+CASES = {"now and then": "each 5 times slower in a tenth of its turns", "one": "the last 4 times slower, all the time"}
+PACES = {
+    "BSP": "ParameterServer(servers=1)",
+    "SSP, s=3": "ParameterServer(servers=1, staleness=3)",
+    "SSP, s=8": "ParameterServer(servers=1, staleness=8)",
+    "ASP": "ParameterServer(servers=1, staleness=inf)",
+    "1 backup worker": "ParameterServer(servers=1, backup_workers=1)",
+}
+
+
+def sleeps(case: str, rank: int, size: int, base: float) -> Any:
+    """How long each turn takes."""
+    chance = random.Random(rank)
+    while True:
+        if case == "one":
+            yield base * (4 if rank == size - 1 else 1)
+        else:
+            yield base * (5 if chance.random() < 0.1 else 1)
+
+
+def worker(sync: str, case: str, turns: int, base: float, out: str) -> None:
+    """One of the workers: trains hardly anything, and says how long that took."""
+    torch.set_num_threads(1)
+    with pl.start(sync, folder=out) as run:
+        model = nn.Linear(16, 1)
+        data = TensorDataset(torch.randn(turns * run.size * SHARE, 16), torch.randn(turns * run.size * SHARE, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, SHARE * run.size))
+        pauses, busy, mine = sleeps(case, run.rank, run.size, base), 0.0, 0
+        run.barrier()
+        began = time.time()
+        for x, y in loader:
+            started = time.perf_counter()
+            time.sleep(next(pauses))
+            loss = ((model(x) - y) ** 2).mean()
+            loss.backward()
+            busy += time.perf_counter() - started
+            mine += len(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        ended = time.time()
+        run.barrier()
+    Path(out, f"{run.rank}.json").write_text(json.dumps({"began": began, "ended": ended, "busy": busy, "samples": mine}))
+
+
+def measure(pace: str, case: str, options: argparse.Namespace) -> float:
+    """The part of the workers' own speeds that is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = [PACES[pace], case, str(options.turns), str(options.milliseconds / 1000), folder]
+        command = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers), __file__, "--worker", *asked]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)]
+        summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
+    dropped = summary["servers"][0]["dropped"]["samples"]
+    seconds = max(one["ended"] for one in found) - min(one["began"] for one in found)
+    counted = found[:-1] if "backup" in pace and case == "one" else found
+    own = sum(one["samples"] / one["busy"] for one in counted)
+    return float((sum(one["samples"] for one in found) - dropped) / seconds / own)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=150, help="of each worker, if all were equal")
+    parser.add_argument("--milliseconds", type=float, default=60.0, help="of a turn")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write results here")
+    options = parser.parse_args()
+    if options.worker:
+        sync, case, turns, base, out = options.worker
+        worker(sync, case, int(turns), float(base), out)
+        return
+    results: dict[str, dict[str, list[float]]] = {case: {pace: [] for pace in PACES} for case in CASES}
+    for _ in range(options.repeats):
+        for case, by_pace in results.items():
+            for pace, ratios in by_pace.items():
+                ratios.append(measure(pace, case, options))
+    for case, text in CASES.items():
+        print(f"{options.workers} workers, {text}:")
+        for pace, ratios in results[case].items():
+            print(f"    {pace:<16} {statistics.median(ratios):.2f}   ({', '.join(f'{ratio:.3f}' for ratio in ratios)})")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
