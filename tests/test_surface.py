@@ -25,6 +25,7 @@ NAMES = [
     "ResourceError",
     "Run",
     "Sequence",
+    "SparseEmbedding",
     "UsageError",
     "WorkerLost",
     "__version__",

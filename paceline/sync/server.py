@@ -37,6 +37,7 @@ from paceline.comm.messages import DTYPES, Message, Receiver, keys
 from paceline.errors import PacelineError, UsageError
 from paceline.sync.pieces import Piece
 from paceline.sync.shard import Plan, Shard
+from paceline.sync.tables import Tables
 
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
@@ -90,6 +91,9 @@ class Server:
             "memories": self._memories,
             "end": self._end,
         }
+        tables = Tables(self._answer)
+        self._kinds |= tables.kinds
+        self._first = {"plan", "end", *tables.kinds}  # what may come before there is a shard
 
     def run(self) -> None:
         """Serve."""
@@ -109,7 +113,7 @@ class Server:
     def _done(self, message: Message) -> bool:
         """Whether it was answered, one way or the other."""
         act = self._kinds.get(message.kind)
-        if act is None or (self._shard is None and message.kind not in ("plan", "end")):
+        if act is None or (self._shard is None and message.kind not in self._first):
             self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
             return True
         try:
