@@ -114,11 +114,11 @@ class SparseEmbedding(nn.Module):
         source, ids, places = self._source, *self._unique(input)
         training = torch.is_grad_enabled() and self.weight.requires_grad
         values = source.pull(ids, train=training).to(self.weight.device)
+        if not len(ids):
+            values = values.new_zeros(1, self.dim)  # bags without any rows
         if training:
             values.requires_grad_().register_post_accumulate_grad_hook(lambda leaf: self._arrived(ids, leaf))
         padding = None if self.padding_idx is None else _place(ids, self.padding_idx)
-        if not len(ids):
-            values = values.new_zeros(1, self.dim)  # bags without any rows
         offsets = None if offsets is None else offsets.to(places.device, torch.int64)
         last = self.include_last_offset and offsets is not None
         return F.embedding_bag(places, values, offsets, mode=self.mode, include_last_offset=last, padding_idx=padding)
@@ -169,7 +169,7 @@ class SparseEmbedding(nn.Module):
         self._shown = self.weight.grad = torch.zeros_like(self.weight)
         if factor == 0.0:
             return  # 0 x nan is nan
-        grad = grad.cpu() if factor == 1.0 else grad.cpu() * factor
+        grad = grad.cpu()[: len(ids)] if factor == 1.0 else grad.cpu()[: len(ids)] * factor
         if self.padding_idx is not None:
             kept = ids != self.padding_idx
             ids, grad = ids[kept], grad[kept]

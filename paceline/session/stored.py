@@ -29,14 +29,14 @@ def images(kept: Sequence[Kept]) -> Iterator[tuple[str, Image]]:
 
 
 def restore(kept: Sequence[Kept], found: Checkpoint) -> bytes:
-    """Let the servers have what was saved. Raises `CheckpointError` for other tables than these, before anything is changed."""
+    """Let the servers have what was saved. Raises `CheckpointError` for other tables than these, before any row is changed."""
     names = sorted(name for name in found.more if name.startswith(PREFIX))
     heads = {name[: len(PREFIX) + 3]: found.part(name).unpack()["head"] for name in names if name.endswith("-00000")}
     saved = [_form(head["name"], head["spec"]) for head in heads.values()]
     here = [_form(table.name, table.lookup.spec.plain()) for table in kept]
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are {', '.join(here)}: build the same model "
+            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are {', '.join(here) or 'none'}: build the same model "
             "and optimizers as in the run that saved it"
         )
     for table, (prefix, head) in zip(kept, heads.items(), strict=True):

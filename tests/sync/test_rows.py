@@ -60,8 +60,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("made", "text"),
         [
-            (lambda p: torch.optim.Adam(p), r"optimizer of their own, torch\.optim\.SparseAdam"),
-            (lambda p: torch.optim.RMSprop(p), "SGD, Adagrad or SparseAdam"),
+            (torch.optim.Adam, r"optimizer of their own, torch\.optim\.SparseAdam"),
+            (torch.optim.RMSprop, "SGD, Adagrad or SparseAdam"),
             (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), r"momentum=0\.9.* in a group of its own with momentum=0"),
             (lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1), "weight_decay"),
             (lambda p: torch.optim.SGD(p, 0.1, maximize=True), "maximize"),
