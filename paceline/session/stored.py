@@ -36,8 +36,8 @@ def restore(kept: Sequence[Kept], found: Checkpoint) -> bytes:
     here = [_form(table.name, table.lookup.spec.plain()) for table in kept]
     if saved != here:
         raise CheckpointError(
-            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are {', '.join(here) or 'none'}: build the same model "
-            "and optimizers as in the run that saved it"
+            f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and here are {', '.join(here) or 'none'}: build the same "
+            "model and optimizers as in the run that saved it"
         )
     for table, (prefix, head) in zip(kept, heads.items(), strict=True):
         table.lookup.clear(head["spec"]["seed"], head["count"])
