@@ -5,7 +5,7 @@ processes, and they take turns round by round. At the end both are scored on the
 
     python benchmarks/tables.py [--rows 10000000 --dim 16 --tables 1 --servers 2]
 
-A round of DDP takes some seconds a step and 3 to 4 copies of all tables in each worker: 2.6 GB with the defaults, twice that with --tables 2.
+A step of DDP takes seconds, and each of its workers 3 to 4 copies of all tables: 2.6 GB with the defaults, twice that with --tables 2.
 """
 
 from __future__ import annotations
@@ -131,9 +131,8 @@ class Worker:
 
 def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
     """The processes of a program."""
-    flags = [
-        f"--{flag.replace('_', '-')}={getattr(options, flag)}" for flag in ("tables", "rows", "dim", "bag", "batch", "optimizer", "servers")
-    ]
+    passed = "tables", "rows", "dim", "bag", "batch", "optimizer", "servers"
+    flags = [f"--{flag}={getattr(options, flag)}" for flag in passed]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
     flags += [] if options.prefetch else ["--no-prefetch"]
     return Crew(name, [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]], WORKERS, folder=folder, patience=300.0)

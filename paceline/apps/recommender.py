@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import resource
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,9 @@ def _bag(rows: int, dim: int, seed: int) -> nn.EmbeddingBag:
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """One for everything: the tables are in it, too."""
-    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
-    return kind(model.parameters(), lr=RATES[name])
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    made: torch.optim.Optimizer = kinds[name](model.parameters(), lr=RATES[name])
+    return made
 
 
 def loss_of(logits: Tensor, clicked: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""The recommender: tables on servers and on workers learn the same, and the AUC is in the summary."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.apps import recommender
+from paceline.apps.clicks import Clicks, Log
+from paceline.session.run import Run
+from paceline.sync.client import ParameterServer
+from tests.runs import workers
+
+LOG = Log(tables=2, rows=500, bag=2)
+
+
+def train(run: Run, *, served: bool, name: str = "adagrad", ahead: bool = False) -> float:
+    model = recommender.build(LOG, 4, served=served, servers=2)
+    optimizer = recommender.optimizer_of(name, model)
+    loaders = Clicks(LOG, 0, 60 * 64).loader(64), Clicks(LOG, 1 << 20, 2000).loader(512)
+    model, optimizer, batches, held_out = run.prepare(model, optimizer, *loaders)
+    before = recommender.evaluate(run, model, held_out)
+    for numbers, ids, clicked in batches:
+        loss = recommender.loss_of(model(numbers, ids), clicked)
+        model.prefetch(batches.peek() if ahead else None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = recommender.evaluate(run, model, held_out)
+    assert after > before + 0.05
+    return after
+
+
+def test_tables_on_servers_learn_the_same() -> None:
+    wanted = workers(1, lambda run: train(run, served=False))[0]
+    for size, options in ((2, {}), (2, {"ahead": True})):
+        assert workers(size, lambda run, o=options: train(run, served=True, **o))[0] == pytest.approx(wanted, abs=1e-4)
+    assert workers(2, lambda run: train(run, served=True), strategy=ParameterServer())[0] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_prefetching_saves_waits() -> None:
+    def body(run: Run, *, ahead: bool) -> int:
+        model = recommender.build(LOG, 4, served=True, servers=1)
+        optimizer = recommender.optimizer_of("sgd", model)
+        model, optimizer, batches = run.prepare(model, optimizer, Clicks(LOG, 0, 640).loader(64))
+        for numbers, ids, clicked in batches:
+            loss = recommender.loss_of(model(numbers, ids), clicked)
+            model.prefetch(batches.peek() if ahead else None)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(table.source._lookup.waits for table in model.tables)
+
+    assert workers(2, lambda run: body(run, ahead=False)) == [20, 20]
+    assert workers(2, lambda run: body(run, ahead=True)) == [2, 2]
+
+
+def test_the_model_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    one, other = (recommender.build(LOG, 4, served=served, servers=None) for served in (True, False))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(p, q) for p, q in zip(one.top.parameters(), other.top.parameters(), strict=True))
+
+
+def program(folder: Path, *options: str, workers: int = 1) -> dict[str, Any]:
+    """The summary of a run of the program."""
+    command = [sys.executable, "-m", "paceline.cli", "run", "--workers", str(workers), str(Path(recommender.__file__))]
+    given = ["--rows", "2000", "--steps", "30", "--batch", "256", "--held-out", "4000", "--folder", str(folder), "--name", "x", *options]
+    answer = subprocess.run([*command, *given], capture_output=True, text=True, check=False, timeout=100, cwd=folder)
+    assert answer.returncode == 0, answer.stderr
+    summary: dict[str, Any] = json.loads(
+        max(folder.glob("x*"), key=lambda path: path.stat().st_mtime_ns).joinpath("summary.json").read_text()
+    )
+    return summary
+
+
+@pytest.mark.slow
+def test_the_program(tmp_path: Path) -> None:
+    """With two workers and two servers of their own, beside a parameter server; and with tables on the one worker there is."""
+    found = program(tmp_path, "--servers", "2", "--dense-by", "server", workers=2)
+    wanted = program(tmp_path, "--tables-by", "worker", "--no-prefetch")
+    assert found["sync"] == "ParameterServer(servers=2)" and found["workers"] == 2
+    assert 0.5 < found["results"]["auc"] == pytest.approx(wanted["results"]["auc"], abs=2e-3)
+    assert found["final_loss"] == pytest.approx(wanted["final_loss"], rel=1e-4)
+    assert 0 < found["results"]["worker_memory_mb"] < 1000
