@@ -36,10 +36,8 @@ class Shown:
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
         """See `Source`."""
-        began = time.perf_counter()
-        found = self._lookup.pull(ids, train=train)
-        self._backward.seconds += time.perf_counter() - began
-        return found
+        with _exchanging(self._backward, "rows"):
+            return self._lookup.pull(ids, train=train)
 
     def prefetch(self, ids: Tensor) -> None:
         """See `Source`."""
@@ -93,7 +91,7 @@ class Tables:
         for prefix, model in models:
             for name, module in model.named_modules():
                 if isinstance(module, SparseEmbedding) and all(kept.module is not module for kept in self.kept):
-                    found.setdefault(id(module), (prefix + name, module))
+                    found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
         return list(found.values())
 
     def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer]) -> None:
@@ -129,9 +127,8 @@ class Tables:
         """Give the servers what they need for the next step of its tables; waits for nobody."""
         mine = [kept for kept in self.kept if kept.optimizer is optimizer]
         if mine and self._desk is not None:
-            began = time.perf_counter()
-            self._desk.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
-            self._backward.seconds += time.perf_counter() - began
+            with _exchanging(self._backward, "gradients of rows"):
+                self._desk.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
 
     @contextlib.contextmanager
     def hidden(self, optimizer: Any) -> Iterator[None]:
@@ -182,6 +179,20 @@ class Tables:
             kept.module.source = None
         if self._desk is not None:
             self._desk.close()
+
+
+@contextlib.contextmanager
+def _exchanging(backward: Backward, what: str) -> Iterator[None]:
+    """The time in here is exchange, and not compute."""
+    began, inside = time.perf_counter_ns(), backward.since > 0
+    backward.computed(began)
+    try:
+        yield
+    finally:
+        ended = time.perf_counter_ns()
+        backward.seconds += (ended - began) / 1e9
+        backward.since = ended if inside else 0
+        backward.scene.trace.record(what, "exchange", began, ended)
 
 
 def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:

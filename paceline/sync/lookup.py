@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.messages import Caller
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.sync import rows
 from paceline.sync.base import Room, Scene
 from paceline.sync.client import Wires
@@ -163,13 +163,23 @@ class Lookup:
         return Asked(step, ids, parts)
 
     def _take(self, asked: Asked) -> Tensor:
-        answers = [(where, self._desk.wait(server, message).tensors[0]) for server, where, message in asked.parts]
+        try:
+            answers = [(where, self._desk.wait(server, message).tensors[0]) for server, where, message in asked.parts]
+        except DeadlineExceeded as error:
+            raise self._named(error, asked.parts[0][0]) from error
         if len(answers) == 1:
             return answers[0][1]  # type: ignore[no-any-return]
         values = torch.empty(len(asked.ids), self.spec.dim, dtype=self.spec.kind)
         for where, part in answers:
             values[where] = part
         return values
+
+    def _named(self, error: DeadlineExceeded, server: int) -> DeadlineExceeded:
+        """The error with the names of those who are waited for."""
+        given = self._desk.call(server, "rows.given", {"table": self._number}).body["workers"]
+        missing = tuple(rank for rank in range(self._desk.scene.group.size) if rank not in given)
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return DeadlineExceeded(f"{error}: the rows of {self.name} wait for step {self.steps} of {ranks}", missing)
 
     # ---- steps
 

@@ -52,6 +52,7 @@ class Tables:
             "rows.table": self._table,
             "rows.pull": self._pull,
             "rows.give": self._give,
+            "rows.given": self._given,
             "rows.digest": self._digest,
             "rows.part": self._part,
             "rows.clear": self._clear,
@@ -101,6 +102,10 @@ class Tables:
             if all(worker in shelf.given for worker in body["workers"]):
                 self._step(entry["table"], shelf, body["workers"])
         return self._answer(message, {}, ())
+
+    def _given(self, message: Message) -> bool:
+        """Who has given something for the next step: a worker that waits in vain wants to know."""
+        return self._answer(message, {"workers": sorted(self._shelf(message.body["table"]).given)}, ())
 
     def _step(self, number: int, shelf: Shelf, workers: list[int]) -> None:
         """All are here: take the step, in the order of the workers."""

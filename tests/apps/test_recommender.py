@@ -74,9 +74,8 @@ def program(folder: Path, *options: str, workers: int = 1) -> dict[str, Any]:
     given = ["--rows", "2000", "--steps", "30", "--batch", "256", "--held-out", "4000", "--folder", str(folder), "--name", "x", *options]
     answer = subprocess.run([*command, *given], capture_output=True, text=True, check=False, timeout=100, cwd=folder)
     assert answer.returncode == 0, answer.stderr
-    summary: dict[str, Any] = json.loads(
-        max(folder.glob("x*"), key=lambda path: path.stat().st_mtime_ns).joinpath("summary.json").read_text()
-    )
+    newest = max(folder.glob("x*/summary.json"), key=lambda path: path.stat().st_mtime_ns)
+    summary: dict[str, Any] = json.loads(newest.read_text())
     return summary
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.comparing import Comparison
 from paceline.session.run import Run
@@ -352,6 +354,19 @@ def test_replicas_are_compared_and_told_apart(tmp_path: Any) -> None:
     assert len(found) == 2
 
 
+def test_exchanges_of_rows_are_seen_as_such(tmp_path: Path) -> None:
+    """In the summary, where a step is the sum of its parts, and in the trace, where a turn is."""
+    workers(2, lambda run: train(run, served()), folder=tmp_path)
+    summary = json.loads((tmp_path / "test" / "summary.json").read_text())
+    assert summary["step_seconds"]["exchange"] > 0
+    events = json.loads((tmp_path / "test" / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] in ("compute", "exchange", "step")]
+    assert {"rows", "gradients of rows"} <= {event["name"] for event in spans}
+    for turn in [event for event in spans if event["cat"] == "step"]:
+        inside = [e for e in spans if e["cat"] != "step" and (e["pid"], e["args"]) == (turn["pid"], turn["args"])]
+        assert sum(e["dur"] for e in inside) == pytest.approx(turn["dur"], abs=20)
+
+
 def test_a_frozen_table_is_only_read() -> None:
     def body(run: Run, *, thaws: bool) -> Tensor:
         model = Net(served(), torch.float64, "mean")
@@ -395,6 +410,32 @@ def test_after_the_run_there_are_no_rows() -> None:
 def _prepared(run: Run) -> nn.Module:
     table = SparseEmbedding(ROWS, DIM)
     return run.prepare(table, torch.optim.SGD(table.parameters(), 0.1))[0]
+
+
+def test_who_does_not_come_is_named() -> None:
+    """A worker that steps alone waits in vain; the error says for whom, before the others notice anything."""
+
+    def body(run: Run) -> None:
+        run._scene.deadline = 0.5
+        model = SparseEmbedding(ROWS, DIM, servers=2)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        if run.rank == 1:
+            model(torch.tensor([[1, 2]])).sum().backward()
+            optimizer.step()
+            model(torch.tensor([[1, 2]]))
+        else:
+            time.sleep(2)
+
+    with pytest.raises(DeadlineExceeded, match="rows of model wait for step 1 of ranks 0, 2") as found:
+        workers(3, body)
+    assert found.value.missing == (0, 2)
+
+
+def test_one_server_on_each_host_if_nothing_is_said() -> None:
+    def body(run: Run) -> int:
+        return _prepared(run).source._lookup._desk.servers
+
+    assert workers(4, body, hosts=(0, 0, 1, 1)) == [2] * 4
 
 
 class TestMisuse:
@@ -455,6 +496,14 @@ class TestMisuse:
             run.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
 
         with pytest.raises(UsageError, match="float32 or float64"):
+            workers(1, body)
+
+    def test_where_losses_are_survived(self) -> None:
+        def body(run: Run) -> None:
+            run._cast.survives = True
+            _prepared(run)
+
+        with pytest.raises(UsageError, match=r"sparse tables .* can't go on yet when workers are lost; leave out --min-workers"):
             workers(1, body)
 
     def test_of_copies(self) -> None:
