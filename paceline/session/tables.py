@@ -74,7 +74,10 @@ class Kept:
     def gradient(self) -> Gradient:
         """What I give for the next step."""
         found, spec = self.module.gradient(), self.lookup.spec
-        return Gradient(*merged(found or [], spec.dim, spec.kind), found is not None)
+        whole = merged(found or [], spec.dim, spec.kind)
+        if found:
+            found[:] = [whole]  # more may be added to it before zero_grad
+        return Gradient(*whole, found is not None)
 
 
 class Tables:
