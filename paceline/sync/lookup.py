@@ -23,7 +23,7 @@ from paceline.sync.base import Room, Scene
 from paceline.sync.client import Wires
 from paceline.sync.table import Spec
 
-AT_ONCE = 1 << 16  # rows that travel in one message when tables are saved
+PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved
 
 
 class Asked(NamedTuple):
@@ -209,15 +209,16 @@ class Lookup:
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """All rows in use and what is remembered of them, some at a time."""
+        each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
         for server in range(self._desk.servers):
             start = 0
             while True:
-                body = {"table": self._number, "step": self.steps, "start": start, "stop": start + AT_ONCE}
+                body = {"table": self._number, "step": self.steps, "start": start, "stop": start + each}
                 answer = self._desk.call(server, "rows.part", body)
                 if not len(answer.tensors[0]):
                     break
                 yield dict(zip(answer.body["names"], answer.tensors, strict=True))
-                start += AT_ONCE
+                start += each
 
     def clear(self, seed: int, count: int) -> None:
         """Nothing is in use any more; so many steps have been taken."""

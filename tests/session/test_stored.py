@@ -16,7 +16,7 @@ from paceline.session import stored
 from paceline.session.run import Run
 from paceline.sync import lookup
 from tests.runs import distance, workers
-from tests.session.test_tables import OPTIMIZERS, Net, everything, loader, one, served
+from tests.session.test_tables import DIM, OPTIMIZERS, Net, everything, loader, one, served
 
 
 def body(run: Run, kind: str, servers: int, *, folder: Path | None = None, until: int = 0, seed: int = 0, **options: Any) -> Tensor:
@@ -42,7 +42,7 @@ def body(run: Run, kind: str, servers: int, *, folder: Path | None = None, until
 @pytest.mark.parametrize(("kind", "before", "after"), [("adam", (2, 2), (3, 1)), ("adagrad", (1, 1), (2, 3)), ("groups", (3, 3), (1, 2))])
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, before: Any, after: Any) -> None:
     """In parts of a few rows; the other seed in the second run doesn't matter, as the first one was saved."""
-    monkeypatch.setattr(lookup, "AT_ONCE", 7)
+    monkeypatch.setattr(lookup, "PART_BYTES", 7 * DIM * 8)
     workers(before[0], lambda run: body(run, kind, before[1], until=9), folder=tmp_path)
     (found,) = checkpoint.newest(tmp_path / "test" / "checkpoints")
     assert len(list(found.glob("table-000-*.safetensors"))) > 4, "part by part"

@@ -23,6 +23,7 @@ from paceline.session.comparing import Comparison
 from paceline.session.run import Run
 from paceline.sync import rows
 from paceline.sync.client import ParameterServer
+from paceline.sync.gossip import Gossip
 from paceline.sync.localsgd import LocalSGD
 from tests.runs import alone, cut, distance, parameters, workers
 
@@ -178,11 +179,11 @@ def test_beside_a_parameter_server(kind: str) -> None:
     assert distance(several(2, 2, kind, strategy=ParameterServer(servers=1)), one(kind)) < 1e-9
 
 
-def test_beside_local_sgd() -> None:
+def test_beside_strategies_in_which_replicas_part() -> None:
     """Tables stay in lockstep, with the mean over all workers, while dense replicas part between rounds."""
-    found = several(2, 2, "sgd", strategy=LocalSGD(every=6))
     wanted = one("sgd")
-    assert 1e-9 < distance(found, wanted) < 0.3
+    assert 1e-9 < distance(several(2, 2, "sgd", strategy=LocalSGD(every=6)), wanted) < 0.3
+    assert distance(several(2, 2, "sgd", strategy=Gossip()), wanted) < 1e-9, "of two workers, and with SGD, it is the mean"
     assert distance(several(2, 2, "sgd", strategy=LocalSGD(every=1)), wanted) < 1e-9
 
 
@@ -292,8 +293,8 @@ def test_a_model_of_tables_alone() -> None:
         return table.lookup(torch.arange(ROWS)) if isinstance(table, SparseEmbedding) else table.weight.detach()
 
     wanted = alone(lambda run: body(run, plain()))
-    for options in ({}, {"accumulate": 2}):
-        found = workers(2, lambda run, options=options: body(run, served(dtype=torch.float64), **options))
+    for strategy, options in product((None, ParameterServer(), LocalSGD(every=2)), ({}, {"accumulate": 2})):
+        found = workers(2, lambda run, options=options: body(run, served(dtype=torch.float64), **options), strategy=strategy)
         assert distance(found[0], wanted) < 1e-9
 
 
