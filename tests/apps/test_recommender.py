@@ -20,9 +20,8 @@ from tests.runs import workers
 LOG = Log(tables=2, rows=500, bag=2)
 
 
-def train(run: Run, *, served: bool, name: str = "adagrad", ahead: bool = False) -> float:
-    model = recommender.build(LOG, 4, served=served, servers=2)
-    optimizer = recommender.optimizer_of(name, model)
+def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> float:
+    optimizer = recommender.optimizer_of("adagrad", model)
     loaders = Clicks(LOG, 0, 60 * 64).loader(64), Clicks(LOG, 1 << 20, 2000).loader(512)
     model, optimizer, batches, held_out = run.prepare(model, optimizer, *loaders)
     before = recommender.evaluate(run, model, held_out)
@@ -38,10 +37,11 @@ def train(run: Run, *, served: bool, name: str = "adagrad", ahead: bool = False)
 
 
 def test_tables_on_servers_learn_the_same() -> None:
-    wanted = workers(1, lambda run: train(run, served=False))[0]
-    for size, options in ((2, {}), (2, {"ahead": True})):
-        assert workers(size, lambda run, o=options: train(run, served=True, **o))[0] == pytest.approx(wanted, abs=1e-4)
-    assert workers(2, lambda run: train(run, served=True), strategy=ParameterServer())[0] == pytest.approx(wanted, abs=1e-4)
+    wanted = workers(1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None)))[0]
+    for strategy, ahead in ((None, False), (None, True), (ParameterServer(), False)):
+        models = [recommender.build(LOG, 4, served=True, servers=2) for _ in range(2)]  # threads share torch's generator
+        found = workers(2, lambda run, models=models, ahead=ahead: train(run, models[run.rank], ahead=ahead), strategy=strategy)
+        assert found[0] == found[1] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_prefetching_saves_waits() -> None:
