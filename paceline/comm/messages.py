@@ -202,6 +202,7 @@ class Receiver:
         self._say, self._said = say, 0
         self._heard: dict[int, int] = {}  # the last number of each sender
         self._guard = _Guard(self._context, keys.worker[0], self._refuse)
+        self.nbytes = 0  # of all that has come
         self._path = path
         self._sockets: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
@@ -247,6 +248,7 @@ class Receiver:
         except Refused as error:
             self._refuse(f"a message was refused: {error}")
             return None
+        self.nbytes += sum(len(frame) for frame in frames)
         if found.number <= self._heard.get(found.sender, 0):
             self._refuse(f"a message was refused: number {found.number} of {found.sender} has come before")
             return None

@@ -51,8 +51,14 @@ class Agreement:
         self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
+        self.entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
+
+    @property
+    def names(self) -> list[str]:
+        """The host of each rank."""
+        return list(self._hosts)
 
     @property
     def host(self) -> str:
@@ -66,6 +72,8 @@ class Agreement:
         """
         if self._inside:
             return act()
+        if self.entering is not None:
+            self.entering()
         self._name(what)
         if self.recovery is None:
             return self._make(act)

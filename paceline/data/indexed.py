@@ -79,6 +79,7 @@ class Indexed:
         self._asked = -1  # the step asked for last
         self._left = 0  # parts of it that have not been read
         self._held: tuple[int, tuple[Part, Any]] | None = None  # what was read ahead for `peek`, and its round
+        self.at_once: int | None = None  # see `Indices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
@@ -97,7 +98,7 @@ class Indexed:
         seeds = draws.twin(loader.generator)
         if seeded:
             draws.draw_seed(loader.generator)
-        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start)
+        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
         self._indices = indices
         indices.prime(check)
         if now is not None:
@@ -109,8 +110,12 @@ class Indexed:
             )
         self._asked = start - 1
         self._feed.go(indices, start)
+        self.primed(start)
         self._open(seeds)
         return start
+
+    def primed(self, start: int) -> None:
+        """The first indices are here, and nothing has been read yet."""
 
     def step(self, index: int) -> Step | None:
         indices = self._found

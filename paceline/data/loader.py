@@ -12,8 +12,10 @@ import msgpack
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.comm.desk import Desk
 from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
+from paceline.data.demand import Demand, check_terms
 from paceline.data.indexed import Indexed
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import Shares, policy, probe
@@ -94,6 +96,7 @@ def deal(
     hooks: Watcher | None = None,
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
+    desk: Desk | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -102,6 +105,7 @@ def deal(
     into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
     gives each rank its own samples). `say` is told, once each, what costs more than one would think. `move` brings each batch to a device.
+    `desk`: where workers that are not in lockstep take the samples of a training loader from.
 
     Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
@@ -121,7 +125,14 @@ def deal(
         move=move,
         asked=shares,
     )
+    if desk is not None and train is not False:
+        check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
+        if desk is not None and train is not False:
+            raise DataError(
+                "a stream (IterableDataset) is dealt step by step to all workers, and with staleness or backup_workers they are not in "
+                "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
+            )
         check_stream(terms)
         return ShareLoader(terms, Stream(terms), hooks or Unwatched())
     if readers != "worker" or shard is not None:
@@ -129,7 +140,7 @@ def deal(
             f"readers={readers!r}, shard={shard!r} are for streams, not for a {type(loader.dataset).__qualname__}: leave them out"
         )
     check_samplers(loader)
-    return ShareLoader(terms, Indexed(terms), hooks or Unwatched())
+    return ShareLoader(terms, Indexed(terms) if desk is None else Demand(terms, desk), hooks or Unwatched())
 
 
 class ShareLoader:

@@ -34,15 +34,25 @@ class Indices:
 
     Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in steps. `origin` is what the
     generators were when this epoch began, and whether a base seed was drawn then; `start` is the first step that is wanted: the
-    same order is drawn again and skipped up to there.
+    same order is drawn again and skipped up to there. `at_once`: so many indices, about, are drawn at a time.
     """
 
-    def __init__(self, loader: DataLoader[Any], agreement: Agreement, *, ahead: int, origin: draws.State, start: int = 0) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        agreement: Agreement,
+        *,
+        ahead: int,
+        origin: draws.State,
+        start: int = 0,
+        at_once: int | None = None,
+    ) -> None:
         self.agreement = agreement
         self.origin = origin
         self._loader = loader
         self._ahead = ahead
-        self._chunk = max(1, ahead, min(CHUNK, CHUNK_INDICES // (loader.batch_size or 1_024)))
+        size = loader.batch_size or 1_024
+        self._chunk = max(1, ahead, min(CHUNK, CHUNK_INDICES // size) if at_once is None else at_once // 2 // size)
         self._source: Iterator[Any] | None = None
         self._drawn = 0  # batches taken out of the source, on the worker that has one
         self._start = start
@@ -91,6 +101,20 @@ class Indices:
                 raise AssertionError(f"step {step} was asked for, and indices are here up to {self._high} only")
             self._keep(self._draw(1))
         return self._batches.get(step)
+
+    @property
+    def high(self) -> int:
+        """The first step whose batch is not here yet."""
+        return self._high
+
+    @property
+    def first(self) -> int:
+        """The first step whose batch is here."""
+        return min(self._batches, default=self._high)
+
+    def sizes(self) -> list[int]:
+        """How many samples the batches have that are here."""
+        return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
         """A number that tells the order of all batches before `step`, to be compared on resume."""

@@ -23,6 +23,7 @@ class Book:
         self._path, self._line = folder.metrics, line
         self._file: TextIO | None = None
         self.stands_by = stands_by
+        self.adds = False  # the samples of a record are its worker's own
         self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
         self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
         self._steps = self._samples = 0
@@ -55,6 +56,8 @@ class Book:
     def totals(self, seconds: float) -> Totals:
         """What it all comes to, after `seconds` of running."""
         inside = sum(self._seconds.values())
+        if self.adds:  # workers have taken different numbers of steps: the time is that of the one who trained longest
+            inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
         return Totals(
             steps=self._steps,
             samples=self._samples,
@@ -87,10 +90,11 @@ class Book:
         line = {"step": step, "time": round(first[2], 6), **values}
         if first[4] is None:
             return line
-        seconds = self._count(first[3], {rank: record[4] for rank, record in records.items() if record[4] is not None})
+        samples = sum(record[3] for record in records.values()) if self.adds else first[3]
+        seconds = self._count(samples, {rank: record[4] for rank, record in records.items() if record[4] is not None})
         if self._line is not None:
-            self._line.step(Beat(step, first[2], first[3], values, seconds), total)
-        return {**line, "samples": first[3], "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
+            self._line.step(Beat(step, first[2], samples, values, seconds), total)
+        return {**line, "samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
 
     def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
         self._steps += 1

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.cluster.versioned import Stateful, Versioned
+from paceline.comm.desk import Desk
 from paceline.comm.group import Finished, Op, Work
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
@@ -21,7 +22,7 @@ from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
 from paceline.session.step import Turns
 from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Slot
+from paceline.sync.base import Scene, Slot, Steps
 
 BatchNorm = Literal["sync", "local"]
 
@@ -76,6 +77,11 @@ class Cast:
             tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
             preparing.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.say)
         if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
+            if self._desk is not None:
+                raise UsageError(
+                    "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
+                    "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
+                )
             self._synchronous += [model for model in models if model not in self._synchronous]
             self._synchronise(models)
         for optimizer in self._fresh(optimizers):
@@ -92,6 +98,11 @@ class Cast:
         if found and self.survives:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) can't go on yet when workers are lost; leave out --min-workers, or use nn.EmbeddingBag"
+            )
+        if found and self._desk is not None:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "
+                "lockstep: leave those out"
             )
         self.tables.open(found, self.optimizers)
 
@@ -117,10 +128,15 @@ class Cast:
             options = {**options, "accumulate": 1}
         local = self.subgroups.within_host() if options["readers"] == "host" else None
         hooks, say, move = self._turns, self.scene.say, mover(self._device)
-        dealt = deal(loader, self.scene.agreement, train=train, local=local, hooks=hooks, say=say, move=move, **options)
+        dealt = deal(loader, self.scene.agreement, train=train, local=local, hooks=hooks, say=say, move=move, desk=self._desk, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
         return dealt
+
+    @property
+    def _desk(self) -> Desk | None:
+        sync = self._backward.sync
+        return sync.desk if isinstance(sync, Steps) else None
 
     def _synchronise(self, models: list[nn.Module]) -> None:
         """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""

@@ -32,6 +32,7 @@ class Outcome(NamedTuple):
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
+    servers: list[dict[str, Any]]  # what each has done
     results: dict[str, Any]
 
 
@@ -65,6 +66,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         parameters_sha256=digest,
         events=outcome.events,
         checkpoints=outcome.checkpoints,
+        servers=outcome.servers,
         results=outcome.results,
     ).write(folder)
     if any(spans.values()):

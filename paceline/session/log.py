@@ -88,6 +88,16 @@ class Log:
         self.note: Callable[[str], None] = say  # told who makes the others wait
         self.total_steps: int | None = None
 
+    @property
+    def adds(self) -> bool:
+        """Whether the samples of a step are each worker's own, and not those of all."""
+        return self._book is not None and self._book.adds
+
+    @adds.setter
+    def adds(self, adds: bool) -> None:
+        if self._book is not None:
+            self._book.adds = adds
+
     # ---- while a step is under way: never waits
 
     def log(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
@@ -109,7 +119,7 @@ class Log:
                 sums.device = tensor * weight if sums.device is None else sums.device + tensor.to(sums.device.device) * weight
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
-        """Step number `step` is over: it had `samples` over all workers, and `seconds` in each of its parts on this one."""
+        """Step number `step` is over: it had `samples` over all workers (or mine: `adds`), and `seconds` in each part on this one."""
         self._number += 1
         now = self._clock() - self._began
         for late in sorted(number for number in self._open if number != step):

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import msgpack
 from torch import Tensor, nn
 
 from paceline.cluster import report
@@ -28,6 +27,7 @@ from paceline.session.comparing import Comparing, Comparison
 from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
 from paceline.session.groups import Subgroups, Surroundings
+from paceline.session.handing import Handing
 from paceline.session.line import Line
 from paceline.session.log import Log
 from paceline.session.saving import Order, Saving
@@ -68,8 +68,7 @@ class Run:
         patience, pinned = around.deadline, self.device.type == "cuda"
         self._saving = Saving(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
-        self._stopping = self._asked_to_stop = False
-        self._next_flush = 1
+        self._handing = Handing(self._turns, self._cast, scene, self.event)
         self._closed = self._introduced = self._waits = self._joined = False
         self.seed = joint.seed(scene.agreement, seed, f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}")
         self._comparing = Comparing(comparison, scene, self._cast, self._backward.sync)
@@ -88,7 +87,7 @@ class Run:
             raise UsageError("ParameterServer can't go on yet when workers are lost; leave out --min-workers, or use another strategy")
         body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
-        survival = self._survival = Survival(around, self._agreement, body)
+        survival = self._survival = self._handing.survival = Survival(around, self._agreement, body)
         self._cast.survives = True
         self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
         self._turns.generation_of = self._generation
@@ -98,6 +97,7 @@ class Run:
         """Take up the run's folder and log."""
         self.folder, self._log, self._total_steps = folder, log, total_steps
         log.total_steps, log.note = total_steps, self._lost
+        self._handing.open(log)
 
     # ---- who and where
 
@@ -226,10 +226,10 @@ class Run:
         self._scene.say(text)
 
     def _facts(self) -> dict[str, Any]:
-        return {"flush": self._next_flush, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
+        return {"flush": self._handing.next, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
 
     def _learn(self, facts: dict[str, Any]) -> None:
-        self._next_flush, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
+        self._handing.next, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
         self._log.place(facts["log"])
 
     # ---- in the loop
@@ -271,10 +271,7 @@ class Run:
             return None
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
         self._cast.tables.check_clip(tensors)
-        sync = self._backward.sync
-        if isinstance(sync, Steps) and sync.attached:
-            return self._agreement.attempt(lambda: sync.clip(tensors, max_norm, norm_type), "run.clip")
-        return nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
+        return self._turns.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
@@ -313,12 +310,13 @@ class Run:
 
     def stop(self) -> None:
         """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
-        self._asked_to_stop = True
+        self._handing.asked = True
 
     def _stop_agreed(self) -> bool:
-        if not self._stopping:
-            self._stopping = self._turns.over = any(self._agreement.meet("run.epochs", b"s" if self._asked_to_stop else b""))
-        return self._stopping
+        handing = self._handing
+        if not handing.stopping:
+            handing.stopping = self._turns.over = any(self._agreement.meet("run.epochs", b"s" if handing.asked else b""))
+        return handing.stopping
 
     # ---- after each step
 
@@ -328,27 +326,7 @@ class Run:
             self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)
         self._comparing.step_ended(self.steps)
-        if self.steps >= self._next_flush:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Hand what was logged to the first worker; about once a second, at a step agreed before."""
-        preparing.check_known(self._cast.models, self._cast.slots)
-        news = None if self._survival is None else self._survival.news()
-        me = msgpack.packb([self._log.drain(), self._asked_to_stop, self._log.steps_ahead(), self._agreement.origins[self.rank], news])
-        answers = [msgpack.unpackb(a) for a in self._agreement.meet("run.log", me)]
-        self._next_flush = self.steps + answers[0][2]
-        if self._survival is not None:
-            self._survival.hear([answer[4] for answer in answers])
-        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers], self.cluster.names())
-        if reason is not None and not self._stopping:
-            self.event(f"stopped: {reason}")
-            self._scene.say(f"stopping: {reason}")
-        if reason is not None or any(a[1] for a in answers):
-            self._stopping = self._turns.over = True
-            for loader in self._cast.loaders:
-                if loader.terms.training:
-                    loader.finish()
+        self._handing.step_ended()
 
     # ---- state
 
@@ -378,7 +356,7 @@ class Run:
         found = self._saving.resume([place if place.name == "checkpoints" else place / "checkpoints" for place in asked])
         if found is None:
             return False
-        self._next_flush = self.steps + 1
+        self._handing.next = self.steps + 1
         self._scene.say(f"resumed from {found} at step {self.steps}")
         return True
 
@@ -415,9 +393,13 @@ class Run:
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        sent, tally = self._turns.sent, self._saving.tally()
-        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, self.results)
+        sent, tally, elsewhere = self._turns.sent, self._saving.tally(), self._facts_elsewhere()
+        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, elsewhere, self.results)
         conclude(outcome, self._scene, self.folder, self._log)
+
+    def _facts_elsewhere(self) -> list[dict[str, Any]]:
+        sync = self._backward.sync
+        return sync.facts() if self.is_first and isinstance(sync, Steps) and sync.attached else []
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,13 +29,13 @@ from paceline.comm.group import Traffic
 from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm import is_synchronous
+from paceline.session.ghost import Buffers, buffers, put_back
 from paceline.session.tables import Tables
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot, Steps
 
-Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+T = TypeVar("T")
 
 
 class Beat(Protocol):
@@ -89,6 +89,8 @@ class Turns:
         self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
+        self.apart = False  # workers are not in lockstep
+        self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
         backward.begins = self._weigh
         scene.moment.loss_scale = self._loss_scale
@@ -148,6 +150,7 @@ class Turns:
             self.end_broken()
             if self.over:
                 loader.finish()
+            self.parting()
         self._asked = time.perf_counter()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
@@ -172,7 +175,7 @@ class Turns:
                 self.backward.silenced = False  # this one is exchanged by all
             self.backward.ran = False
             if turn.ghost:
-                course.kept = self._buffers()
+                course.kept = buffers(self.models)
         self._open.append(course)
         self.settle()
         if course is self._leader:
@@ -188,7 +191,7 @@ class Turns:
             return
         inner, leads = self._open[-1] is course, course is self._leader
         if turn.train:
-            _put_back(course.kept)
+            put_back(course.kept)
             course.kept = []
             if turn.last_micro and (inner or leads):
                 self.backward.join("the next batch")
@@ -220,6 +223,8 @@ class Turns:
         """See `Watcher`."""
         if self._leader is self._courses[id(loader)]:
             self._leader = None
+        if self.apart and self.scene.agreement.entering is not None:
+            self.scene.agreement.entering()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
@@ -230,7 +235,9 @@ class Turns:
 
     def _count(self, turn: Turn) -> None:
         self.steps += 1
-        self.scene.moment.step = self.scene.trace.step = self.steps
+        self.scene.trace.step = self.steps
+        if not self.apart:
+            self.scene.moment.step = self.steps  # by which all are at the same call
         if self._page is not None:
             self._page.passed(self.steps)
         began, before, aside = time.perf_counter(), self.scene.traffic, self.scene.aside
@@ -282,6 +289,11 @@ class Turns:
         return turn.last_micro and not self.backward.failed
 
     @property
+    def training_now(self) -> bool:
+        """Whether the loop over a training loader is under way."""
+        return any(course.loader.terms.training and course.loader.under_way for course in self._open)
+
+    @property
     def broken(self) -> bool:
         """Whether the training loop was left by `break` between two micro-batches."""
         return any(course.loader.terms.training and not course.loader.under_way for course in self._open)
@@ -331,8 +343,20 @@ class Turns:
         sync = self.backward.sync
         assert isinstance(sync, Steps)
         began = time.perf_counter()
-        self.scene.agreement.attempt(lambda: sync.step(optimizer), "optimizer.step")
+        self._call(lambda: sync.step(optimizer), "optimizer.step")
         self.backward.seconds += time.perf_counter() - began
+
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """See `Run.clip`."""
+        sync = self.backward.sync
+        if not isinstance(sync, Steps) or not sync.attached:
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return self._call(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip")
+
+    def _call(self, act: Callable[[], T], what: str) -> T:
+        """A call of all workers, if they are in lockstep."""
+        agreement = self.scene.agreement
+        return agreement.wait(act, what) if self.apart else agreement.attempt(act, what)
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
@@ -409,22 +433,6 @@ class Turns:
         self._step["compute"] += whole - waited - exchange
         self.backward.computed(int(now * 1e9))
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
-
-    def _buffers(self) -> Buffers:
-        """What a ghost's forward may change or replace; the buffers of synchronous BatchNorm are right on a ghost too."""
-        found = []
-        for model in self.models:
-            for module in model.modules():
-                if not is_synchronous(module):
-                    found += [(module, name, b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()]
-        return found
-
-
-def _put_back(kept: Buffers) -> None:
-    for module, name, buffer, values in kept:
-        if buffer is not None and values is not None:
-            buffer.data.copy_(values)  # not counted as a change: masks and tables stay what nobody has changed
-        module._buffers[name] = buffer
 
 
 def _inner(courses: list[Course]) -> Turn | None:

@@ -24,7 +24,7 @@ from paceline.parallel.embedding import SparseEmbedding
 from paceline.sync import rows
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene
-from paceline.sync.lookup import Desk, Gradient, Lookup, merged
+from paceline.sync.lookup import Gradient, Library, Lookup, merged
 from paceline.sync.table import Spec
 
 
@@ -85,7 +85,7 @@ class Tables:
 
     def __init__(self, scene: Scene, backward: Backward) -> None:
         self._scene, self._backward = scene, backward
-        self._desk: Desk | None = None
+        self._library: Library | None = None
         self.kept: list[Kept] = []
 
     def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
@@ -106,15 +106,15 @@ class Tables:
         told = [rows.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
         for (name, module), owner in zip(found, owned, strict=True):
             _check(name, module, frozen=owner is None)
-        if found and self._desk is None:
-            self._desk = Desk(self._scene, max(asked, default=None))
-        elif asked and self._desk is not None and asked != {self._desk.servers}:
-            raise UsageError(f"the tables of this run are on {self._desk.servers} servers, and servers={max(asked)} asks for others")
+        if found and self._library is None:
+            self._library = Library(self._scene, max(asked, default=None))
+        elif asked and self._library is not None and asked != {self._library.servers}:
+            raise UsageError(f"the tables of this run are on {self._library.servers} servers, and servers={max(asked)} asks for others")
         for (name, module), owner, how in zip(found, owned, told, strict=True):
-            assert self._desk is not None
+            assert self._library is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")
-            lookup = self._desk.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
+            lookup = self._library.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
             module.source = Shown(lookup, self._backward, frozen=owner is None)
             self.kept.append(Kept(name, module, lookup, *(owner or (None, 0))))
 
@@ -129,9 +129,9 @@ class Tables:
     def step(self, optimizer: Any) -> None:
         """Give the servers what they need for the next step of its tables; waits for nobody."""
         mine = [kept for kept in self.kept if kept.optimizer is optimizer]
-        if mine and self._desk is not None:
+        if mine and self._library is not None:
             with _exchanging(self._backward, "gradients of rows"):
-                self._desk.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
+                self._library.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
 
     @contextlib.contextmanager
     def hidden(self, optimizer: Any) -> Iterator[None]:
@@ -180,8 +180,8 @@ class Tables:
         """Let go of the servers; modules have no rows any more."""
         for kept in self.kept:
             kept.module.source = None
-        if self._desk is not None:
-            self._desk.close()
+        if self._library is not None:
+            self._library.close()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.comm.desk import Desk
 from paceline.comm.group import Group, Traffic
 from paceline.comm.messages import Keys
 from paceline.comm.ordered import Agreement
@@ -120,24 +121,40 @@ class Steps(Protocol):
         """Whether it has charge of any parameters."""
         ...
 
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers that are not in lockstep while they train get their samples; None where they are."""
+        ...
+
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether this one does."""
         ...
 
     def step(self, optimizer: Optimizer) -> None:
-        """Have it step. Collective."""
+        """Have it step. Collective, if in lockstep."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """See `Run.clip`; nothing is changed here. Collective."""
+        """See `Run.clip`; nothing is changed here. Collective, if in lockstep."""
+        ...
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What was done elsewhere, for the summary."""
         ...
 
 
 class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 
-    apart: bool  # whether replicas, and so what their optimizers remember, may differ between two steps
-    meets: bool  # whether there are moments between two turns, without being asked for, at which all replicas are equal
+    @property
+    def apart(self) -> bool:
+        """Whether replicas, and so what their optimizers remember, may differ between two steps."""
+        ...
+
+    @property
+    def meets(self) -> bool:
+        """Whether there are moments between two turns, without being asked for, at which all replicas are equal."""
+        ...
 
     @property
     def together(self) -> bool:

@@ -20,7 +20,7 @@ from paceline.comm.messages import Caller
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.sync import rows
 from paceline.sync.base import Room, Scene
-from paceline.sync.client import Wires
+from paceline.sync.parcels import Wires
 from paceline.sync.table import Spec
 
 PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved
@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
     used: bool
 
 
-class Desk:
+class Library:
     """The servers of all tables of a run, as this worker reaches them."""
 
     def __init__(self, scene: Scene, servers: int | None) -> None:
@@ -122,10 +122,10 @@ class Desk:
 class Lookup:
     """One table. `waits` counts the times that rows had to be waited for from the asking on, `steps` what this worker has given."""
 
-    def __init__(self, desk: Desk, name: str, number: int, spec: Spec, settings: dict[str, Any]) -> None:
+    def __init__(self, library: Library, name: str, number: int, spec: Spec, settings: dict[str, Any]) -> None:
         self.name, self.spec, self.steps, self.waits = name, spec, 0, 0
         self.seconds = 0.0  # spent waiting for rows
-        self._desk, self._number, self._told = desk, number, settings
+        self._library, self._number, self._told = library, number, settings
         self._ahead: list[Asked] = []
         self._trained = False  # rows were pulled for training since the last step
 
@@ -137,7 +137,7 @@ class Lookup:
         if found is None:
             self.waits += 1
             asked = self._ask(ids, self.steps)
-            found = self._desk.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+            found = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
         self.seconds += time.perf_counter() - began
         return found
 
@@ -154,17 +154,17 @@ class Lookup:
         if not same and not torch.equal(asked.ids[places], ids):
             return None
         self._ahead = [other for other in self._ahead if other is not asked]
-        values = self._desk.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+        values = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
         return values if same else values[places]
 
     def _ask(self, ids: Tensor, step: int) -> Asked:
         body = {"table": self._number, "step": step}
-        parts = [(server, where, self._desk.send(server, "rows.pull", body, [ids[where]])) for server, where in self._desk.split(ids)]
+        parts = [(server, where, self._library.send(server, "rows.pull", body, [ids[where]])) for server, where in self._library.split(ids)]
         return Asked(step, ids, parts)
 
     def _take(self, asked: Asked) -> Tensor:
         try:
-            answers = [(where, self._desk.wait(server, message).tensors[0]) for server, where, message in asked.parts]
+            answers = [(where, self._library.wait(server, message).tensors[0]) for server, where, message in asked.parts]
         except DeadlineExceeded as error:
             raise self._named(error, asked.parts[0][0]) from error
         if len(answers) == 1:
@@ -176,8 +176,8 @@ class Lookup:
 
     def _named(self, error: DeadlineExceeded, server: int) -> DeadlineExceeded:
         """The error with the names of those who are waited for."""
-        given = self._desk.call(server, "rows.given", {"table": self._number}).body["workers"]
-        missing = tuple(rank for rank in range(self._desk.scene.group.size) if rank not in given)
+        given = self._library.call(server, "rows.given", {"table": self._number}).body["workers"]
+        missing = tuple(rank for rank in range(self._library.scene.group.size) if rank not in given)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return DeadlineExceeded(f"{error}: the rows of {self.name} wait for step {self.steps} of {ranks}", missing)
 
@@ -203,18 +203,18 @@ class Lookup:
     def facts(self) -> dict[str, Any]:
         """A digest of the rows in use, how many they are, and how many steps there were, over all servers."""
         body = {"table": self._number, "step": self.steps}
-        found = [self._desk.call(server, "rows.digest", body).body for server in range(self._desk.servers)]
+        found = [self._library.call(server, "rows.digest", body).body for server in range(self._library.servers)]
         digest = sum(int(answer["digest"], 16) for answer in found) % (1 << 64)
         return {"digest": f"{digest:016x}", "rows": sum(answer["rows"] for answer in found), "count": found[0]["count"]}
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """All rows in use and what is remembered of them, some at a time."""
         each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
-        for server in range(self._desk.servers):
+        for server in range(self._library.servers):
             start = 0
             while True:
                 body = {"table": self._number, "step": self.steps, "start": start, "stop": start + each}
-                answer = self._desk.call(server, "rows.part", body)
+                answer = self._library.call(server, "rows.part", body)
                 if not len(answer.tensors[0]):
                     break
                 yield dict(zip(answer.body["names"], answer.tensors, strict=True))
@@ -222,14 +222,14 @@ class Lookup:
 
     def clear(self, seed: int, count: int) -> None:
         """Nothing is in use any more; so many steps have been taken."""
-        for server in range(self._desk.servers):
-            self._desk.call(server, "rows.clear", {"table": self._number, "step": self.steps, "seed": seed, "count": count})
+        for server in range(self._library.servers):
+            self._library.call(server, "rows.clear", {"table": self._number, "step": self.steps, "seed": seed, "count": count})
 
     def put(self, part: dict[str, Tensor]) -> None:
         """Take up what `parts` gave."""
-        for server, where in self._desk.split(part["ids"]):
+        for server, where in self._library.split(part["ids"]):
             tensors = [values[where] for values in part.values()]
-            self._desk.call(server, "rows.put", {"table": self._number, "names": list(part)}, tensors)
+            self._library.call(server, "rows.put", {"table": self._number, "names": list(part)}, tensors)
 
     def forget(self, seed: int) -> None:
         """What was asked for ahead is void: the table has become another, whose rows begin by this seed. On all workers."""

@@ -4,10 +4,13 @@
     plan, fill, remember               what it keeps, and how it begins
     push(unit)       ------------->    kept until the step; acknowledged
     norm             ------------->    the norm of the sums, once all workers' pushes are there
-    close(step)      ------------->    the step, once all workers have closed it
+    close(step)      ------------->    the step, once all workers have closed it, or once it is decided who makes it
+    apply            ------------->    a step with what this worker alone has pushed
     read(unit, step) ------------->    the parameters, once that step has been taken
-    memories         ------------->    what optimizers remember
+    memories, facts  ------------->    what optimizers remember; what was done here
+    absent           ------------->    who has not closed a step yet
 
+Where workers are not in lockstep, the first server deals them their samples too (`dealing`).
 What can't be answered yet is put off, and looked at again after each message; nothing here waits for one worker alone.
 """
 
@@ -23,6 +26,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,12 +40,14 @@ from paceline.cluster.worker import preparation
 from paceline.comm.buckets import Shape
 from paceline.comm.messages import DTYPES, Message, Receiver, keys
 from paceline.errors import PacelineError, UsageError
+from paceline.sync.dealing import Dealing
 from paceline.sync.pieces import Piece
 from paceline.sync.shard import Plan, Shard
 from paceline.sync.tables import Tables
 
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
+KEPT = 8  # steps whose norms are remembered
 LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
@@ -79,6 +86,7 @@ class Server:
         self._digest = b""
         self._later: list[Message] = []  # what can't be answered yet
         self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, with which settings
+        self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
         self._kinds: dict[str, Callable[[Message], bool]] = {
             "plan": self._plan,
@@ -88,25 +96,36 @@ class Server:
             "norm": self._norm,
             "close": self._close,
             "read": self._read,
+            "apply": self._apply,
+            "absent": self._absent,
             "memories": self._memories,
+            "facts": self._facts,
             "end": self._end,
         }
-        tables = Tables(self._answer)
-        self._kinds |= tables.kinds
+        self._dealing, tables = Dealing(self._answer), Tables(self._answer)
+        self._kinds |= self._dealing.kinds | tables.kinds
         self._first = {"plan", "end", *tables.kinds}  # what may come before there is a shard
+        self._done_of: Counter[str] = Counter()  # messages by kind
+        self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
 
     def run(self) -> None:
         """Serve."""
         while not self._ended and not self._over():
             found = self._receiver.receive(LOOK_SECONDS)
-            if found is not None and not self._done(found):
+            if found is None:
+                continue
+            began = time.perf_counter()
+            self._done_of[found.kind if found.kind in self._kinds else "unknown"] += 1
+            if not self._done(found):
                 self._put_off(found)
-            elif found is not None and self._later:
-                self._later = [message for message in self._later if not self._done(message)]
+            if self._later:
+                self._later = [message for message in self._later if message is found or not self._done(message)]
+            self._busy += time.perf_counter() - began
 
     def _put_off(self, message: Message) -> None:
         if len(self._later) < LATER:
             self._later.append(message)
+            self._most = max(self._most, len(self._later))
         else:
             self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
 
@@ -160,18 +179,31 @@ class Server:
     # ---- steps
 
     def _push(self, message: Message) -> bool:
-        self._kept.push(message.body["unit"], message.sender, message.tensors[0], message.body["used"])
+        body = message.body
+        if not body.get("late") or self._kept.in_time(body["unit"], message.body["step"]):
+            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"])
+        return self._answer(message)
+
+    def _apply(self, message: Message) -> bool:
+        body = message.body
+        factor, part = float(body["factor"]), float(body["part"])
+        self._kept.apply(body["optimizer"], message.sender, message.body["step"], factor=factor, part=part, settings=dict(body["settings"]))
         return self._answer(message)
 
     def _norm(self, message: Message) -> bool:
         body, shard = message.body, self._kept
-        self._next(body["optimizer"], body["step"])
-        asking = self._closing.setdefault((body["optimizer"], -body["step"]), {})
-        asking[message.sender] = None
-        if any(worker not in asking for worker in body["workers"]):
-            return False  # somebody may push something else yet
-        kind = math.inf if body["kind"] is None else float(body["kind"])
-        return self._answer(message, {"norm": shard.norm(body["optimizer"], body["workers"], kind)})
+        if not body.get("decided"):
+            self._next(body["optimizer"], message.body["step"])
+            asking = self._closing.setdefault((body["optimizer"], -message.body["step"]), {})
+            asking[message.sender] = None
+            if any(worker not in asking for worker in body["workers"]):
+                return False  # somebody may push something else yet
+        kind, key = math.inf if body["kind"] is None else float(body["kind"]), (body["optimizer"], body["step"])
+        found = self._norms.setdefault(key, {}).get(kind)  # another may have closed the step meanwhile
+        if found is None:
+            found = self._norms[key][kind] = shard.norm(body["optimizer"], body["workers"], kind)
+        self._norms.pop((body["optimizer"], body["step"] - KEPT), None)
+        return self._answer(message, {"norm": found})
 
     def _next(self, optimizer: int, step: int) -> None:
         if step != self._kept.steps[optimizer] + 1:
@@ -179,10 +211,14 @@ class Server:
 
     def _close(self, message: Message) -> bool:
         body, shard = message.body, self._kept
-        optimizer, step, workers = body["optimizer"], body["step"], body["workers"]
+        optimizer, step, workers = body["optimizer"], message.body["step"], body["workers"]
         if step <= shard.steps[optimizer]:
             return self._answer(message)
         self._next(optimizer, step)
+        settings = {int(group): values for group, values in body["settings"]}
+        if body.get("decided"):
+            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings)
+            return self._answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
         closing[message.sender] = body["factor"], body["settings"]
         if any(worker not in closing for worker in workers):
@@ -190,7 +226,6 @@ class Server:
         told = [closing[worker] for worker in workers]
         if any(other != told[0] for other in told):
             raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
-        settings = {int(group): values for group, values in body["settings"]}
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings)
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self._answer(message)
@@ -201,7 +236,26 @@ class Server:
         done = self._kept.steps[self._kept.units[unit].optimizer]
         if step > done + 1:
             raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
-        return step <= done and self._answer(message, tensors=(flat,))
+        if step > done:
+            return False
+        return self._answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
+
+    def _absent(self, message: Message) -> bool:
+        optimizer, step = message.body["optimizer"], message.body["step"]
+        came = self._closing.get((optimizer, step), {})
+        missing = [(worker, self._kept.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
+        return self._answer(message, {"missing": missing})
+
+    def _facts(self, message: Message) -> bool:
+        facts = {
+            "messages": dict(self._done_of),
+            "put_off": self._most,
+            "busy_seconds": self._busy,
+            "bytes": self._receiver.nbytes,
+            "memory_bytes": self._kept.nbytes,
+            **self._dealing.keeper.facts(),
+        }
+        return self._answer(message, facts)
 
     def _end(self, message: Message) -> bool:
         self._ended = True

@@ -64,6 +64,7 @@ class Shard:
             self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
+        self.applied: dict[tuple[int, int], int] = {}  # by worker and optimizer: its steps, where workers are not in lockstep
 
     def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
         groups = [list[Parameter]() for _ in settings]
@@ -146,12 +147,42 @@ class Shard:
         self.steps[optimizer] = step
         return True
 
-    def apply(self, number: int, flat: Tensor, used: bytes, *, factor: float = 1.0, settings: Any = None) -> None:
-        """Step one unit with this gradient alone, as soon as it has come; for workers that are not in lockstep."""
-        unit = self._fits(number, flat)
-        recipe.amend(self.optimizers[unit.optimizer], settings or {})
-        self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
-        self._step(unit.optimizer, [unit])
+    def in_time(self, number: int, step: int) -> bool:
+        """Whether a push for this step of the unit's optimizer can still be in it."""
+        unit = self._unit(number)
+        if step > self.steps[unit.optimizer] + 1:
+            raise Mismatch(f"unit {number} can't be pushed for step {step}: {self.steps[unit.optimizer]} have been taken")
+        return step == self.steps[unit.optimizer] + 1 and unit.total is None
+
+    def apply(self, optimizer: int, worker: int, step: int, *, factor: float = 1.0, part: float = 1.0, settings: Any = None) -> bool:
+        """Take a step with what this worker alone has pushed, times `factor`; False if its step of this number has been taken before.
+
+        The learning rate is multiplied by `part`, the worker's part of the global batch: what all workers make of one comes to what a
+        step with all of it would, to the first order. `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
+        """
+        done = self.applied.get((worker, optimizer), 0)
+        if step <= done:
+            return False
+        if step != done + 1:
+            raise Mismatch(f"step {step} of worker {worker} can't come after its step {done}")
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        if any(worker not in unit.pushed for unit in units):
+            raise Mismatch(f"worker {worker} has not pushed all of its step {step}")
+        own = self.optimizers[optimizer]
+        recipe.amend(own, settings or {})
+        for unit in units:
+            flat, used = unit.pushed.pop(worker)
+            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+        rates = [group["lr"] for group in own.param_groups]
+        for group in own.param_groups:
+            group["lr"] *= part
+        own.step()
+        for group, rate in zip(own.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for unit in units:
+            self._done(unit)
+        self.applied[worker, optimizer] = step
+        return True
 
     def _total(self, unit: Unit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
         """The sum, in the order of the workers, whoever came first."""
@@ -177,9 +208,20 @@ class Shard:
         for unit in units:
             unit.total = None
             unit.pushed.clear()
-            unit.version += 1
-            for parameter in unit.parameters:
-                parameter.grad = None
+            self._done(unit)
+
+    def _done(self, unit: Unit) -> None:
+        unit.version += 1
+        for parameter in unit.parameters:
+            parameter.grad = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept here: parameters, what optimizers remember, and what was pushed."""
+        found: list[Any] = [unit.bucket.flat for unit in self.units]
+        found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
+        found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
+        return sum(value.nbytes for value in found if isinstance(value, Tensor))
 
     def drop(self) -> None:
         """What was pushed and is not applied is void: the turn comes again."""
@@ -220,6 +262,7 @@ class Shard:
             "memories": self.memories(),
             "settings": [recipe.settings(optimizer) for optimizer in self.optimizers],
             "steps": list(self.steps),
+            "applied": [[*key, step] for key, step in self.applied.items()],
             "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
             "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
         }
@@ -236,3 +279,4 @@ class Shard:
         for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
             recipe.put(optimizer, found)
         self.steps = list(state["steps"])
+        self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}

@@ -434,7 +434,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_one_server_on_each_host_if_nothing_is_said() -> None:
     def body(run: Run) -> int:
-        return _prepared(run).source._lookup._desk.servers
+        return _prepared(run).source._lookup._library.servers
 
     assert workers(4, body, hosts=(0, 0, 1, 1)) == [2] * 4
 
@@ -506,6 +506,11 @@ class TestMisuse:
 
         with pytest.raises(UsageError, match=r"sparse tables .* can't go on yet when workers are lost; leave out --min-workers"):
             workers(1, body)
+
+    @pytest.mark.parametrize("options", [{"staleness": 2}, {"backup_workers": 1}])
+    def test_where_workers_are_not_in_lockstep(self, options: Any) -> None:
+        with pytest.raises(UsageError, match="with staleness or backup_workers they are not in lockstep"):
+            workers(3, _prepared, strategy=ParameterServer(**options))
 
     def test_of_copies(self) -> None:
         def body(run: Run) -> None:

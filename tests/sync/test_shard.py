@@ -235,9 +235,11 @@ def test_two_optimizers_step_by_themselves():
 
 
 def test_gradients_that_are_applied_as_they_come():
-    """Each of them is a step of its unit."""
+    """Each of them is a step of its own, by a part of the learning rate."""
     alone, model = parameters(), parameters()
     one, mine = KINDS["adam"](alone), KINDS["adam"](model)
+    for group in one.param_groups:
+        group["lr"] *= 0.25
     there = Servers(model, [mine], 3)
     for step in range(1, 6):
         for worker in range(2):
@@ -246,7 +248,14 @@ def test_gradients_that_are_applied_as_they_come():
                 p.grad = grad * 0.5
             one.step()
             for shard, number, _, flat, used in there.pushes(grads, worker):
-                shard.apply(number, flat, used, factor=0.5)
+                shard.push(number, worker, flat, used)
+            for shard in there.shards:
+                assert shard.apply(0, worker, step, factor=0.5, part=0.25)
+                assert not shard.apply(0, worker, step, factor=0.5, part=0.25), "it comes again, and does nothing"
+                with pytest.raises(Mismatch, match="has not pushed all"):
+                    shard.apply(0, worker, step + 1)
+                with pytest.raises(Mismatch, match="can't come after its step"):
+                    shard.apply(0, worker, step + 2)
     assert all(torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True))
     assert {unit.version for shard in there.shards for unit in shard.units} == {11}
 

@@ -1,0 +1,134 @@
+"""How what was logged comes to the first worker, about once a second; and how workers that are not in lockstep come together again.
+
+in lockstep    run.log: all meet, at a step agreed before             records -> the first worker
+not so         each posts a letter at its own pace                    letters -> the first worker, when it posts
+               the first call of all after an epoch: all come to the same step, with the same parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgpack
+
+from paceline.comm.desk import Desk
+from paceline.errors import UsageError
+from paceline.session import prepare as preparing
+from paceline.session.cast import Cast
+from paceline.session.log import Log
+from paceline.session.step import Turns
+from paceline.session.survival import Survival
+from paceline.sync.base import Scene, Steps
+
+
+class Handing:
+    """Hands over what was logged. `event` notes what happened, for the summary."""
+
+    log: Log
+
+    def __init__(self, turns: Turns, cast: Cast, scene: Scene, event: Callable[[str], None]) -> None:
+        self._turns, self._cast, self._scene, self._event = turns, cast, scene, event
+        self._known: dict[int, bytes] = {}  # of each rank, how far its records are here, where they come by letter
+        self.survival: Survival | None = None
+        self.next = 1  # the step after which it happens next
+        self.asked = False  # this worker wants to stop
+        self.stopping = False  # all have agreed to
+        turns.parting = self._part
+
+    @property
+    def desk(self) -> Desk | None:
+        """Where workers get their samples while they are not in lockstep."""
+        sync = self._turns.backward.sync
+        return sync.desk if isinstance(sync, Steps) else None
+
+    def open(self, log: Log) -> None:
+        """Hand over what is in this log."""
+        self.log = log
+        log.adds = self.desk is not None
+
+    def step_ended(self) -> None:
+        """A step is over."""
+        if self._turns.steps < self.next:
+            return
+        preparing.check_known(self._cast.models, self._cast.slots)
+        if self._turns.apart:
+            self._post()
+            self.next = self._turns.steps + self.log.steps_ahead()
+        else:
+            self._meet()
+
+    def _meet(self) -> None:
+        agreement, survival = self._scene.agreement, self.survival
+        news = None if survival is None else survival.news()
+        me = msgpack.packb([self.log.drain(), self.asked, self.log.steps_ahead(), agreement.origins[agreement.group.rank], news])
+        answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
+        self.next = self._turns.steps + answers[0][2]
+        if survival is not None:
+            survival.hear([answer[4] for answer in answers])
+        reason = self.log.absorb([a[0] for a in answers], [a[3] for a in answers], tuple(self._hosts))
+        self._say(reason)
+        if reason is not None or any(a[1] for a in answers):
+            self.stopping = self._turns.over = True
+            for loader in self._cast.loaders:
+                if loader.terms.training:
+                    loader.finish()
+
+    @property
+    def _hosts(self) -> list[str]:
+        return self._scene.agreement.names
+
+    def _say(self, reason: str | None) -> None:
+        if reason is not None and not self.stopping:
+            self._event(f"stopped: {reason}")
+            self._scene.say(f"stopping: {reason}")
+
+    # ---- not in lockstep
+
+    def _post(self) -> None:
+        assert self.desk is not None
+        self._read(self.desk.post(self.log.drain(), stop=self.asked))
+
+    def _read(self, letters: list[tuple[int, bytes]]) -> None:
+        """Take in what has come, on the first worker."""
+        ranks = range(self._scene.group.size)
+        for rank, letter in letters:
+            bodies = [self._known.get(other, _NOTHING) for other in ranks]
+            bodies[rank] = letter
+            reason = self.log.absorb(bodies, None, tuple(self._hosts))
+            upto, bad, _ = msgpack.unpackb(letter)
+            self._known[rank] = msgpack.packb([upto, bad, []])
+            self._say(reason)
+            if reason is not None and not self.asked:
+                self.asked = True  # all stop at the end of this epoch, which is now
+                assert self.desk is not None
+                self.desk.post(b"", stop=True)
+
+    def _part(self) -> None:
+        """An epoch begins in which workers are not in lockstep."""
+        if self.desk is not None:
+            self._turns.apart = True
+            self._scene.agreement.entering = self._come_together
+
+    def _come_together(self) -> None:
+        turns, agreement = self._turns, self._scene.agreement
+        if turns.training_now:
+            raise UsageError(
+                "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
+                "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: do it between epochs"
+            )
+        agreement.entering = None
+        turns.end_broken()
+        self._post()
+        told = [msgpack.unpackb(body) for body in agreement.meet("the end of an epoch", msgpack.packb([turns.steps, self.log.number]))]
+        assert self.desk is not None
+        self._read(self.desk.post(b""))
+        steps, number = (max(column) for column in zip(*told, strict=True))
+        turns.apart = False
+        turns.place(steps)
+        self.log.place(number)
+        self._known.clear()
+        self.next = steps + 1
+        turns.backward.sync.converge()
+
+
+_NOTHING = msgpack.packb([0, None, []])

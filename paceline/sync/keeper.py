@@ -1,0 +1,233 @@
+"""Who may go on, and with which samples, where workers are not in lockstep: kept by the first server.
+
+    worker 0   take turn tick | take turn tick | take ...      clock 2
+    worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead of the slowest, and waits then
+    keeper     deals each global batch of an epoch piece by piece, to whoever asks; knows whose pieces are under way
+
+With backup workers the first who have come to a step make it (`arrive`); a piece of who comes later is dropped, and may be dealt again.
+
+Nothing here waits or sends: what can't be answered yet is None, and asked again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.errors import Mismatch
+
+SHOWN = 1000  # dropped pieces that are told one by one
+
+
+class Piece(NamedTuple):
+    """A part of a global batch: its number in the epoch, and samples `start` to `stop` of it."""
+
+    batch: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Decision:
+    """Who makes a step, with backup workers: the first who came, in the order of their numbers."""
+
+    came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
+    workers: list[int] = field(default_factory=list)  # once it is decided
+
+
+@dataclass
+class Tally:
+    """What came of it all."""
+
+    leads: Counter[int] = field(default_factory=Counter)  # how often a worker went on that was so many turns ahead of the slowest
+    dropped: int = 0  # gradients that came too late
+    samples: int = 0  # of those
+    requeued: int = 0  # samples that were dealt again for it
+    pieces: list[tuple[int, Piece]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
+
+
+class Keeper:
+    """Clocks and pieces of one run. Workers are known by their numbers."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.clocks: dict[int, int] = {}  # turns that each worker has completed
+        self._part: tuple[int, int] | None = None  # epoch, and the number of its first batch that is dealt now
+        self._sizes: Sequence[int] = ()
+        self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
+        self._again: deque[Piece] = deque()
+        self._under_way: dict[int, list[Piece]] = {}
+        self._active: set[int] = set()  # workers that have turns to take
+        self._parked: set[int] = set()  # of those, who have asked for pieces when there were none, and wait for what others may drop
+        self._decisions: dict[tuple[int, int], Decision] = {}  # by optimizer and step
+        self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
+        self._posts: list[tuple[int, Tensor]] = []
+        self._stopped = False
+
+    # ---- samples
+
+    def begin(self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int]) -> None:
+        """Deal these global batches, the first of which has the number `first` in its epoch. Told by all workers, when none has a turn."""
+        if self._part == (epoch, first):
+            if list(sizes) != list(self._sizes):
+                raise Mismatch(f"workers deal different batches in epoch {epoch}")
+            return
+        left = [worker for worker in self._active if self._under_way.get(worker)]
+        if left:
+            raise Mismatch(f"epoch {epoch} can't begin: workers {left} are in the middle of another")
+        if not sizes or min(sizes) < 1:
+            raise Mismatch("there is nothing to deal, or a batch without samples")
+        self._part, self._sizes, self._next, self._stopped = (epoch, first), sizes, (0, 0), False
+        self._again.clear()
+        self._active, self._parked = set(workers), set()
+        self._under_way = {worker: [] for worker in self._active}
+        latest = max(self.clocks.values(), default=0)
+        self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
+
+    def take(self, worker: int, most: int) -> Piece | bool | None:
+        """The next piece, of at most so many samples; False: there is none for this worker any more; None: there may be later."""
+        if worker not in self._under_way or most < 1:
+            raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
+        if worker not in self._active:
+            return False
+        found = None if self._stopped else self._cut(most)
+        if found is not None:
+            self._parked.discard(worker)
+            self._under_way[worker].append(found)
+            return found
+        if self._under_way[worker]:  # its own turns come first
+            return False
+        if not self._stopped and any(self._under_way[other] for other in self._active):
+            self._parked.add(worker)
+            return None
+        self.leave(worker)
+        return False
+
+    def _cut(self, most: int) -> Piece | None:
+        if self._again:
+            batch, start, stop = self._again.popleft()
+            if stop - start > most:
+                self._again.appendleft(Piece(batch, start + most, stop))
+            return Piece(batch, start, min(start + most, stop))
+        number, start = self._next
+        if self._part is None or number == len(self._sizes):
+            return None
+        stop = min(start + most, self._sizes[number])
+        self._next = (number, stop) if stop < self._sizes[number] else (number + 1, 0)
+        return Piece(self._part[1] + number, start, stop)
+
+    def leave(self, worker: int) -> None:
+        """It begins no more turns in this epoch; nobody waits for it."""
+        self._active.discard(worker)
+        self._parked.discard(worker)
+
+    def stop(self) -> None:
+        """No more pieces in this epoch."""
+        self._stopped = True
+
+    def _drop(self, piece: Piece) -> None:
+        assert self._part is not None
+        self.tally.dropped += 1
+        self.tally.samples += piece.stop - piece.start
+        if len(self.tally.pieces) < SHOWN:
+            self.tally.pieces.append((self._part[0], piece))
+
+    # ---- clocks
+
+    def tick(self, worker: int, clock: int, dropped: str = "") -> None:
+        """A worker has completed its turn number `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
+        if not self._under_way.get(worker):
+            raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
+        if clock != self.clocks[worker] + 1:
+            raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.clocks[worker]}")
+        self.clocks[worker] = clock
+        piece = self._under_way[worker].pop(0)
+        if dropped == "again" and not self._stopped:
+            self._again.append(piece)
+            self.tally.dropped += 1
+            self.tally.requeued += piece.stop - piece.start
+        elif dropped:
+            self._drop(piece)
+
+    @property
+    def slowest(self) -> int:
+        """The turns that every worker has completed which has turns to take now."""
+        running = self._active - self._parked
+        return min((self.clocks[worker] for worker in running), default=max(self.clocks.values(), default=0))
+
+    def may(self, worker: int, bound: float) -> bool:
+        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
+        return worker not in self._active or self.clocks[worker] - self.slowest <= bound
+
+    def went(self, worker: int) -> None:
+        """It may go on, and is told."""
+        self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
+
+    def behind(self, worker: int) -> list[tuple[int, int]]:
+        """Who this one waits for, and the turns that those have completed."""
+        slowest = self.slowest
+        found = [(other, self.clocks[other]) for other in sorted(self._active - self._parked) if other != worker]
+        return [(other, clock) for other, clock in found if clock == slowest]
+
+    # ---- who makes a step, with backup workers
+
+    def arrive(self, worker: int, optimizer: int, step: int, said: Any, backups: int) -> Decision | bool | None:
+        """A worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
+
+        A step is decided once all but `backups` of the workers that have turns to take have come.
+        """
+        decided = self._decided.get(optimizer, 0)
+        if step <= decided:
+            known = self._decisions.get((optimizer, step), Decision())
+            return known if worker in known.workers else False
+        if step != decided + 1:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {decided}")
+        decision = self._decisions.setdefault((optimizer, step), Decision())
+        decision.came.setdefault(worker, said)
+        return self._decide(optimizer, step, backups)
+
+    def _decide(self, optimizer: int, step: int, backups: int) -> Decision | None:
+        decision, running = self._decisions[optimizer, step], self._active - self._parked
+        if not {*decision.came} >= running and len(decision.came) < max(min(len(self.clocks) - backups, len(running)), 1):
+            return None
+        decision.workers = sorted(decision.came)
+        self._decided[optimizer] = step
+        self._decisions.pop((optimizer, step - 8), None)  # who is that late knows it by the number
+        return decision
+
+    def decided(self, optimizer: int) -> int:
+        """The last step that was decided."""
+        return self._decided.get(optimizer, 0)
+
+    def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
+        """Who has not come to a step yet, and the turns that those have completed."""
+        decision = self._decisions.get((optimizer, step), Decision())
+        return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in decision.came]
+
+    # ---- letters to the first worker
+
+    def post(self, worker: int, letter: Tensor) -> None:
+        """Keep a letter for the first worker."""
+        self._posts.append((worker, letter))
+
+    def collect(self) -> list[tuple[int, Tensor]]:
+        """All letters that have come since."""
+        found, self._posts = self._posts, []
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary."""
+        tally = self.tally
+        return {
+            "staleness": {str(lead): count for lead, count in sorted(tally.leads.items())},
+            "dropped": {
+                "gradients": tally.dropped,
+                "samples": tally.samples,
+                "dealt_again": tally.requeued,
+                "pieces": [[epoch, *piece] for epoch, piece in tally.pieces],
+            },
+        }

@@ -1,0 +1,318 @@
+"""When workers of a parameter server wait for each other, and which gradients make a step.
+
+    Lockstep    all push, all close: one step with the sum of all             everybody in the same step
+    Backup      all push; the first who come make the step                    who is late takes its result, and goes on with the next
+    Stale       each applies what it has pushed as a step of its own          at most `staleness` turns ahead of the slowest
+
+In the last two each worker takes its samples when it is ready for them (`Counter`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.errors import PacelineError, UsageError
+from paceline.sync import recipe
+
+if TYPE_CHECKING:
+    from paceline.sync.client import Client, ParameterServer
+
+
+class Pace(Protocol):
+    """What differs between them. Optimizers are known by their numbers."""
+
+    free: bool  # workers are not in lockstep
+    drops: bool  # servers may leave out what is pushed too late
+
+    def begin(self) -> None:
+        """Servers have been started."""
+        ...
+
+    def weight(self, part: float) -> float:
+        """What my gradient is multiplied by when it is pushed; my part of the global batch is `part`."""
+        ...
+
+    def step(self, number: int) -> None:
+        """An optimizer steps."""
+        ...
+
+    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        """The norms of parts of the gradients that will make the next steps of these optimizers."""
+        ...
+
+    def commit(self) -> None:
+        """A turn is over."""
+        ...
+
+
+class Lockstep:
+    """Bulk synchronous: every step is made by all workers."""
+
+    free = drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        self._client = client
+        self._told: list[recipe.Settings] = []
+
+    def begin(self) -> None:
+        """See `Pace`."""
+        self._told = [recipe.settings(optimizer) for optimizer in self._client.optimizers]
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        client = self._client
+        parcels = client.settle(number)
+        now, step = recipe.settings(client.optimizers[number]), client.steps_taken[number] + 1
+        changes = [[group, values] for group, values in recipe.changed(self._told[number], now).items()]
+        factor = client.factors.pop(number, 1.0)
+        body = {"workers": client.workers, "factor": factor, "settings": changes}
+        closes = client.everywhere("close", number, step, body)
+        reads = client.ask_for(parcels, step)
+        began = time.perf_counter()
+        who = ("absent", {"optimizer": number, "step": step, "workers": client.workers})
+        for server, message in closes:
+            client.wait(server, message, f"optimizer.step {step}", who)
+        client.wires.waited += time.perf_counter() - began
+        client.take_in(parcels, reads)
+        self._told[number], client.steps_taken[number] = now, step
+
+    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        """See `Pace`."""
+        client, found = self._client, []
+        for number in numbers:
+            client.settle(number)
+        for number in numbers:
+            step = client.steps_taken[number] + 1
+            body = {"workers": client.workers, "kind": None if kind == math.inf else kind}
+            who = ("absent", {"optimizer": number, "step": -step, "workers": client.workers})
+            sent = client.everywhere("norm", number, step, body)
+            found += [float(client.wait(server, message, "run.clip", who).body["norm"]) for server, message in sent]
+        return found
+
+    def commit(self) -> None:
+        """See `Pace`."""
+
+
+class Counter:
+    """What the keeper is asked for: samples, and whether to go on (`Desk`)."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.clock = 0
+        self.open = False  # an epoch is under way
+
+    def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
+        """Deal these global batches, from number `first` of the epoch on. All workers call it."""
+        client = self._client
+        body = {"epoch": epoch, "first": first, "workers": client.workers}
+        found = client.callers[0].call("deal", body=body, tensors=[torch.tensor(sizes, dtype=torch.int64)], seconds=client.seconds)
+        self.clock, self.open = found.body["clock"], True
+
+    def take(self, most: int) -> tuple[int, int, int] | None:
+        """My next samples, at most so many: the number of their global batch, the first, and the one after the last; None: no more."""
+        client = self._client
+        began = time.perf_counter()
+        sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
+        found = client.wait(0, sent, "the next batch", ("behind", {})).body["piece"]
+        client.wires.waited += time.perf_counter() - began
+        return None if found is None else (found[0], found[1], found[2])
+
+    def leave(self) -> None:
+        """I take no more turns in this epoch: nobody waits for me."""
+        client = self._client
+        if self.open and client.callers:
+            with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
+                client.callers[0].call("leave", seconds=client.seconds)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All workers are here, in the middle of an epoch: what is inside may be a call of all."""
+        agreement = self._client.scene.agreement
+        entering, agreement.entering = agreement.entering, None
+        try:
+            yield
+        finally:
+            agreement.entering = entering
+
+    def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
+        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: ranks and letters."""
+        client = self._client
+        letter = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+        asked = {"stop": stop, "collect": client.scene.group.rank == 0}
+        found = client.callers[0].call("post", body=asked, tensors=[letter], seconds=client.seconds)
+        ranks = [client.workers.index(worker) for worker in found.body["workers"]]
+        return [(rank, letter.numpy().tobytes()) for rank, letter in zip(ranks, found.tensors, strict=True)]
+
+
+class Loose:
+    """What the two have in common that are not in lockstep."""
+
+    free = True
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.desk = Counter(client)
+
+    def begin(self) -> None:
+        """See `Pace`."""
+
+    def _check(self) -> None:
+        if not self.desk.open and len(self._client.workers) > 1:
+            raise UsageError(
+                "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
+                "whoever is ready for them: prepare the loader too, or leave both out"
+            )
+
+    def _tick(self, dropped: str, bound: float) -> int:
+        """My turn is over; gives the number of the message that is answered when I may go on."""
+        client, desk = self._client, self.desk
+        desk.clock += 1
+        client.callers[0].call("tick", body={"clock": desk.clock, "dropped": dropped}, seconds=client.seconds)
+        return client.callers[0].send("go", body={"bound": -1 if bound == math.inf else int(bound)}, seconds=client.seconds)
+
+
+class Stale(Loose):
+    """Stale synchronous, and asynchronous: each gradient is a step of its own."""
+
+    drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+        self._bound = spec.staleness
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
+        self._going: int | None = None  # the message by which I may go on, which I have not waited for
+
+    def weight(self, part: float) -> float:
+        """See `Pace`: the servers step by my part instead."""
+        return 1.0 if part else 0.0
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client = self._client
+        asked = client.callers[0].send("slowest", seconds=client.seconds)
+        parcels = client.settle(number)
+        step = client.steps_taken[number] + 1
+        slowest = client.callers[0].wait(asked, client.seconds).body["clock"]
+        body = {
+            "factor": client.factors.pop(number, 1.0),
+            "part": client.scene.moment.part,
+            "settings": list(enumerate(recipe.settings(client.optimizers[number]))),
+        }
+        sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
+        for server, message in sent:
+            client.callers[server].wait(message, client.seconds)
+        client.take_in(parcels, reads)
+        self._known[number] = slowest
+        client.steps_taken[number] = step
+
+    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        """See `Pace`: of my own gradients."""
+        client = self._client
+        return [client.norm(numbers, kind)]
+
+    def commit(self) -> None:
+        """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
+        if not self.desk.open:
+            return
+        client = self._client
+        if self._going is not None:
+            client.callers[0].wait(self._going, client.seconds)
+        self._going = self._tick("", self._bound)
+        known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
+        if self.desk.clock - known > self._bound:
+            began = time.perf_counter()
+            client.wait(0, self._going, f"turn {self.desk.clock + 1}", ("behind", {}))
+            self._going = None
+            client.wires.waited += time.perf_counter() - began
+            client.catch_up()
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - int(self._bound))
+
+
+class Backup(Loose):
+    """With backup workers: a step is made by the first who come."""
+
+    drops = True
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+        self._spec = spec
+        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+        self._late = False  # this turn
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    def _decide(self, number: int) -> dict[str, Any]:
+        """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
+        if number not in self._decided:
+            client = self._client
+            client.settle(number)
+            step = client.steps_taken[number] + 1
+            said = {"part": client.scene.moment.part, "settings": list(enumerate(recipe.settings(client.optimizers[number])))}
+            body = {"optimizer": number, "step": step, "said": said, "backups": self._spec.backup_workers}
+            began = time.perf_counter()
+            sent = client.callers[0].send("arrive", step=step, body=body, seconds=client.seconds)
+            who = ("missing", {"optimizer": number, "step": step})
+            self._decided[number] = client.wait(0, sent, f"optimizer.step {step}", who).body
+            client.wires.waited += time.perf_counter() - began
+        found: dict[str, Any] = self._decided[number]
+        return found
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client, found = self._client, self._decide(number)
+        client.settle(number)  # or p.grad was changed since
+        factor, step = client.factors.pop(number, 1.0), client.steps_taken[number] + 1
+        del self._decided[number]
+        parcels = client.units(number)
+        if "late" in found:
+            self._late, step = True, int(found["late"])
+            client.take_in(parcels, client.ask_for(parcels, step))
+        else:
+            body = {
+                "workers": found["workers"],
+                "factor": factor / found["parts"],
+                "settings": found["said"]["settings"],
+                "decided": True,
+            }
+            closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+            for server, message in closes:
+                client.callers[server].wait(message, client.seconds)
+            client.take_in(parcels, reads)
+        client.steps_taken[number] = step
+
+    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
+        client, norms = self._client, list[float]()
+        for number in numbers:
+            found, step = self._decide(number), client.steps_taken[number] + 1
+            if "late" in found:
+                norms.append(client.norm([number], kind))
+                continue
+            body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
+            sent = client.everywhere("norm", number, step, body)
+            answers = [client.callers[server].wait(message, client.seconds).body for server, message in sent]
+            norms += [float(answer["norm"]) / found["parts"] for answer in answers]
+        return norms
+
+    def commit(self) -> None:
+        """See `Pace`."""
+        if not self.desk.open:
+            return
+        client = self._client
+        late, self._late = self._late, False
+        going = self._tick(("again" if self._spec.requeue else "dropped") if late else "", math.inf)
+        client.callers[0].wait(going, client.seconds)

@@ -1,0 +1,162 @@
+"""What travels to servers and back: the units in which they keep parameters, as a worker has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.buckets import Shape, build, cut
+from paceline.comm.group import Traffic
+from paceline.comm.messages import Caller
+from paceline.errors import PacelineError, UsageError, WorkerLost
+from paceline.sync import recipe
+from paceline.sync.base import Slot
+from paceline.sync.pieces import Piece, deal, pieces
+from paceline.sync.shard import Plan
+
+
+@dataclass
+class Parcel:
+    """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
+
+    server: int
+    number: int  # on that server
+    optimizer: int
+    flat: Tensor
+    members: list[tuple[Piece, Tensor]]  # and where each lies
+    sent: int | None = None  # the message that waits to be acknowledged
+    pushed: dict[int, tuple[Tensor | None, int]] = field(
+        default_factory=dict
+    )  # of this step: which gradients, by slot, as of which version
+
+    def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
+        """Lay these gradients, times `factor`, into the memory that travels; gives which of its parts there are."""
+        used = bytearray()
+        for piece, view in self.members:
+            grad = grads[piece.slot]
+            if grad is not None and grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of {slots[piece.slot].name} is sparse, and ParameterServer takes dense ones: leave out sparse=True"
+                )
+            used.append(grad is not None)
+            if grad is None or not factor:
+                view.zero_()
+            else:
+                torch.mul(rows(grad, piece), factor, out=view)
+        self.pushed = {slot: (grad, version(grad)) for slot, grad in grads.items()}
+        return bytes(used)
+
+    def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
+        """Whether these are others than those that were pushed."""
+        return not self.pushed or any(
+            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1] for slot, grad in grads.items()
+        )
+
+    def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
+        """Let the parameters be what has come."""
+        start = self.flat.storage_offset()
+        for piece, view in self.members:
+            values = flat.as_strided(view.size(), view.stride(), view.storage_offset() - start)
+            rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
+
+
+class Layout:
+    """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot)."""
+
+    def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int) -> None:
+        shapes = [Shape.of(slot.parameter) for slot in slots]
+        told = [recipe.settings(optimizer) for optimizer in optimizers]
+        names = [recipe.describe(optimizer) for optimizer in optimizers]
+        self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
+        found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
+        self.plans: list[Plan] = []
+        self.parcels: list[Parcel] = []
+        self.of: dict[int, list[Parcel]] = {}
+        for server, numbers in enumerate(deal(found, servers)):
+            mine = [found[number] for number in numbers]
+            kinds = [piece.shape._replace(kind=self.owners[piece.slot][0]) for piece in mine]
+            runs = cut(kinds, reversed(range(len(mine))), nbytes)
+            plan = Plan(mine, runs, [self.owners[piece.slot] for piece in mine], list(zip(names, told, strict=True)))
+            self.plans.append(plan)
+            plain = [piece.shape for piece in mine]
+            for number, (run, bucket) in enumerate(zip(runs, build(plain, runs, _empty), strict=True)):
+                members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
+                parcel = Parcel(server, number, plan.owners[run[0]][0], bucket.flat, members)
+                self.parcels.append(parcel)
+                for slot in {piece.slot for piece, _ in members}:
+                    self.of.setdefault(slot, []).append(parcel)
+
+
+class Wires:
+    """What goes to servers, as a part of what the worker sends (`Sending`)."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0  # seconds, for workers that closed a step later
+        self.callers: list[Caller] = []
+        self._past = Traffic()
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Sending`."""
+        within = sum(caller.nbytes for caller in self.callers if caller.near)
+        return self._past + Traffic(within, sum(caller.nbytes for caller in self.callers) - within)
+
+    def close(self) -> None:
+        """See `Sending`."""
+        self._past, callers, self.callers = self.traffic, self.callers, []
+        for caller in callers:
+            caller.close()
+
+    def abort(self) -> None:
+        """See `Sending`."""
+        self.end(WorkerLost("this worker leaves"))
+
+    def end(self, error: PacelineError) -> None:
+        """Nothing can be waited for any more. From any thread."""
+        for caller in self.callers:
+            caller.end(error)
+
+
+def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+    for number, optimizer in enumerate(optimizers):
+        for group, values in enumerate(optimizer.param_groups):
+            if any(parameter is slot.parameter for parameter in values["params"]):
+                return number, group
+    raise AssertionError(f"{slot.name} is in no group of its optimizer")
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def rows(x: Tensor, piece: Piece) -> Tensor:
+    """The part of a parameter, or of what has its shape, that a piece is."""
+    return x if piece.whole else x[piece.start : piece.stop]
+
+
+def version(grad: Tensor | None) -> int:
+    """A number that tells whether it was changed in place."""
+    return 0 if grad is None else grad._version
+
+
+def part(memory: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict[str, Any]:
+    """What an optimizer remembers of some rows, from what it remembers of all."""
+    return {
+        name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for name, value in memory.items()
+    }
+
+
+def whole(parts: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What is remembered of a parameter, from what is remembered of its pieces."""
+    first, memory = parts[0]
+    if first.whole:
+        return dict(memory)
+    ordered = [found for _, found in sorted(parts, key=lambda found: found[0].start)]
+    like = {name for name, value in memory.items() if isinstance(value, Tensor) and value.shape == first.shape.size}
+    return {name: torch.cat([found[name] for found in ordered]) if name in like else value for name, value in memory.items()}
