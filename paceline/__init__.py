@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
+    from paceline.parallel.embedding import SparseEmbedding
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
@@ -51,6 +52,7 @@ __all__ = [
     "ResourceError",
     "Run",
     "Sequence",
+    "SparseEmbedding",
     "UsageError",
     "WorkerLost",
     "__version__",
@@ -84,6 +86,7 @@ _NAMES: Final = {
     "paceline.codec.dense": ("bfloat16", "half", "int4", "int8", "sign"),
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
+    "paceline.parallel.embedding": ("SparseEmbedding",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),

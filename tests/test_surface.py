@@ -26,6 +26,7 @@ NAMES = [
     "ResourceError",
     "Run",
     "Sequence",
+    "SparseEmbedding",
     "UsageError",
     "WorkerLost",
     "__version__",

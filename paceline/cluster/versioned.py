@@ -156,7 +156,8 @@ def _optimizer_differences(name: str, optimizer: Optimizer, theirs: Any) -> list
 def _check_settings(part: Stateful) -> None:
     """Raise ValueError if the state was another optimizer's, which torch takes and fails of in its next step."""
     groups = part.param_groups if isinstance(part, Optimizer) else []
-    lacking = [name for group in groups for name in part.defaults if name not in group]  # type: ignore[attr-defined]
+    defaults = [name for name in part.defaults if name != "differentiable"] if groups else []  # type: ignore[attr-defined]
+    lacking = [name for group in groups for name in defaults if name not in group]  # torch adds that one to SparseAdam when it loads
     if lacking:
         raise ValueError(f"it is of another optimizer, without {', '.join(dict.fromkeys(lacking))}")
 

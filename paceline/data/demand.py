@@ -153,6 +153,9 @@ class Demand(Indexed):
             self._desk.begin(self._epoch, start, indices.sizes())
         return True
 
+    def peek(self) -> Any:
+        return None if self.terms.training else super().peek()
+
     def redeal(self, index: int) -> None:
         if self.terms.training:
             raise UsageError("batches can't be dealt anew where workers are not in lockstep: call reshare between epochs")

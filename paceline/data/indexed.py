@@ -77,6 +77,8 @@ class Indexed:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._asked = -1  # the step asked for last
+        self._left = 0  # parts of it that have not been read
+        self._held: tuple[int, tuple[Part, Any]] | None = None  # what was read ahead for `peek`, and its round
         self.at_once: int | None = None  # see `Indices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
@@ -126,8 +128,16 @@ class Indexed:
             if not self.terms.alone:
                 self.terms.announce(READ_WHOLE)
             return whole_rows(self.terms, self._read()[1])
-        turns = self.terms.turns(len(batch))
+        turns = self._left = self.terms.turns(len(batch))
         return Step(len(batch), turns, self._parts(turns))
+
+    def peek(self) -> Any:
+        whole = self.terms.loader.batch_sampler is None and self._left == 0  # perhaps items that are whole batches
+        if whole or (not self._left and self._found.batch(self._asked + 1) is None):
+            return None
+        if self._held is None or self._held[0] != self._feed.round:
+            self._held = self._feed.round, self._read()
+        return self._held[1][1]
 
     def redeal(self, index: int) -> None:
         self._feed.go(self._found, index)
@@ -154,7 +164,7 @@ class Indexed:
         return {"step": 0, "check": 0, "own": draws.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}
 
     def end(self) -> None:
-        self._batches = None
+        self._batches = self._held = None
         if self._indices is not None and self._feed.indices is not None:
             self._indices.settle(self._asked + 1)
         self._feed.indices = None
@@ -166,10 +176,10 @@ class Indexed:
         return self._indices
 
     def _depth(self) -> int:
-        """How many batches the deepest DataLoader of all workers reads ahead."""
+        """How many batches the deepest DataLoader of all workers reads ahead, and one for `peek`."""
         mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
         depths: list[int] = [msgpack.unpackb(depth) for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))]
-        return max(depths)
+        return max(depths) + 1
 
     def _open(self, seeds: torch.Generator) -> None:
         """Start to read where the feed is."""
@@ -181,10 +191,14 @@ class Indexed:
     def _parts(self, turns: int) -> Iterator[Part]:
         for _ in range(turns):
             part, data = self._read()
+            self._left -= 1
             yield part._replace(batch=data if part.share or self.terms.training else emptied(data))
 
     def _read(self) -> tuple[Part, Any]:
         """The next part that isn't void, with what was read for it."""
+        held, self._held = self._held, None
+        if held is not None and held[0] == self._feed.round:
+            return held[1]
         reopened = False
         while True:
             assert self._batches is not None

@@ -242,6 +242,13 @@ class ShareLoader:
             self.regroup(self.terms.agreement, self.terms.reshared())
         return found
 
+    def peek(self) -> Any:
+        """In the loop body: my part of the next batch (or micro-batch) as it was read, for who can begin with it early; it stays the next.
+
+        None at the end of an epoch, and for streams, which are not known ahead. Waits for no other worker.
+        """
+        return self._pipeline.peek() if self._open and self.turn is not None and not self._ending else None
+
     def finish(self) -> None:
         """End the epoch after the present turn; all workers call it in the same turn."""
         self._ending = self._open

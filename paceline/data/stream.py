@@ -123,6 +123,9 @@ class Stream:
             raise DataError(f"the stream {name} has no batch: it is empty, or shorter than one batch, with drop_last=True")
         return step
 
+    def peek(self) -> Any:
+        return None
+
     def redeal(self, index: int) -> None:
         if index == self._index:
             self._after = self._before.copy()

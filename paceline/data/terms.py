@@ -108,6 +108,10 @@ class Pipeline(Protocol):
         """*The global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
         ...
 
+    def peek(self) -> Any:
+        """What comes next of this epoch for me, read already; None where there is no more, or it can't be known yet."""
+        ...
+
     def redeal(self, index: int) -> None:
         """Throw away what was read ahead; `index`, the last step or the one after it, is dealt next, by the present shares."""
         ...

@@ -7,6 +7,7 @@
         tensors.safetensors
         own-00001.json         what belongs to rank 1 alone (its random generators), and its tensors
         own-00001.safetensors
+        table-...              rows of sparse tables, in parts that are written and read one after the other
       step-00000040.2/         step 40 once more, after a resume from an older one
       .saving-...              being written; left behind only by a process that was killed, removed by the next save
 
@@ -24,7 +25,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +55,11 @@ class Checkpoint:
     step: int
     snapshot: Snapshot
     own: dict[int, Snapshot] = field(default_factory=dict)
+    more: tuple[str, ...] = ()  # further states, which `part` reads
+
+    def part(self, name: str) -> Snapshot:
+        """One of `more`, whose hashes have been checked."""
+        return _state(self.path, name)
 
 
 class _Broken(Exception):
@@ -94,14 +100,15 @@ def write(
     *,
     own: Mapping[int, Image],
     keep: int,
+    more: Iterable[tuple[str, Image]] = (),
     target: Path | None = None,
     moved: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
     """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; gives its path.
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
-    there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `moved` is told
-    of bytes as they are written.
+    there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
+    piece by piece: only one of them has to be there at a time. `moved` is told of bytes as they are written.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -111,7 +118,8 @@ def write(
         target = target or free(folder, step)
         serial = max((entry.serial or 0 for entry in _found(folder)), default=0) + 1
         with _temporary(folder) as temporary:
-            _write(temporary, images, {"step": step, "serial": serial, "own": sorted(own)}, moved)
+            head = {"step": step, "serial": serial, "own": sorted(own)}
+            _write(temporary, itertools.chain(images.items(), more), head, moved)
             temporary.rename(target)
         disk.sync(folder)
     except OSError as error:
@@ -186,9 +194,9 @@ def _entry(path: Path) -> _Entry:
 # Writing ----------------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, images: Mapping[str, Image], head: dict[str, Any], moved: Callable[[int], None]) -> None:
+def _write(folder: Path, images: Iterable[tuple[str, Image]], head: dict[str, Any], moved: Callable[[int], None]) -> None:
     files: dict[str, Written] = {}
-    for name, state in images.items():
+    for name, state in images:
         tree, tensors = _names(name)
         files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
         files[tensors] = disk.write(folder / tensors, state.parts(), moved=moved)
@@ -268,8 +276,12 @@ def _read(path: Path) -> Checkpoint:
         if manifest["step"] != _step(path):
             raise _Broken(f"it was saved as step {manifest['step']}, and its folder has been renamed")
         own = {rank: f"own-{rank:05d}" for rank in manifest["own"]}
-        snapshots = {name: _state(path, manifest["files"], name) for name in ("", *own.values())}
-        return Checkpoint(path, manifest["step"], snapshots[""], {rank: snapshots[name] for rank, name in own.items()})
+        for file, wanted in manifest["files"].items():
+            _check(path / file, wanted)
+        snapshots = {name: _state(path, name) for name in ("", *own.values())}
+        states = (file.removesuffix(".json") for file in manifest["files"] if file.endswith(".json"))
+        more = tuple(sorted(name for name in states if name != "state" and name not in snapshots))
+        return Checkpoint(path, manifest["step"], snapshots[""], {rank: snapshots[name] for rank, name in own.items()}, more)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError, safetensors.SafetensorError, CheckpointError) as error:
         # its hashes are right, so it is what somebody has written
         raise _Broken(f"another version of paceline, or of torch, has written it ({type(error).__name__}: {error})") from error
@@ -293,10 +305,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _state(path: Path, files: Mapping[str, Mapping[str, Any]], name: str) -> Snapshot:
+def _state(path: Path, name: str) -> Snapshot:
     tree, tensors = _names(name)
-    for file in (tree, tensors):
-        _check(path / file, files[file])
     head = json.loads((path / tree).read_bytes())
     snapshot = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load_file(path / tensors), head["tensors"]))
     snapshot.check()

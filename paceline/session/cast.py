@@ -16,7 +16,7 @@ from paceline.comm.desk import Desk
 from paceline.comm.group import Finished, Op, Work
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
-from paceline.parallel.batchnorm import synchronise
+from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session import prepare as preparing
 from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
@@ -39,6 +39,7 @@ class Cast:
         self.survives = False
         self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
+        self.tables = turns.tables
 
     def prepare(self, objects: tuple[Any, ...], options: dict[str, Any], batchnorm: BatchNorm, train: bool | None) -> list[Any]:
         """See `Run.prepare`."""
@@ -54,6 +55,8 @@ class Cast:
                 preparing.check_elsewhere(thing, self._backward.sync)
                 bind(thing, self._turns)
                 self._add(kind, thing)
+        if any(scaler.is_enabled() for scaler in self._turns.scalers):
+            self.tables.check_scaler()
         ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
         self._bind()
         return ready
@@ -87,6 +90,21 @@ class Cast:
             self._add("optimizer", optimizer)
             self.optimizers.append(optimizer)
         self._turns.models += fresh
+        self._open_tables()
+
+    def _open_tables(self) -> None:
+        """Bring servers in for the sparse tables that have come."""
+        found = self.tables.find(self.models)
+        if found and self.survives:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) can't go on yet when workers are lost; leave out --min-workers, or use nn.EmbeddingBag"
+            )
+        if found and self._desk is not None:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "
+                "lockstep: leave those out"
+            )
+        self.tables.open(found, self.optimizers)
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""
@@ -96,8 +114,10 @@ class Cast:
             preparing.bind_optimizer(optimizer, turns, accumulate=accumulate)
         if self.scene.group.size == 1 and not accumulate and not self.survives:
             return
-        self._backward.watch([slot for slot in self.slots if slot.parameter.requires_grad])
-        turns.frozen = [slot for slot in self.slots if not slot.parameter.requires_grad]
+        handles = self.tables.handles()
+        slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
+        self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
+        turns.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
         for _, model in self.models:
             preparing.follow(model, turns)
             if accumulate:
@@ -137,6 +157,12 @@ class Cast:
             local = self.subgroups.within_host()
             for loader in self.loaders:
                 loader.terms.local = None if loader.terms.local is None else local
+
+    def release(self) -> None:
+        """The run is over: models are plain ones again, and tables have no servers."""
+        for _, model in self.models:
+            desynchronise(model)
+        self.tables.close()
 
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Those that were not prepared before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from paceline.cluster.snapshot import raw
 from paceline.cluster.topology import Cluster
 from paceline.comm.group import Traffic
 from paceline.session import timeline
+from paceline.session.cast import Cast
 from paceline.session.folder import Folder, Summary
 from paceline.session.log import Log
 from paceline.sync.base import Scene, Strategy
@@ -26,12 +27,13 @@ class Outcome(NamedTuple):
 
     strategy: Strategy
     cluster: Cluster
-    models: Sequence[nn.Module]
+    cast: Cast
     sent: Traffic  # by this worker, in all steps
     event: Callable[[str], None]
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
     servers: list[dict[str, Any]]  # what each has done
+    results: dict[str, Any]
 
 
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
@@ -41,7 +43,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
     ahead = timeline.compare(agreement, cluster.where())
     spans = timeline.gather(agreement, scene.trace.spans())
-    digest = fingerprint(outcome.models)
+    digest = outcome.cast.tables.fingerprint(fingerprint(model for _, model in outcome.cast.models))
     different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
     totals = log.totals()
@@ -65,6 +67,7 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         events=outcome.events,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
+        results=outcome.results,
     ).write(folder)
     if any(spans.values()):
         timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead), offsets=ahead)

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -135,6 +135,7 @@ class Summary:
     checkpoints: dict[str, float]  # the fields of `paceline.session.saving.Tally`
     servers: list[dict[str, Any]]  # of a parameter server: messages, bytes, staleness, what was dropped (`paceline.sync.server`)
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:
         """The fields of the file, those of `totals` among them."""

@@ -276,10 +276,12 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
             turns.stepping()
-            if turns.elsewhere(self):
+            if (elsewhere := turns.elsewhere(self)) or turns.tables.has(self):
                 result = None if closure is None else _called(closure)
                 turns.ready("optimizer.step")
-                turns.step_elsewhere(self)
+                turns.tables.step(self)
+                with turns.tables.hidden(self):
+                    turns.step_elsewhere(self) if elsewhere else own(self)
             else:
                 result = own(self, *args, **kwargs)
             turns.stepped(self)

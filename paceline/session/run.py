@@ -19,7 +19,6 @@ from paceline.data.shares import Shares
 from paceline.data.terms import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import checkpoint
-from paceline.parallel.batchnorm import desynchronise
 from paceline.session import joint, state
 from paceline.session import prepare as preparing
 from paceline.session.body import Body
@@ -45,7 +44,7 @@ class Run:
     """One training run, the same on every worker.
 
     `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken so far), `seed` (shared by all workers),
-    `is_first` (of all workers) and `weight` (of my present batch) say where this worker is.
+    `is_first` (of all workers) and `weight` (of my present batch) say where this worker is. `results`: what the first adds to the summary.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class Run:
         self.device, self.group = around.device, scene.group
         self.strategy, self.cluster, self.began = strategy, around.cluster, began
         self.events: list[dict[str, Any]] = []
+        self.results: dict[str, Any] = {}
         self._around, self._scene, self._agreement = around, scene, scene.agreement
         subgroups = Subgroups(scene, lambda: self.cluster)
         self._backward = Backward(strategy.begin(scene), scene)
@@ -66,7 +66,7 @@ class Run:
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
         patience, pinned = around.deadline, self.device.type == "cuda"
-        self._saving = Saving(self.state, self._own, scene, self.event, deadline=patience, pinned=pinned)
+        self._saving = Saving(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
         self._handing = Handing(self._turns, self._cast, scene, self.event)
         self._closed = self._introduced = self._waits = self._joined = False
@@ -270,6 +270,7 @@ class Run:
         if not self._turns.acting:
             return None
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
+        self._cast.tables.check_clip(tensors)
         return self._turns.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
@@ -392,10 +393,8 @@ class Run:
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        models = [model for _, model in self._cast.models]
-        outcome = Outcome(
-            self.strategy, self.cluster, models, self._turns.sent, self.event, self.events, self._saving.tally(), self._facts_elsewhere()
-        )
+        sent, tally, elsewhere = self._turns.sent, self._saving.tally(), self._facts_elsewhere()
+        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, elsewhere, self.results)
         conclude(outcome, self._scene, self.folder, self._log)
 
     def _facts_elsewhere(self) -> list[dict[str, Any]]:
@@ -419,8 +418,7 @@ class Run:
             self._around.watching.stop()
         self._backward.unwatch()
         self._turns.release()
-        for _, model in self._cast.models:
-            desynchronise(model)
+        self._cast.release()
         groups = [*self._scene.sides, self.group]
         for group in groups if failed else ():
             group.abort()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import msgpack
@@ -21,7 +21,9 @@ from paceline.errors import CheckpointError
 from paceline.fault import checkpoint
 from paceline.fault.image import Image, Room, image, received
 from paceline.fault.writing import Writing
+from paceline.session import stored
 from paceline.session.state import Own
+from paceline.session.tables import Tables
 from paceline.sync.base import Scene
 
 EARLIER = 10.0  # seconds before the deadline of those who wait for the first worker, it says itself what it waits for
@@ -50,10 +52,20 @@ class Order:
 class Saving:
     """Saves and resumes the `state` of all and what each worker has as its `own`. `event` is told what has to stand in the summary."""
 
-    def __init__(self, state: Versioned, own: Own, scene: Scene, event: Callable[[str], None], *, deadline: float, pinned: bool) -> None:
+    def __init__(
+        self,
+        state: Versioned,
+        own: Own,
+        scene: Scene,
+        event: Callable[[str], None],
+        *,
+        tables: Tables,
+        deadline: float,
+        pinned: bool,
+    ) -> None:
         self._state, self._own, self._scene, self._event = state, own, scene, event
         self._patience = max(deadline - EARLIER, deadline / 2)
-        self._pinned = pinned
+        self._tables, self._pinned = tables, pinned
         self._room: Room | None = None
         self._writing: Writing | None = None
         self._failure: CheckpointError | None = None  # in the background, not raised yet
@@ -64,6 +76,9 @@ class Saving:
         """See `Run.save`; gives the path on all workers."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
+        if order.background and self._tables.kept:
+            self._scene.say("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
+            order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
         def first(own: dict[int, Image]) -> bytes:
@@ -93,7 +108,7 @@ class Saving:
         state = image(self._state.snapshot(copy=False))
         if not order.background:
             began = time.perf_counter()
-            path = checkpoint.write(folder, state, step, own=own, keep=keep)
+            path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
             self._count(state.nbytes, time.perf_counter() - began)
             return path
         self._room = self._room or Room(pinned=self._pinned)
@@ -184,6 +199,9 @@ class Saving:
         snapshots = [self._hand_out(body) for body in bodies]
         self._state.restore(snapshots[0])
         own.load(scene.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
+        if self._tables.kept:
+            scene.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
+            self._tables.forget()
         if scene.group.size > len(head[1]):
             scene.say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
         return Path(head[0])

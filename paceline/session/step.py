@@ -30,6 +30,7 @@ from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
 from paceline.session.ghost import Buffers, buffers, put_back
+from paceline.session.tables import Tables
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot, Steps
@@ -84,6 +85,7 @@ class Turns:
         self._sent = self._aside = Traffic()
         self._announced = False
         self.undo: Undo | None = None  # where losses are survived
+        self.tables = Tables(scene, backward)
         self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None

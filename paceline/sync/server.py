@@ -43,6 +43,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.sync.dealing import Dealing
 from paceline.sync.pieces import Piece
 from paceline.sync.shard import Plan, Shard
+from paceline.sync.tables import Tables
 
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
@@ -101,8 +102,9 @@ class Server:
             "facts": self._facts,
             "end": self._end,
         }
-        self._dealing = Dealing(self._answer)
-        self._kinds |= self._dealing.kinds
+        self._dealing, tables = Dealing(self._answer), Tables(self._answer)
+        self._kinds |= self._dealing.kinds | tables.kinds
+        self._first = {"plan", "end", *tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
 
@@ -130,7 +132,7 @@ class Server:
     def _done(self, message: Message) -> bool:
         """Whether it was answered, one way or the other."""
         act = self._kinds.get(message.kind)
-        if act is None or (self._shard is None and message.kind not in ("plan", "end")):
+        if act is None or (self._shard is None and message.kind not in self._first):
             self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
             return True
         try:

@@ -525,3 +525,58 @@ def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
         return len(seen), sum(len(batch) for batch in loader), loader.epoch
 
     assert spawn(2, body) == [(3, 20, 2)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"shares": [0, 1, 4]}, {"weigh": len}])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, monkeypatch):
+    """Also where what was read ahead is dealt again, by other shares or from the next epoch on."""
+    monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
+
+    def body(group, *, peeks):
+        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group), **options)
+        epochs, seen, known, right = [], [], None, 0
+        for _ in range(2):
+            for batch in loader:
+                right += known is not None and known.tolist() == batch.tolist()
+                seen.append((loader.turn, batch.tolist()))
+                known = loader.peek() if peeks and loader.turn.index % 5 != 4 else None
+                assert known is None or torch.equal(known, loader.peek())
+                if loader.turn.index == 6 and loader.turn.last_micro and not epochs:
+                    loader.reshare([1, 1, 2])
+                if loader.turn.index == 10 and loader.turn.last_micro and epochs:
+                    break
+            assert loader.peek() is None
+            epochs, seen = [*epochs, seen], []
+        return epochs, right
+
+    found, wanted = (spawn(3, lambda group, peeks=peeks: body(group, peeks=peeks)) for peeks in (True, False))
+    for epoch in range(2):
+        assert steps([seen for seen, _ in found], epoch) == steps([seen for seen, _ in wanted], epoch)
+    assert all(right >= 16 for _, right in found) and not any(right for _, right in wanted)
+
+
+def test_a_checkpoint_after_a_peek_is_the_same():
+    def body(group, *, peeks):
+        loader = deal(seeded(100, 8)(), Agreement(group))
+        for _ in loader:
+            if peeks:
+                loader.peek()
+            if loader.turn.index == 4:
+                return loader.state_dict()
+
+    for size in (1, 2):
+        one, other = (spawn(size, lambda group, p=p: body(group, peeks=p))[0] for p in (True, False))
+        assert one["step"] == other["step"] == 5 and one["check"] == other["check"]
+
+
+def test_what_is_read_as_a_stream_can_not_be_seen_ahead():
+    class Count(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(20))
+
+    def body(group):
+        loader = deal(DataLoader(Count(), 4), Agreement(group))
+        return [loader.peek() for _ in loader]
+
+    assert spawn(2, body) == [[None] * 5] * 2

@@ -191,3 +191,23 @@ def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_pat
         assert ("several workers share a GPU" in ended.err) == (count == 2 and torch.cuda.device_count() == 1)
     one, two = (json.loads((tmp_path / f"w{count}.json").read_text()) for count in (1, 2))
     assert two[0][0] == two[0][1] and two[0][0] == pytest.approx(one[0][0], rel=1e-9) and one[1] == two[1] == 203
+
+
+def test_rows_of_sparse_tables_come_to_the_gpu(tmp_path: Path) -> None:
+    """And their gradients go back; beside the plain loop with an EmbeddingBag."""
+    ids = torch.randint(50, (64, 3), generator=torch.Generator().manual_seed(3))
+
+    with pl.start(folder=str(tmp_path), name="gpu") as run:
+        table = pl.SparseEmbedding(50, 4, seed=1)
+        optimizer = torch.optim.Adagrad(table.parameters(), 0.1)
+        table, optimizer, loader = run.prepare(table, optimizer, DataLoader(ids, 16))
+        bag = nn.EmbeddingBag(50, 4, _weight=table.lookup(torch.arange(50)).clone(), mode="mean")
+        other = torch.optim.Adagrad(bag.parameters(), 0.1)
+        for x in loader:
+            for module, stepped in ((table, optimizer), (bag, other)):
+                y = module(x)
+                assert y.is_cuda
+                y.square().mean().backward()
+                stepped.step()
+                stepped.zero_grad()
+        assert distance(table.lookup(torch.arange(50)).cpu().flatten(), bag.weight.detach().cpu().flatten()) < 1e-5

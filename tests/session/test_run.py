@@ -561,6 +561,7 @@ def test_summary_and_trace(tmp_path: Path) -> None:
             for x, y in loader:
                 run.log(loss=advance(model, opt, x, y))
         run.event("something happened")
+        run.results["score"] = 0.25 if run.is_first else 0.5
 
     for size in (1, 2):
         workers(size, body, folder=tmp_path / str(size))
@@ -570,6 +571,7 @@ def test_summary_and_trace(tmp_path: Path) -> None:
         assert set(found["step_seconds"]) == {"compute", "exchange", "wait", "data"} and min(found["step_seconds"].values()) >= 0
         assert found["final_loss"] == pytest.approx(metrics(tmp_path / f"{size}/test")[-1]["loss"])
         assert len(found["parameters_sha256"]) == 64 and found["events"][0]["what"] == "something happened"
+        assert found["results"] == {"score": 0.25}
         assert found["bytes_sent"]["between"] == 0 and (found["bytes_sent"]["within"] > 0) == (size > 1)
         events = json.loads((tmp_path / f"{size}/test/trace.json").read_text())["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]

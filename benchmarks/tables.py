@@ -1,0 +1,180 @@
+"""A recommender with large tables on servers, beside torch's DistributedDataParallel, which all-reduces the gradient of whole tables.
+
+Both train the model of `paceline.apps.recommender` from the same first values on the same clicks, with the same optimizer; each has two
+processes, and they take turns round by round. At the end both are scored on the same clicks, after as many samples.
+
+    python benchmarks/tables.py [--rows 10000000 --dim 16 --tables 1 --servers 2]
+
+A step of DDP takes seconds, and each of its workers 3 to 4 copies of all tables: 2.6 GB with the defaults, twice that with --tables 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import Crew, Interval, Message, Row, arguments, interleave, ratio, report, serve
+
+HERE = Path(__file__).resolve().parent
+WORKERS = 2
+HELD_OUT = 32_768  # samples
+FAR = 1 << 30  # where they begin in the log: behind all that is trained on
+
+
+class Paceline:
+    """The program as the app has it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import paceline as pl
+        from paceline.apps import recommender
+        from paceline.apps.clicks import Clicks, Log
+
+        log = Log(options.tables, options.rows, options.bag)
+        self._run: Any = pl.start(name="tables", compare=None)
+        self._model = recommender.build(log, options.dim, served=True, servers=options.servers)
+        self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
+        loaders = Clicks(log, 0, FAR).loader(options.batch), Clicks(log, FAR, HELD_OUT).loader(2048)
+        self._model, self._optimizer, self._loader, self._held_out = self._run.prepare(self._model, self._optimizer, *loaders)
+        self._prefetch = options.prefetch
+
+    def steps(self) -> Iterator[None]:
+        """One for each that is asked for."""
+        from paceline.apps.recommender import loss_of
+
+        for numbers, ids, clicked in self._loader:
+            loss = loss_of(self._model(numbers, ids), clicked)
+            if self._prefetch:
+                self._model.prefetch(self._loader.peek())
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._run.log(loss=loss)
+            yield
+
+    def auc(self) -> float:
+        """By the model as it is now."""
+        from paceline.apps.recommender import evaluate
+
+        return evaluate(self._run, self._model, self._held_out)
+
+
+class DDP:
+    """The same with tables on each worker, as DDP's tutorial has it; gradients live in its buckets, which saves a copy."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        from paceline.apps import recommender
+        from paceline.apps.clicks import Log
+
+        dist.init_process_group("gloo")
+        self._rank, self._batch = dist.get_rank(), options.batch
+        self._log = Log(options.tables, options.rows, options.bag)
+        self._plain = recommender.build(self._log, options.dim, served=False, servers=None)
+        self._model = DistributedDataParallel(self._plain, gradient_as_bucket_view=True)
+        self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
+
+    def steps(self) -> Iterator[None]:
+        """See `Paceline`."""
+        import torch
+
+        from paceline.apps.recommender import loss_of
+
+        share = self._batch // WORKERS
+        for start in range(self._rank * share, FAR, self._batch):
+            numbers, ids, clicked = self._log.read(torch.arange(start, start + share))
+            loss_of(self._model(numbers, ids), clicked).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=False)  # its buckets stay where they are
+            yield
+
+    def auc(self) -> float:
+        """See `Paceline`."""
+        import torch
+
+        from paceline.apps.clicks import auc
+
+        with torch.no_grad():
+            found = [self._log.read(torch.arange(FAR + n, FAR + n + 2048)) for n in range(0, HELD_OUT, 2048)]
+            scores = [self._plain(batch.numbers, batch.ids) for batch in found]
+        return auc(torch.cat(scores), torch.cat([batch.clicked for batch in found]))
+
+
+class Worker:
+    """One worker of one program."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._program = {"paceline": Paceline, "ddp": DDP}[options.serve](options)
+        self._steps = self._program.steps()
+
+    def handle(self, message: Message) -> Message:
+        """Seconds of a step, over so many of them; or what all came to."""
+        if "steps" not in message:
+            return {"auc": self._program.auc(), "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+        began = time.perf_counter()
+        for _ in range(message["steps"]):
+            next(self._steps)
+        return {"seconds": (time.perf_counter() - began) / message["steps"]}
+
+
+def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
+    """The processes of a program."""
+    passed = "tables", "rows", "dim", "bag", "batch", "optimizer", "servers"
+    flags = [f"--{flag}={getattr(options, flag)}" for flag in passed]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+    flags += [] if options.prefetch else ["--no-prefetch"]
+    return Crew(name, [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]], WORKERS, folder=folder, patience=300.0)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", "tables", rounds=7)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--tables", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--bag", type=int, default=8, help="ids of each table in a sample")
+    parser.add_argument("--batch", type=int, default=4096, help="samples of a step, over both workers")
+    parser.add_argument("--optimizer", choices=["sgd", "adagrad"], default="adagrad")
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a round")
+    parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--serve", choices=["paceline", "ddp"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(int(os.environ["RANK"]), Worker(options).handle)
+        return
+    with tempfile.TemporaryDirectory() as folder, crew("paceline", options, folder) as ours, crew("ddp", options, folder) as theirs:
+
+        def asking(asked: Crew) -> Callable[[], float]:
+            return lambda: max(answer["seconds"] for answer in asked.ask(steps=options.steps))
+
+        samples = interleave({"paceline": asking(ours), "ddp": asking(theirs)}, options.rounds)
+        ends = {each.name: each.ask()[0] | {"megabytes": max(a["megabytes"] for a in each.ask())} for each in (ours, theirs)}
+    what = f"{options.tables} x {options.rows:,} x {options.dim}, {options.servers} servers, batch {options.batch}"
+    medians = {name: statistics.median(found) for name, found in samples.items()}
+    away, most = abs(ends["paceline"]["auc"] - ends["ddp"]["auc"]), ends["paceline"]["megabytes"]
+    count = options.batch * options.steps * (options.rounds + 1)
+    note = f" (ddp: {ends['ddp']['megabytes']:.0f})"
+    rows = [
+        Row(what, medians, "samples/s: paceline / ddp", ratio(samples["ddp"], samples["paceline"]), least=2.0),
+        Row(what, {}, "MB of a worker, at most", Interval(most, most, most), most=1000.0, note=note),
+        Row(what, {}, f"AUC after {count:,} samples, apart", Interval(away, away, away), most=0.002, note=f" ({ends['ddp']['auc']:.4f})"),
+    ]
+    if not report("tables", rows, options, {"seconds": samples, "ends": ends}) and options.check:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A log of clicks that is made up as it is read: what sample n is follows from n alone, so there is no file, and no end.
+
+    sample n   8 numbers, normal                           what a user's visit looks like
+               a bag of ids of each table, Zipf            id k is seen 1 / (k + 1) as often as id 0
+               clicked, or not                             with the probability sigmoid(numbers + ids + pairs of ids)
+
+Each id has a hidden weight and a hidden vector; what pairs of tables add is the product of their vectors. That is what there is to learn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.sync.rows import initial, mix
+
+NUMBERS = 8  # of a sample
+HIDDEN = 4  # dims of an id's vector
+
+
+class Batch(NamedTuple):
+    """`numbers` (samples, NUMBERS), `ids` (samples, tables, ids of a bag), `clicked` (samples) of 0 and 1."""
+
+    numbers: Tensor
+    ids: Tensor
+    clicked: Tensor
+
+
+@dataclass(frozen=True)
+class Log:
+    """What the log is like: the rows of each table, and the ids of each bag."""
+
+    tables: int = 4
+    rows: int = 100_000
+    bag: int = 2
+
+    def read(self, samples: Tensor) -> Batch:
+        """The samples of these numbers (int64)."""
+        numbers = initial(samples, NUMBERS, torch.float64, seed=1, std=1.0)
+        ids = self._ids(samples)
+        chance = _uniform(mix(samples.numpy().astype(np.uint64) + np.uint64(3 << 40)))
+        clicked = torch.from_numpy(chance) < self._logit(numbers, ids).sigmoid()
+        return Batch(numbers.float(), ids, clicked.float())
+
+    def _ids(self, samples: Tensor) -> Tensor:
+        """Log-uniform: as often below the square root of `rows` as above."""
+        width = self.tables * self.bag
+        places = samples.numpy().astype(np.uint64)[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
+        drawn = np.exp(_uniform(mix(places + np.uint64(2 << 40))) * math.log(self.rows + 1)) - 1
+        return torch.from_numpy(drawn.astype(np.int64).clip(0, self.rows - 1)).view(-1, self.tables, self.bag)
+
+    def _logit(self, numbers: Tensor, ids: Tensor) -> Tensor:
+        hidden = [
+            initial(ids[:, table].reshape(-1), 1 + HIDDEN, torch.float64, seed=100 + table, std=1.0).view(len(ids), self.bag, -1).mean(1)
+            for table in range(self.tables)
+        ]
+        pairs = [(one[:, 1:] * other[:, 1:]).sum(1) for one, other in combinations(hidden, 2)]
+        found = -0.5 + numbers[:, 0] - 0.5 * numbers[:, 1] + sum(each[:, 0] for each in hidden)
+        return found + (torch.stack(pairs).mean(0) if pairs else 0)
+
+
+class Clicks(Dataset[Any]):
+    """`count` samples of a log from `first` on, read by the batch."""
+
+    def __init__(self, log: Log, first: int, count: int) -> None:
+        self._log, self._first, self._count = log, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """All samples of a batch at once."""
+        return self._log.read(torch.tensor(indices, dtype=torch.int64) + self._first)
+
+    def loader(self, batch: int) -> DataLoader[Batch]:
+        """In the order of the log."""
+        return DataLoader(self, batch, collate_fn=_as_read)
+
+
+def _as_read(batch: Any) -> Any:
+    return batch
+
+
+def _uniform(words: Any) -> Any:
+    """Numbers from 0 to 1 out of 64 bits each."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def auc(scores: Tensor, clicked: Tensor) -> float:
+    """How often a clicked sample has a higher score than one that isn't; half of the pairs that have the same count."""
+    _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[places]
+    hits, misses = float(clicked.sum()), float((1 - clicked).sum())
+    if not hits or not misses:
+        return math.nan
+    return (float((ranks * clicked).sum()) - hits * (hits + 1) / 2) / (hits * misses)

@@ -1,0 +1,132 @@
+"""Trains a recommender on a log of clicks: a small DLRM (Naumov et al. 2019), with its tables on servers.
+
+    python -m paceline.apps.recommender [--rows 10000000 --servers 2]         or under any launcher of several workers
+
+numbers -> bottom ---+-- all pairs' products --+
+ids -> tables -------+-------------------------+-> top -> clicked?          AUC on samples that come later in the log, in summary.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import paceline as pl
+from paceline.apps.clicks import NUMBERS, Batch, Clicks, Log, auc
+from paceline.sync.client import ParameterServer
+from paceline.sync.rows import initial
+
+WIDTH = 64
+STD = 0.1  # of the first values of rows
+RATES = {"sgd": 0.1, "adagrad": 0.05}
+
+
+class Recommender(nn.Module):
+    """Bags of ids and numbers in, the logit of a click out. `tables`: one for each kind of id, EmbeddingBag or alike."""
+
+    def __init__(self, tables: Sequence[nn.Module], dim: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+        count = 1 + len(tables)
+        self.bottom = nn.Sequential(nn.Linear(NUMBERS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, dim))
+        self.top = nn.Sequential(nn.Linear(count * dim + count * (count - 1) // 2, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        self._pairs = torch.triu_indices(count, count, 1).unbind()
+
+    def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
+        """Logits of samples: see `Batch`."""
+        parts = [self.bottom(numbers)] + [table(ids[:, number]) for number, table in enumerate(self.tables)]
+        whole = torch.stack(parts, dim=1)
+        one, other = self._pairs
+        products = (whole @ whole.transpose(1, 2))[:, one, other]
+        logits: Tensor = self.top(torch.cat([whole.flatten(1), products], dim=1))[:, 0]
+        return logits
+
+    def prefetch(self, batch: Batch | None) -> None:
+        """These ids come next."""
+        for number, table in enumerate(self.tables if batch is not None else ()):
+            if isinstance(table, pl.SparseEmbedding):
+                assert batch is not None
+                table.prefetch(batch.ids[:, number])
+
+
+def build(log: Log, dim: int, *, served: bool, servers: int | None) -> Recommender:
+    """The same model in every process, with tables on servers or on each worker; both begin with the same numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seeds = range(100, 100 + log.tables)
+        tables = [pl.SparseEmbedding(log.rows, dim, std=STD, seed=s, servers=servers) if served else _bag(log.rows, dim, s) for s in seeds]
+        return Recommender(tables, dim)
+
+
+def _bag(rows: int, dim: int, seed: int) -> nn.EmbeddingBag:
+    weight = initial(torch.arange(rows), dim, torch.float32, seed=seed, std=STD)
+    return nn.EmbeddingBag(rows, dim, mode="mean", _weight=weight)
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """One for everything: the tables are in it, too."""
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+    made: torch.optim.Optimizer = kinds[name](model.parameters(), lr=RATES[name])
+    return made
+
+
+def loss_of(logits: Tensor, clicked: Tensor) -> Tensor:
+    """What is trained on."""
+    return F.binary_cross_entropy_with_logits(logits, clicked)
+
+
+@torch.no_grad()
+def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[Batch]) -> float:
+    """The AUC over all of `loader`, whichever worker saw which samples."""
+    found = [(run.gather(model(numbers, ids)), run.gather(clicked)) for numbers, ids, clicked in loader]
+    return auc(torch.cat([scores for scores, _ in found]), torch.cat([clicked for _, clicked in found]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=int, default=4, help="kinds of ids (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="of each table (default %(default)s)")
+    parser.add_argument("--dim", type=int, default=16, help="of each row (default %(default)s)")
+    parser.add_argument("--bag", type=int, default=2, help="ids of each kind in a sample (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="steps to train (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=1024, help="samples of a step, of all workers together (default %(default)s)")
+    parser.add_argument("--held-out", type=int, default=16_384, help="samples that the AUC is taken of (default %(default)s)")
+    parser.add_argument("--optimizer", choices=sorted(RATES), default="adagrad", help="of everything (default %(default)s)")
+    parser.add_argument("--dense-by", choices=("allreduce", "server"), default="allreduce", help="how the layers agree")
+    parser.add_argument("--tables-by", choices=("server", "worker"), default="server", help="where tables are: worker is nn.EmbeddingBag")
+    parser.add_argument("--servers", type=int, default=None, help="default: one on each host")
+    parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="ask for the next batch's rows early")
+    parser.add_argument("--name", default=None, help="name of the run folder")
+    parser.add_argument("--folder", default="runs", help="where run folders are")
+    options = parser.parse_args()
+
+    log, samples = Log(options.tables, options.rows, options.bag), options.steps * options.batch
+    sync = ParameterServer(servers=options.servers) if options.dense_by == "server" else pl.AllReduce()
+    with pl.start(sync, name=options.name, folder=options.folder, total_steps=options.steps) as run:
+        model = build(log, options.dim, served=options.tables_by == "server", servers=options.servers)
+        optimizer = optimizer_of(options.optimizer, model)
+        train, held_out = Clicks(log, 0, samples).loader(options.batch), Clicks(log, samples, options.held_out).loader(2048)
+        model, optimizer, train, held_out = run.prepare(model, optimizer, train, held_out)
+        for numbers, ids, clicked in train:
+            loss = loss_of(model(numbers, ids), clicked)
+            if options.prefetch:
+                model.prefetch(train.peek())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+        run.results["auc"] = evaluate(run, model, held_out)
+        memory = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3])
+        run.results["worker_memory_mb"] = float(run.gather(memory).max())
+        run.print(f"AUC {run.results['auc']:.4f} on {options.held_out} samples after {samples}; {run.results['worker_memory_mb']:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

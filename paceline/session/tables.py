@@ -1,0 +1,225 @@
+"""The sparse tables of a run: found in the models that are prepared, opened on servers, and stepped when their optimizer is.
+
+model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
+optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.parallel.embedding import SparseEmbedding
+from paceline.sync import rows
+from paceline.sync.backward import Backward
+from paceline.sync.base import Scene
+from paceline.sync.lookup import Gradient, Library, Lookup, merged
+from paceline.sync.table import Spec
+
+
+class Shown:
+    """What a module sees of its table (`parallel.embedding.Source`)."""
+
+    def __init__(self, lookup: Lookup, backward: Backward, *, frozen: bool) -> None:
+        self._lookup, self._backward, self._frozen = lookup, backward, frozen
+
+    def pull(self, ids: Tensor, *, train: bool) -> Tensor:
+        """See `Source`."""
+        with _exchanging(self._backward, "rows"):
+            return self._lookup.pull(ids, train=train)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """See `Source`."""
+        self._lookup.prefetch(ids)
+
+    def weigh(self) -> float:
+        """See `Source`."""
+        if self._frozen:
+            raise UsageError(
+                f"the sparse table {self._lookup.name} was frozen when it was prepared, and nothing steps it: thaw it before that"
+            )
+        self._backward.begins()
+        self._backward.ran = True
+        moment = self._backward.scene.moment
+        return 0.0 if moment.ghost else moment.scale
+
+
+@dataclass
+class Kept:
+    """A table, and who steps it."""
+
+    name: str
+    module: SparseEmbedding
+    lookup: Lookup
+    optimizer: Optimizer | None
+    group: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its group says now."""
+        assert self.optimizer is not None
+        return rows.settings(self.name, self.optimizer, self.group)
+
+    def gradient(self) -> Gradient:
+        """What I give for the next step."""
+        found, spec = self.module.gradient(), self.lookup.spec
+        whole = merged(found or [], spec.dim, spec.kind)
+        if found:
+            found[:] = [whole]  # more may be added to it before zero_grad
+        return Gradient(*whole, found is not None)
+
+
+class Tables:
+    """All tables of a run."""
+
+    def __init__(self, scene: Scene, backward: Backward) -> None:
+        self._scene, self._backward = scene, backward
+        self._library: Library | None = None
+        self.kept: list[Kept] = []
+
+    def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
+        """The tables in these models that are not open yet, once each."""
+        found: dict[int, tuple[str, SparseEmbedding]] = {}
+        for prefix, model in models:
+            for name, module in model.named_modules():
+                if isinstance(module, SparseEmbedding) and all(kept.module is not module for kept in self.kept):
+                    found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
+        return list(found.values())
+
+    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer]) -> None:
+        """Take these tables in. Collective. Raises `UsageError` for what can't be honoured."""
+        asked = {module.servers for _, module in found if module.servers is not None}
+        if len(asked) > 1:
+            raise UsageError(f"all tables of a run share its servers, and tables ask for {sorted(asked)} of them; give one number")
+        owned = [_owner(name, module.weight, optimizers) for name, module in found]
+        told = [rows.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
+        for (name, module), owner in zip(found, owned, strict=True):
+            _check(name, module, frozen=owner is None)
+        if found and self._library is None:
+            self._library = Library(self._scene, max(asked, default=None))
+        elif asked and self._library is not None and asked != {self._library.servers}:
+            raise UsageError(f"the tables of this run are on {self._library.servers} servers, and servers={max(asked)} asks for others")
+        for (name, module), owner, how in zip(found, owned, told, strict=True):
+            assert self._library is not None
+            rule, settings = how or ("SGD", {"lr": 0.0})
+            dtype = str(module.weight.dtype).removeprefix("torch.")
+            lookup = self._library.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
+            module.source = Shown(lookup, self._backward, frozen=owner is None)
+            self.kept.append(Kept(name, module, lookup, *(owner or (None, 0))))
+
+    def handles(self) -> set[int]:
+        """The ids of the parameters that stand for tables."""
+        return {id(kept.module.weight) for kept in self.kept}
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether this optimizer steps any table."""
+        return any(kept.optimizer is optimizer for kept in self.kept)
+
+    def step(self, optimizer: Any) -> None:
+        """Give the servers what they need for the next step of its tables; waits for nobody."""
+        mine = [kept for kept in self.kept if kept.optimizer is optimizer]
+        if mine and self._library is not None:
+            with _exchanging(self._backward, "gradients of rows"):
+                self._library.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
+
+    @contextlib.contextmanager
+    def hidden(self, optimizer: Any) -> Iterator[None]:
+        """Let its own step see no gradient of a table."""
+        mine = [kept.module.weight for kept in self.kept if kept.optimizer is optimizer]
+        grads = [weight.grad for weight in mine]
+        for weight in mine:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, grad in zip(mine, grads, strict=True):
+                weight.grad = grad
+
+    def check_clip(self, parameters: Iterable[Tensor]) -> None:
+        """Raise `UsageError` if a table is to be clipped."""
+        handles = self.handles()
+        for parameter in parameters:
+            if id(parameter) in handles:
+                name = next(kept.name for kept in self.kept if kept.module.weight is parameter)
+                raise UsageError(
+                    f"run.clip can't see the gradients of the sparse table {name}, which go to servers: give it the other parameters, "
+                    "e.g. [p for p in model.parameters() if p.numel()]"
+                )
+
+    def check_scaler(self) -> None:
+        """Raise `UsageError` where a GradScaler would judge gradients that it can't see."""
+        if self.kept:
+            raise UsageError(
+                "a GradScaler can't see the gradients of sparse tables, which go to servers: use bfloat16, which needs no scaler"
+            )
+
+    def fingerprint(self, digest: str) -> str:
+        """This digest of all else, and of the rows in use; the same on all workers. Collective."""
+        if not self.kept:
+            return digest
+        packed = self._scene.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
+        return hashlib.sha256(digest.encode() + packed).hexdigest()
+
+    def forget(self) -> None:
+        """The tables have become others: what was asked for ahead is void."""
+        for kept in self.kept:
+            kept.lookup.forget(int(kept.module.seed))
+
+    def close(self) -> None:
+        """Let go of the servers; modules have no rows any more."""
+        for kept in self.kept:
+            kept.module.source = None
+        if self._library is not None:
+            self._library.close()
+
+
+@contextlib.contextmanager
+def _exchanging(backward: Backward, what: str) -> Iterator[None]:
+    """The time in here is exchange, and not compute."""
+    began, inside = time.perf_counter_ns(), backward.since > 0
+    backward.computed(began)
+    try:
+        yield
+    finally:
+        ended = time.perf_counter_ns()
+        backward.seconds += (ended - began) / 1e9
+        backward.since = ended if inside else 0
+        backward.scene.trace.record(what, "exchange", began, ended)
+
+
+def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:
+    """The optimizer and the group of a table; None for one that is frozen."""
+    found = [
+        (optimizer, number)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        if any(parameter is weight for parameter in group["params"])
+    ]
+    if not weight.requires_grad:
+        return None
+    if len(found) != 1:
+        raise UsageError(
+            f"the sparse table {name} is in {len(found)} of the optimizers that are prepared with it; give its model to run.prepare "
+            "together with the one optimizer that steps it, or freeze it (weight.requires_grad_(False))"
+        )
+    return found[0]
+
+
+def _check(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
+    if module.weight.dtype not in (torch.float32, torch.float64):
+        raise UsageError(
+            f"the sparse table {name} is of {module.weight.dtype}; rows are float32 or float64: use model.float() before autocast"
+        )
+    if module.weight.grad is not None and not frozen:
+        raise UsageError(f"the sparse table {name} has a gradient before it is prepared; call zero_grad() first")

@@ -1,0 +1,149 @@
+"""What a server does for sparse tables: the messages, and when each is answered. All workers step a table together, in lockstep.
+
+worker                               server
+rows.table            ----------->   what the table is
+rows.pull(step)       ----------->   the rows, once that step has been taken: may be asked for before
+rows.give(step)       ----------->   some rows and their gradients, acknowledged; the last worker's is followed by the step
+rows.digest, .part    ----------->   what is in use, and in which state, once the step has been taken
+rows.clear, .put      ----------->   what was saved comes back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.comm.messages import Message
+from paceline.errors import Mismatch, UsageError
+from paceline.sync.table import Spec, Table
+
+Answer = Callable[[Message, Mapping[str, Any], tuple[Tensor, ...]], bool]  # gives True
+
+
+class Given(NamedTuple):
+    """What one worker has given for one step."""
+
+    ids: Tensor
+    grad: Tensor
+    used: bool  # whether a backward of it has reached the table
+    settings: dict[str, Any] | None  # where they are others than before
+
+
+@dataclass
+class Shelf:
+    """A table, and where it stands in lockstep."""
+
+    table: Table
+    step: int = 0
+    given: dict[int, Given] = field(default_factory=dict)  # for the next step, by worker
+    broken: str = ""  # why there can't be a next step
+
+
+class Tables:
+    """The tables of one server. `kinds` are its messages: each says whether it was answered, or has to wait."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._shelves: dict[int, Shelf] = {}
+        self.kinds: dict[str, Callable[[Message], bool]] = {
+            "rows.table": self._table,
+            "rows.pull": self._pull,
+            "rows.give": self._give,
+            "rows.given": self._given,
+            "rows.digest": self._digest,
+            "rows.part": self._part,
+            "rows.clear": self._clear,
+            "rows.put": self._put,
+        }
+
+    def _shelf(self, number: int) -> Shelf:
+        if number not in self._shelves:
+            raise Mismatch(f"there is no table {number} here: there are {len(self._shelves)}")
+        return self._shelves[number]
+
+    def _stands(self, message: Message) -> Shelf | None:
+        """The table of this message if the step that it waits for has been taken, and no other since."""
+        shelf, step = self._shelf(message.body["table"]), message.body["step"]
+        if shelf.broken:
+            raise UsageError(shelf.broken)
+        if step < shelf.step:
+            raise Mismatch(f"table {message.body['table']} is asked for as it was after step {step}, and {shelf.step} have been taken")
+        return shelf if step == shelf.step else None
+
+    def _table(self, message: Message) -> bool:
+        body, spec = message.body, Spec(**message.body["spec"])
+        found = self._shelves.get(body["table"])
+        if found is None:
+            self._shelves[body["table"]] = Shelf(Table(spec, body["settings"], server=body["server"], servers=body["servers"]))
+        elif found.table.spec != spec or found.table.settings != body["settings"]:
+            raise UsageError(f"workers have prepared different tables: {found.table.spec} and {spec}")
+        return self._answer(message, {}, ())
+
+    def _pull(self, message: Message) -> bool:
+        shelf = self._stands(message)
+        return shelf is not None and self._answer(message, {}, (shelf.table.read(message.tensors[0]),))
+
+    # ---- steps
+
+    def _give(self, message: Message) -> bool:
+        body, shelves = message.body, [self._shelf(entry["table"]) for entry in message.body["tables"]]
+        if any(entry["step"] > shelf.step + 1 for entry, shelf in zip(body["tables"], shelves, strict=True)):
+            return False  # somebody has not given anything for the step before
+        for number, (entry, shelf) in enumerate(zip(body["tables"], shelves, strict=True)):
+            if shelf.broken:
+                raise UsageError(shelf.broken)
+            if entry["step"] != shelf.step + 1 or message.sender in shelf.given:
+                raise Mismatch(f"worker {message.sender} gives step {entry['step']} of table {entry['table']}, which it has given before")
+            ids, grad = message.tensors[2 * number : 2 * number + 2]
+            shelf.given[message.sender] = Given(ids, grad, entry["used"], entry["settings"])
+            if all(worker in shelf.given for worker in body["workers"]):
+                self._step(entry["table"], shelf, body["workers"])
+        return self._answer(message, {}, ())
+
+    def _given(self, message: Message) -> bool:
+        """Who has given something for the next step: a worker that waits in vain wants to know."""
+        return self._answer(message, {"workers": sorted(self._shelf(message.body["table"]).given)}, ())
+
+    def _step(self, number: int, shelf: Shelf, workers: list[int]) -> None:
+        """All are here: take the step, in the order of the workers."""
+        found = [shelf.given[worker] for worker in workers]
+        told = found[0].settings
+        if any(given.settings != told for given in found):
+            sides = "; ".join(f"worker {worker}: {given.settings}" for worker, given in zip(workers, found, strict=True))
+            shelf.broken = f"workers step table {number} with different settings ({sides}): let schedules be alike on all of them"
+            raise UsageError(shelf.broken)
+        if any(given.used for given in found):
+            shelf.table.step([(given.ids, given.grad) for given in found], told)
+        elif told is not None:
+            shelf.table.settings = dict(told)
+        shelf.given, shelf.step = {}, shelf.step + 1
+
+    # ---- state
+
+    def _digest(self, message: Message) -> bool:
+        shelf = self._stands(message)
+        if shelf is None:
+            return False
+        table = shelf.table
+        return self._answer(message, {"digest": f"{table.fingerprint():016x}", "rows": len(table), "count": table.count}, ())
+
+    def _part(self, message: Message) -> bool:
+        shelf = self._stands(message)
+        if shelf is None:
+            return False
+        part = shelf.table.part(message.body["start"], message.body["stop"])
+        return self._answer(message, {"names": list(part)}, tuple(x.clone() for x in part.values()))
+
+    def _clear(self, message: Message) -> bool:
+        shelf = self._stands(message)
+        if shelf is None:
+            return False
+        shelf.table.forget(message.body["seed"], message.body["count"])
+        return self._answer(message, {}, ())
+
+    def _put(self, message: Message) -> bool:
+        self._shelf(message.body["table"]).table.put(dict(zip(message.body["names"], message.tensors, strict=True)))
+        return self._answer(message, {}, ())

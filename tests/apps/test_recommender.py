@@ -1,0 +1,92 @@
+"""The recommender: tables on servers and on workers learn the same, and the AUC is in the summary."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.apps import recommender
+from paceline.apps.clicks import Clicks, Log
+from paceline.session.run import Run
+from paceline.sync.client import ParameterServer
+from tests.runs import workers
+
+LOG = Log(tables=2, rows=500, bag=2)
+
+
+def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> float:
+    optimizer = recommender.optimizer_of("adagrad", model)
+    loaders = Clicks(LOG, 0, 60 * 64).loader(64), Clicks(LOG, 1 << 20, 2000).loader(512)
+    model, optimizer, batches, held_out = run.prepare(model, optimizer, *loaders)
+    before = recommender.evaluate(run, model, held_out)
+    for numbers, ids, clicked in batches:
+        loss = recommender.loss_of(model(numbers, ids), clicked)
+        model.prefetch(batches.peek() if ahead else None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = recommender.evaluate(run, model, held_out)
+    assert after > before + 0.05
+    return after
+
+
+def test_tables_on_servers_learn_the_same() -> None:
+    wanted = workers(1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None)))[0]
+    for strategy, ahead in ((None, False), (None, True), (ParameterServer(), False)):
+        models = [recommender.build(LOG, 4, served=True, servers=2) for _ in range(2)]  # threads share torch's generator
+        found = workers(2, lambda run, models=models, ahead=ahead: train(run, models[run.rank], ahead=ahead), strategy=strategy)
+        assert found[0] == found[1] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_prefetching_saves_waits() -> None:
+    def body(run: Run, *, ahead: bool) -> int:
+        model = recommender.build(LOG, 4, served=True, servers=1)
+        optimizer = recommender.optimizer_of("sgd", model)
+        model, optimizer, batches = run.prepare(model, optimizer, Clicks(LOG, 0, 640).loader(64))
+        for numbers, ids, clicked in batches:
+            loss = recommender.loss_of(model(numbers, ids), clicked)
+            model.prefetch(batches.peek() if ahead else None)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(table.source._lookup.waits for table in model.tables)
+
+    assert workers(2, lambda run: body(run, ahead=False)) == [20, 20]
+    assert workers(2, lambda run: body(run, ahead=True)) == [2, 2]
+
+
+def test_the_model_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    one, other = (recommender.build(LOG, 4, served=served, servers=None) for served in (True, False))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(p, q) for p, q in zip(one.top.parameters(), other.top.parameters(), strict=True))
+
+
+def program(folder: Path, command: list[str], *options: str) -> dict[str, Any]:
+    """The summary of a run of the program."""
+    given = ["--rows", "2000", "--steps", "20", "--batch", "256", "--held-out", "2000", "--folder", str(folder), "--name", "x", *options]
+    answer = subprocess.run([sys.executable, "-m", *command, *given], capture_output=True, text=True, check=False, timeout=100, cwd=folder)
+    assert answer.returncode == 0, answer.stderr
+    summary: dict[str, Any] = json.loads((folder / "x" / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_program(tmp_path: Path) -> None:
+    """With two workers and servers of its own beside a parameter server; and alone, with its tables."""
+    for name in ("served", "alone"):
+        (tmp_path / name).mkdir()
+    launch = ["paceline.cli", "run", "--workers", "2", str(Path(recommender.__file__))]
+    found = program(tmp_path / "served", launch, "--servers", "1", "--dense-by", "server")
+    wanted = program(tmp_path / "alone", ["paceline.apps.recommender"], "--tables-by", "worker", "--no-prefetch")
+    assert found["sync"] == "ParameterServer(servers=1)" and found["workers"] == 2
+    assert 0.5 < found["results"]["auc"] == pytest.approx(wanted["results"]["auc"], abs=2e-3)
+    assert found["final_loss"] == pytest.approx(wanted["final_loss"], rel=1e-4)
+    assert 0 < found["results"]["worker_memory_mb"] < 1000

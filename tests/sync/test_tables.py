@@ -1,0 +1,126 @@
+"""A server's tables in lockstep: what is answered, what waits, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.messages import Caller, Receiver, keys
+from paceline.errors import Mismatch
+from paceline.sync.server import Server
+from paceline.sync.table import Spec
+
+KEYS = keys(b"0123456789abcdef", "tests")
+SPEC = Spec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
+SECONDS = 5.0
+Callers = list[Caller]
+
+
+@pytest.fixture
+def callers() -> Iterator[Callers]:
+    """Two workers of a server with a table."""
+    receiver, over = Receiver(KEYS, hosts=["127.0.0.1"], say=lambda text: None), threading.Event()
+    thread = threading.Thread(target=lambda: (Server(receiver, over.is_set).run(), receiver.close()))
+    thread.start()
+    found = [Caller(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)]
+    for caller in found:
+        table(caller)
+    yield found
+    over.set()
+    thread.join()
+    for caller in found:
+        caller.close()
+
+
+def table(caller: Caller, spec: Spec = SPEC, lr: float = 1.0) -> None:
+    body = {"table": 0, "spec": spec.plain(), "settings": {"lr": lr}, "server": 0, "servers": 1}
+    caller.call("rows.table", body=body, seconds=SECONDS)
+
+
+def give(caller: Caller, step: int, *rows: int, used: bool = True, settings: Any = None) -> int:
+    entry = {"table": 0, "step": step, "used": used, "settings": settings}
+    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+    return caller.send("rows.give", body={"workers": [0, 1], "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+
+def pull(caller: Caller, step: int, *rows: int) -> int:
+    return caller.send("rows.pull", body={"table": 0, "step": step}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+
+
+def wait(caller: Caller, number: int, seconds: float = SECONDS) -> Any:
+    return caller.wait(number, seconds)
+
+
+def test_rows_are_read_once_all_have_given(callers: Callers) -> None:
+    one, two = callers
+    before = wait(one, pull(one, 0, 1, 2)).tensors[0]
+    asked = pull(one, 1, 1, 2)
+    wait(one, give(one, 1, 1))
+    with pytest.raises(TimeoutError):
+        wait(one, asked, 0.3)
+    wait(two, give(two, 1, 1, 2))
+    assert torch.equal(wait(one, asked).tensors[0], before - torch.tensor([[2.0], [1.0]]))
+
+
+def test_who_is_a_step_ahead_waits(callers: Callers) -> None:
+    """It has used no rows, so it has waited for nobody."""
+    one, two = callers
+    wait(one, give(one, 1))
+    ahead = give(one, 2, 5)
+    with pytest.raises(TimeoutError):
+        wait(one, ahead, 0.3)
+    wait(two, give(two, 1))
+    wait(one, ahead)
+    wait(two, give(two, 2))
+    assert torch.equal(wait(two, pull(two, 2, 5)).tensors[0], SPEC.initial(torch.tensor([5])) - 1)
+
+
+def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
+    one, two = callers
+    for caller in callers:
+        wait(caller, give(caller, 1, used=False, settings={"lr": 0.5}))
+    digest = one.call("rows.digest", body={"table": 0, "step": 1}, seconds=SECONDS)
+    assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+    for caller in callers:
+        wait(caller, give(caller, 2, 7, used=caller is one))
+    assert torch.equal(wait(two, pull(two, 2, 7)).tensors[0], SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
+
+
+class TestRefusals:
+    def test_different_settings(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, give(one, 1, 1, settings={"lr": 0.1}))
+        with pytest.raises(Mismatch, match="with different settings"):
+            wait(two, give(two, 1, 1, settings={"lr": 0.2}))
+        with pytest.raises(Mismatch, match="with different settings"):
+            wait(one, pull(one, 1, 1))
+
+    def test_different_tables(self, callers: Callers) -> None:
+        with pytest.raises(Mismatch, match="different tables"):
+            table(callers[0], lr=0.3)
+
+    def test_a_step_again(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, give(one, 1, 1))
+        with pytest.raises(Mismatch, match="given before"):
+            wait(one, give(one, 1, 1))
+        wait(two, give(two, 1, 1))
+        with pytest.raises(Mismatch, match="given before"):
+            wait(two, give(two, 1, 1))
+        with pytest.raises(Mismatch, match="1 have been taken"):
+            wait(two, pull(two, 0, 1))
+
+    def test_senseless_ones(self, callers: Callers) -> None:
+        one, _ = callers
+        with pytest.raises(Mismatch, match="there is no table 4"):
+            one.call("rows.pull", body={"table": 4, "step": 0}, tensors=[torch.tensor([1])], seconds=SECONDS)
+        with pytest.raises(Mismatch, match="don't lie here"):
+            wait(one, pull(one, 0, 100))
+        with pytest.raises(Mismatch, match="it lacks something"):
+            one.call("rows.pull", body={}, seconds=SECONDS)
+        with pytest.raises(Mismatch, match="nobody has said yet"):
+            one.call("close", body={}, seconds=SECONDS)
