@@ -7,12 +7,10 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, jobs, wait_for
+from tests.launches import Ended, Job, Jobs, wait_for
 
 HOST = socket.gethostname()
 ENDLESS = """
@@ -42,12 +40,6 @@ if __name__ == "__main__":
 def endless(inside: str = "pass", start: str = "") -> str:
     """A training without an end, whose loader has two processes of its own in each worker."""
     return ENDLESS.format(inside=inside, start=start)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 def trains(job: Jobs, launched: Job, workers: int = 2) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, free_port, jobs
+from tests.launches import Ended, Job, Jobs, free_port
 
 HOST = socket.gethostname()
 LOOP = """
@@ -23,12 +23,6 @@ with pl.start({start}) as run:
             step(run, model, optimizer, x, y)
 {after}
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 def loop(inside: str = "pass", *, after: str = "", start: str = "") -> str:
@@ -127,6 +121,7 @@ class TestOneRankRaises:
         blames(job.run(body + "    step(run, model, optimizer, x, y)").end(), 1, "ValueError: boom")
 
 
+@pytest.mark.preloaded
 class TestOneRankGoesItsOwnWay:
     def named(self, ended: Ended, mine: str, theirs: str) -> None:
         """The last words are a Mismatch that names both sides: rank 1 at `mine` and rank 0 at `theirs`."""
@@ -206,6 +201,7 @@ with pl.start() as run:
         assert ended.code == 1 and "(DataError)" in ended.last and "__len__" in ended.said and "Endless" in ended.said, ended.err
 
 
+@pytest.mark.preloaded
 class TestNumbers:
     BAD = "x = x * (float('nan') if run.steps == 3 and rank == 1 else 1.0)"
 
@@ -330,6 +326,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.preloaded
 class TestDisk:
     @pytest.mark.slow
     def test_full_while_saving(self, job, tiny):

@@ -11,6 +11,8 @@ import pytest
 from tests.launches import Jobs
 from tests.survivors import apart, kill, outcome, script, trains
 
+pytestmark = pytest.mark.preloaded
+
 FLIP = "if run.rank == run.size - 1 and run.steps + 1 in {steps}: next(model.parameters()).data.view(torch.int64)[0, 0] ^= 1 << 61"
 
 

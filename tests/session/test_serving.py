@@ -12,6 +12,8 @@ import torch
 
 from tests.launches import Job, Jobs, free_port, wait_for
 
+pytestmark = pytest.mark.preloaded
+
 SOAK = pytest.mark.soak
 
 TRAIN = """

@@ -14,6 +14,8 @@ import pytest
 from tests.launches import Job, Jobs, free_port
 from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
+pytestmark = pytest.mark.preloaded
+
 HOST = socket.gethostname()
 
 
