@@ -94,8 +94,9 @@ def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
             print(left.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  it is shown
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        trace = error.__traceback__
-        sys.excepthook(type(error), error, None if trace is None else trace.tb_next)
+        assert error.__traceback__ is not None
+        error.__traceback__ = error.__traceback__.tb_next  # from the script on
+        sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

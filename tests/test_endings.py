@@ -50,7 +50,8 @@ def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
 
 
 class TestAWorkerGoes:
-    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [1, 0])
     def test_killed(self, job, rank):
         launched = job.run(endless())
         trains(job, launched)

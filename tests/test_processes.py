@@ -44,6 +44,7 @@ def same(job: Jobs, size: int, **cases: Case) -> None:
 
 
 class TestTheCurve:
+    @pytest.mark.preloaded
     def test_of_two_workers(self, job):
         cases = {
             "equal": Case(),

@@ -15,7 +15,7 @@ import pytest
 from paceline.lab.description import Description, Host, Placement
 from paceline.lab.hosts import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 
 SCRIPT = """
 import sys

@@ -87,7 +87,7 @@ def test_in_float32(kind: str) -> None:
     assert distance(served(3, kind=kind, dtype=torch.float32), alone(lambda run: train(run, kind, dtype=torch.float32))) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["adagrad", "adam"])
+@pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
 def test_schedules_and_clipping(kind: str) -> None:
     """By the norm of all: clipped hard, and in some steps only."""
     for clip in (0.05, 0.6):
