@@ -99,6 +99,7 @@ class TestCommand:
 
 
 class TestOneRankRaises:
+    @pytest.mark.slow
     def test_in_a_step(self, job):
         blames(job.run(loop("if rank == 1 and number == 2: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
