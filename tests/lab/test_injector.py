@@ -130,7 +130,8 @@ def test_stop_stops_and_goes_on(tmp_path: Path) -> None:
         began = time.monotonic()
         assert worker.end() == (0, [0, 1, 2, 3])
         assert time.monotonic() - began > 0.3  # a busy machine may look late
-    assert happened(found) == [("fault", "stop(rank=0, step=2, seconds=1.5)", 2), ("fault over", "stop(rank=0, step=2, seconds=1.5)", 2)]
+    what = "stop(rank=0, step=2, seconds=1.5)"  # on a busy machine it may have gone on for a while before that is noted
+    assert happened(found) in [[("fault", what, 2), ("fault over", what, step)] for step in (2, 3, 4)]
     times = [event["time"] for event in found.events]
     assert 1.4 < times[1] - times[0] < 5
 
