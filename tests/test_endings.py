@@ -64,11 +64,13 @@ class TestAWorkerGoes:
         assert not job.left(0.5)
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_exits_with_0_in_the_middle(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: os._exit(0)")).end()
         assert ended.code == 1 and ended.last.startswith(f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"), ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_crashes_in_native_code(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")).end()
         assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
@@ -98,6 +100,7 @@ class TestTheLauncherGoes:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.preloaded
     def test_asked(self, job, number):
         launched = job.run(endless())
         trains(job, launched)
@@ -109,6 +112,7 @@ class TestTheLauncherGoes:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", "native"])
+    @pytest.mark.preloaded
     def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
         """Our own waits hear it at once."""
         launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
@@ -120,6 +124,7 @@ class TestTheLauncherGoes:
         assert ended.code == 130 and time.monotonic() - began < 3, ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_ctrl_c_in_a_wait_of_native_code(self, job):
         """torch's own waits don't hear it: SIGTERM follows after three seconds."""
         body = """
@@ -137,6 +142,7 @@ store.wait(["never"], timedelta(seconds=600))
         assert ended.code == 130 and 2.5 < time.monotonic() - began < 6, ended.err
 
 
+@pytest.mark.preloaded
 class TestAWorkerHangs:
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.soak)])

@@ -104,19 +104,23 @@ class TestOneRankRaises:
         blames(job.run(loop("if rank == 1 and number == 2: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_before_the_start(self, job):
         blames(job.run("if rank == 0: raise ValueError('boom')" + loop()).end(), 0, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_before_a_step(self, job):
         body = loop().replace("    for epoch", "    if rank == 1: raise ValueError('boom')\n    for epoch")
         blames(job.run(body, 3).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_after_the_last_step(self, job):
         blames(job.run(loop(after="    if rank == 1: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_without_a_with_block(self, job):
         body = "run = pl.start()\nmodel, optimizer, loader = parts(run)\nfor x, y in loader:\n    if rank == 1: raise ValueError('boom')\n"
         blames(job.run(body + "    step(run, model, optimizer, x, y)").end(), 1, "ValueError: boom")
