@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from tests.launches import Jobs
     from tests.survivors import Outcome
 
 ROOT = str(Path(__file__).parents[1])
@@ -39,6 +40,15 @@ def _importable() -> None:
     """Scripts under test may import `tests.brisk`, wherever they lie."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """Jobs in a folder of their own; workers are forked where the test is marked so."""
+    from tests.launches import PLAIN, PRELOADED, jobs
+
+    with jobs(tmp_path, PRELOADED if request.node.get_closest_marker("preloaded") else PLAIN) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import psutil
 
 from paceline.cluster import guard
+from tests.preloaded import ROOM
 
 ROOT = Path(__file__).parents[1]
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
+PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "preloaded.py"),)
 OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch.optim and torchrun leave, with or without us
 FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
@@ -79,7 +81,7 @@ class Job:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
-        own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark}
+        own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark, ROOM: " " * 4096}
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=kept | own | environ
@@ -127,8 +129,8 @@ class Job:
 class Jobs:
     """Starts jobs in a folder of their own, and looks at what they leave."""
 
-    def __init__(self, folder: Path, temporary: Path) -> None:
-        self.folder, self.temporary = folder, temporary
+    def __init__(self, folder: Path, temporary: Path, launcher: Sequence[str]) -> None:
+        self.folder, self.temporary, self.launcher = folder, temporary, launcher
         self.ports: set[int] = set()  # on which jobs have listened
         self._before = shared_memory()
         self._started: list[Job] = []
@@ -148,7 +150,7 @@ class Jobs:
         path = self.folder / "script.py"
         other = path.exists() and path.read_text() != PRELUDE + body  # which workers may still be about to read
         script = self.write(body, f"script{len(self._started)}.py" if other else path.name)
-        return self.start([sys.executable, "-m", "paceline", "run", "--workers", str(workers), *options, script, *args], **environ)
+        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, script, *args], **environ)
 
     def left(self, seconds: float = 2.0) -> list[str]:
         """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
@@ -175,10 +177,10 @@ class Jobs:
 
 
 @contextmanager
-def jobs(folder: Path) -> Iterator[Jobs]:
-    """Jobs in `folder`, of which nothing may be left in the end."""
+def jobs(folder: Path, launcher: Sequence[str] = PLAIN) -> Iterator[Jobs]:
+    """Jobs in `folder`, of which nothing may be left in the end; their workers start as themselves, or `PRELOADED`."""
     with tempfile.TemporaryDirectory(prefix="pl-") as temporary:  # a short name: sockets are made in it
-        found = Jobs(folder, Path(temporary))
+        found = Jobs(folder, Path(temporary), launcher)
         try:
             yield found
             left = found.left()

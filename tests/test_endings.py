@@ -7,12 +7,10 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, jobs, wait_for
+from tests.launches import Ended, Job, Jobs, wait_for
 
 HOST = socket.gethostname()
 ENDLESS = """
@@ -44,12 +42,6 @@ def endless(inside: str = "pass", start: str = "") -> str:
     return ENDLESS.format(inside=inside, start=start)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
-
-
 def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
     """Wait until all workers train, and remember the ports on which the job listens."""
     wait_for(lambda: launched.process.poll() is not None or all((job.folder / f"ready{rank}").exists() for rank in range(workers)), 60)
@@ -58,7 +50,8 @@ def trains(job: Jobs, launched: Job, workers: int = 2) -> None:
 
 
 class TestAWorkerGoes:
-    @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [1, 0])
     def test_killed(self, job, rank):
         launched = job.run(endless())
         trains(job, launched)
@@ -71,11 +64,13 @@ class TestAWorkerGoes:
         assert not job.left(0.5)
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_exits_with_0_in_the_middle(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: os._exit(0)")).end()
         assert ended.code == 1 and ended.last.startswith(f"paceline: rank 1 on {HOST} left in the middle (exit code 0)"), ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_crashes_in_native_code(self, job):
         ended = job.run(endless("if rank == 1 and run.steps == 5: __import__('ctypes').string_at(0)")).end()
         assert ended.code == 139 and ended.last.startswith(f"paceline: rank 1 on {HOST} was killed by SIGSEGV"), ended.err
@@ -88,6 +83,9 @@ class TestAWorkerGoes:
         next(iter(launched.worker(1).children())).kill()
         ended = launched.end(40)
         assert ended.code == 1 and f"rank 1 on {HOST}" in ended.last and "DataLoader worker" in ended.said, ended.err
+        for path in job.temporary.glob("tmp*"):  # of ten that torch makes when a reader is gone, and forgets if its signal comes just then
+            assert path.is_file() and path.stat().st_size == 0
+            path.unlink()
 
 
 class TestTheLauncherGoes:
@@ -102,6 +100,7 @@ class TestTheLauncherGoes:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.preloaded
     def test_asked(self, job, number):
         launched = job.run(endless())
         trains(job, launched)
@@ -113,6 +112,7 @@ class TestTheLauncherGoes:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", "native"])
+    @pytest.mark.preloaded
     def test_ctrl_c_while_a_worker_waits_for_another(self, job, via):
         """Our own waits hear it at once."""
         launched = job.run(endless("time.sleep(600 * (rank == 1 and run.steps == 4))", f"sync=pl.AllReduce(via={via!r})"))
@@ -124,6 +124,7 @@ class TestTheLauncherGoes:
         assert ended.code == 130 and time.monotonic() - began < 3, ended.err
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_ctrl_c_in_a_wait_of_native_code(self, job):
         """torch's own waits don't hear it: SIGTERM follows after three seconds."""
         body = """
@@ -141,6 +142,7 @@ store.wait(["never"], timedelta(seconds=600))
         assert ended.code == 130 and 2.5 < time.monotonic() - began < 6, ended.err
 
 
+@pytest.mark.preloaded
 class TestAWorkerHangs:
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", pytest.param("native", marks=pytest.mark.soak)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, free_port, jobs
+from tests.launches import Ended, Job, Jobs, free_port
 
 HOST = socket.gethostname()
 LOOP = """
@@ -23,12 +23,6 @@ with pl.start({start}) as run:
             step(run, model, optimizer, x, y)
 {after}
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 def loop(inside: str = "pass", *, after: str = "", start: str = "") -> str:
@@ -105,28 +99,34 @@ class TestCommand:
 
 
 class TestOneRankRaises:
+    @pytest.mark.slow
     def test_in_a_step(self, job):
         blames(job.run(loop("if rank == 1 and number == 2: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_before_the_start(self, job):
         blames(job.run("if rank == 0: raise ValueError('boom')" + loop()).end(), 0, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_before_a_step(self, job):
         body = loop().replace("    for epoch", "    if rank == 1: raise ValueError('boom')\n    for epoch")
         blames(job.run(body, 3).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_after_the_last_step(self, job):
         blames(job.run(loop(after="    if rank == 1: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_without_a_with_block(self, job):
         body = "run = pl.start()\nmodel, optimizer, loader = parts(run)\nfor x, y in loader:\n    if rank == 1: raise ValueError('boom')\n"
         blames(job.run(body + "    step(run, model, optimizer, x, y)").end(), 1, "ValueError: boom")
 
 
+@pytest.mark.preloaded
 class TestOneRankGoesItsOwnWay:
     def named(self, ended: Ended, mine: str, theirs: str) -> None:
         """The last words are a Mismatch that names both sides: rank 1 at `mine` and rank 0 at `theirs`."""
@@ -206,6 +206,7 @@ with pl.start() as run:
         assert ended.code == 1 and "(DataError)" in ended.last and "__len__" in ended.said and "Endless" in ended.said, ended.err
 
 
+@pytest.mark.preloaded
 class TestNumbers:
     BAD = "x = x * (float('nan') if run.steps == 3 and rank == 1 else 1.0)"
 
@@ -330,6 +331,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.preloaded
 class TestDisk:
     @pytest.mark.slow
     def test_full_while_saving(self, job, tiny):

@@ -7,23 +7,15 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.curves import Case, check
-from tests.launches import ROOT, Ended, Job, Jobs, free_port, jobs, wait_for
+from tests.launches import ROOT, Ended, Job, Jobs, free_port, wait_for
 
 CURVES = str(ROOT / "tests" / "curves.py")
 SCHEDULES = ("ring", "tree", "halving-doubling", "direct", "hierarchical", "owners")
 LIMITS = {"sgd": 1e-5, "adam": 1e-9}
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 def ask(job: Jobs, **cases: Case) -> str:
@@ -35,7 +27,7 @@ def ask(job: Jobs, **cases: Case) -> str:
 
 def launch(job: Jobs, size: int, **cases: Case) -> Ended:
     """All these cases under `paceline run`, in one job."""
-    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size), CURVES, ask(job, **cases)]
+    command = [sys.executable, *job.launcher, "run", "--workers", str(size), CURVES, ask(job, **cases)]
     ended = job.start(command).end(100)
     assert ended.code == 0, ended.err
     return ended
@@ -52,6 +44,7 @@ def same(job: Jobs, size: int, **cases: Case) -> None:
 
 
 class TestTheCurve:
+    @pytest.mark.preloaded
     def test_of_two_workers(self, job):
         cases = {
             "equal": Case(),
@@ -73,6 +66,7 @@ class TestTheCurve:
         assert check(cases["sgd"], "sgd", job.folder, 1) == 0
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     @pytest.mark.parametrize("size", [3, 4])
     def test_of_more_workers_than_cores(self, job, size):
         shares = {3: [3, 3, 2], 4: [4, 0, 3, 1]}[size]
@@ -87,6 +81,7 @@ class TestTheCurve:
         same(job, size, **cases)
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_mutants_fail(self, job):
         """The checks above would see them."""
         cases = {"unweighted": Case(shares=[1, 7], mutant="averages without weights"), "silent": Case(mutant="doesn't communicate")}

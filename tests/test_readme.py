@@ -56,6 +56,7 @@ def test_the_script_of_the_readme_is_the_example() -> None:
     assert blocks(TEXTS["README.md"], "python") == [script]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run_alone(path: Path, tmp_path: Path) -> None:
     answer = run_script(path, tmp_path)
@@ -80,6 +81,7 @@ def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
         assert answer.returncode == 0, f"{block}\n{answer.stderr}"
 
 
+@pytest.mark.slow
 def test_the_readme_s_command_runs(tmp_path: Path) -> None:
     """`paceline run --workers 2 examples/train.py`, as the README has it."""
     words = [sys.executable, "-m", "paceline.cli", "run", "--workers", "2", str(ROOT / "examples" / "train.py")]

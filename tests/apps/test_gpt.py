@@ -32,6 +32,7 @@ def test_a_token_sees_only_those_before_it() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     torch.manual_seed(0)
     model = GPT(TINY)

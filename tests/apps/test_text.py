@@ -27,6 +27,7 @@ def test_every_file_is_in_one_part(folder: Path) -> None:
     assert train and validation and not set(train) & set(validation)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_there_and_stays_the_same() -> None:
     files = text.sources()
     assert len(files) > 100 and files == text.sources()

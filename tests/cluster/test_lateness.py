@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paceline.cluster import guard
 from paceline.cluster.lateness import Lateness
 from paceline.cluster.output import screens
 from paceline.cluster.peers import Late, Nobody, note
 from paceline.cluster.worker import Task, Worker, start
+from tests.cluster.launched import wait_for
 
 LATE = Late(7, "backward of step 3", False)
 GIVEN_UP = LATE._replace(given_up=True)
@@ -149,6 +151,7 @@ def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
     worker = host.start("answers(7, waits=False); report.show(place)")
     worker.process.send_signal(signal.SIGSTOP)
     pid = worker.process.pid
+    wait_for(lambda: guard.state(pid) == "T")  # on a busy machine it takes a moment
     why = f"it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on"
     assert host.judge() == [f"paceline: others wait for rank 0 on box7 (backward of step 3): {why}"]
     assert len(host.judge(GIVEN_UP)) == 1  # it hasn't moved

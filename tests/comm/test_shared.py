@@ -58,7 +58,8 @@ def same(x: Tensor, wanted: Tensor, op: str = "sum") -> bool:
 # ---- sums
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)

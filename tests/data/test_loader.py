@@ -176,8 +176,8 @@ def test_reshare_deals_again_what_was_prefetched(workers, accumulate):
     assert shares[:4] == [[4, 4]] * 4 and shares[4:7] == [[2, 6]] * 3 and shares[7:] == [[0, 8]] * 5 + [[0, 4]]
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("step", [0, 3, 12])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 3, 12])
 def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, step):
     def body(group):
         loader = deal(seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group))
@@ -252,7 +252,9 @@ def test_an_older_iterator_has_ended():
     assert len(next(new)) == 64
 
 
-@pytest.mark.parametrize("stop", [1, pytest.param(5, marks=pytest.mark.soak), 12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.soak), 12, pytest.param(13, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("before", "after"), [((1, 0), (3, 2)), ((3, 2), (2, 0)), ((2, 0), (1, 2))])
 def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop):
     size, workers = before

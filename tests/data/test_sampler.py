@@ -122,8 +122,11 @@ class Items(Numbers):
         return torch.arange(10 * index, 10 * index + 1 + index % 5)
 
 
-@pytest.mark.parametrize(("size", "workers"), [*((size, 0) for size in SIZES), pytest.param(2, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SAMPLERS)
+READ = ("weighted", "by length", "tensors", "generators", "lists", "items")  # the others by readers in a soak
+BY_READERS = [pytest.param(name, 2, 2, marks=pytest.mark.slow if name in READ else pytest.mark.soak) for name in SAMPLERS]
+
+
+@pytest.mark.parametrize(("name", "size", "workers"), [*((name, size, 0) for name in SAMPLERS for size in SIZES), *BY_READERS])
 def test_samplers_are_honoured(name, size, workers):
     def make():
         loader = SAMPLERS[name]()

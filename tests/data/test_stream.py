@@ -353,7 +353,7 @@ def test_a_stream_that_cannot_be_read_again_is_refused():
         next(iter(other))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", [0, 3, 8])
 def test_reshare_and_again_of_a_stream(workers, step):
     make = streams(num_workers=workers)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from paceline import lab
 from paceline.lab import kernel
 from paceline.lab.hosts import Cluster
 from tests.lab.traces import left, traces
+from tests.launches import PRELOADED, ROOM
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +24,17 @@ def able() -> None:
     reason = kernel.missing()
     if reason:
         pytest.skip(f"no lab can run here: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _preloaded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked by their launchers where the test is marked so."""
+    if request.node.get_closest_marker("preloaded"):
+        path = tmp_path / "python"
+        path.write_text(f'#!/bin/sh\nshift 2  # -m paceline\nexec {sys.executable} {" ".join(PRELOADED)} "$@"\n')
+        path.chmod(0o755)
+        monkeypatch.setattr("paceline.lab.running.sys", SimpleNamespace(executable=str(path)))
+        monkeypatch.setenv(ROOM, " " * 4096)
 
 
 @pytest.fixture

@@ -123,16 +123,17 @@ def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
 
 
 def test_stop_stops_and_goes_on(tmp_path: Path) -> None:
-    found = unleash(Paper(regular(1)), "stop(rank=0, step=2, seconds=0.6)", tmp_path)
+    found = unleash(Paper(regular(1)), "stop(rank=0, step=2, seconds=1.5)", tmp_path)
     with found, job(tmp_path, {"steps": 4}) as (worker,):
         wait_for(lambda: worker.state() == "T")
         assert worker.page.step == 2
         began = time.monotonic()
         assert worker.end() == (0, [0, 1, 2, 3])
-        assert time.monotonic() - began > 0.3
-    assert happened(found) == [("fault", "stop(rank=0, step=2, seconds=0.6)", 2), ("fault over", "stop(rank=0, step=2, seconds=0.6)", 2)]
+        assert time.monotonic() - began > 0.3  # a busy machine may look late
+    what = "stop(rank=0, step=2, seconds=1.5)"  # on a busy machine it may have gone on for a while before that is noted
+    assert happened(found) in [[("fault", what, 2), ("fault over", what, step)] for step in (2, 3, 4)]
     times = [event["time"] for event in found.events]
-    assert 0.5 < times[1] - times[0] < 5
+    assert 1.4 < times[1] - times[0] < 5
 
 
 def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paceline.lab.running import Outcome as Ended
 from tests.launches import PRELUDE
 from tests.survivors import Outcome, apart, check, gap, outcome, script, until
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow, pytest.mark.preloaded]
 
 
 def train(

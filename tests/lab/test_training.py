@@ -15,7 +15,7 @@ import pytest
 from paceline.lab.description import Description, Host, Placement
 from paceline.lab.hosts import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 
 SCRIPT = """
 import sys
@@ -77,7 +77,10 @@ def train(cluster: Cluster, folder: Path, alone: Any) -> None:
 
 @pytest.mark.parametrize(
     "workers, placement",
-    [((1, 2, 1), "round-robin"), ((1, 1, 1), "block"), pytest.param((2, 2), "round-robin", marks=pytest.mark.soak)],
+    [
+        ((1, 2, 1), "round-robin"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (((1, 1, 1), "block"), ((2, 2), "round-robin"))),
+    ],
 )
 def test_hosts_train_the_same_weights_as_one_process(
     workers: tuple[int, ...], placement: Placement, build: Callable[..., Cluster], alone: Any, tmp_path: Path

@@ -11,7 +11,7 @@ import pytest
 from paceline.lab.hosts import Cluster
 from tests import ways
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 STEPS = 9  # more than twice the longest round, and than `after` begins
 
 

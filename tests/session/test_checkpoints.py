@@ -6,15 +6,16 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.fault import checkpoint
-from tests.launches import Jobs, jobs, wait_for
+from tests.launches import Jobs, wait_for
 from tests.survivors import outcome, script
+
+pytestmark = pytest.mark.preloaded
 
 # The first worker dies in its thread, when most of its first checkpoint is written.
 DYING = """
@@ -32,12 +33,6 @@ SAVING = """
             if run.steps in (4, 14):
                 run.save(background=True)
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 @pytest.mark.slow

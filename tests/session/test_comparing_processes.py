@@ -11,6 +11,8 @@ import pytest
 from tests.launches import Jobs
 from tests.survivors import apart, kill, outcome, script, trains
 
+pytestmark = pytest.mark.preloaded
+
 FLIP = "if run.rank == run.size - 1 and run.steps + 1 in {steps}: next(model.parameters()).data.view(torch.int64)[0, 0] ^= 1 << 61"
 
 
@@ -23,9 +25,8 @@ def start(name: str, **options: object) -> str:
     return f"name='run', folder='{name}/runs', " + ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 
-@pytest.mark.parametrize(
-    "options", [(), pytest.param(("--min-workers", "1", "--restarts", "3"), marks=pytest.mark.slow)], ids=["plain", "surviving"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--min-workers", "1", "--restarts", "3")], ids=["plain", "surviving"])
 def test_all_stop_and_say_why(job: Jobs, options: tuple[str, ...]) -> None:
     """Also where the others could go on: the error is the same on all."""
     folder = out(job, "stopped")

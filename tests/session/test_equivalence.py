@@ -148,6 +148,7 @@ def test_every_schedule(via: str, size: int, shares: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"accumulate": 100}, {"loss": "sum"}])
+@pytest.mark.slow
 def test_options_that_change_the_weights_of_gradients(options: dict[str, Any]) -> None:
     """Micro-batches change nothing, and a sum divided by the global batch is the mean."""
 

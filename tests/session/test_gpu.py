@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from tests.launches import Jobs, jobs
+from tests.launches import Jobs
 from tests.runs import Numbered, distance, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")]
@@ -176,12 +176,6 @@ with pl.start(name=sys.argv[1]) as run:
         import json
         json.dump([everyone, rows], open(sys.argv[1] + ".json", "w"))
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_path: Path) -> None:

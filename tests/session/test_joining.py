@@ -12,6 +12,8 @@ import pytest
 from tests.launches import Job, Jobs, free_port, wait_for
 from tests.survivors import Outcome, check, outcome, script, trains
 
+pytestmark = pytest.mark.preloaded
+
 EPOCHS = 8
 SLOWLY = "0 if (out / 'go').exists() else 0.5"
 

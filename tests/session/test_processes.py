@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launches import Jobs, jobs
+from tests.launches import Jobs
 
 BODY = """
 import hashlib, json, random
@@ -49,12 +48,6 @@ if run.is_first:
 without = pl.start(folder="bare", name="bare")               # without `with`: closed at exit
 parts(without)
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Jobs]:
-    with jobs(tmp_path) as found:
-        yield found
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import torch
 
 from tests.launches import Job, Jobs, free_port, wait_for
 
+pytestmark = pytest.mark.preloaded
+
 SOAK = pytest.mark.soak
 
 TRAIN = """
@@ -129,7 +131,7 @@ class TestEndings:
 
     @pytest.mark.slow
     def test_a_server_is_killed(self, job: Jobs) -> None:
-        launched = self.started(job)
+        launched = self.started(job, sync="ParameterServer(servers=2, bucket_mb=0.05)")
         servers(launched)[0].kill()
         ended = launched.end(20)
         assert ended.code == 1 and "was killed by SIGKILL" in ended.err and "what it kept is lost" in ended.err, ended

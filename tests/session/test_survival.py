@@ -14,6 +14,8 @@ import pytest
 from tests.launches import Job, Jobs, free_port
 from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
+pytestmark = pytest.mark.preloaded
+
 HOST = socket.gethostname()
 
 
@@ -27,7 +29,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("rank", ["0", pytest.param("run.size - 1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "run.size - 1"])
 def test_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome], rank: str) -> None:
     parts = {name: text.format(rank=rank, at=AT.format(rank=rank)) for name, text in PLACES.items()}
     found = play(job, "killed", "--min-workers", "1", workers=6, nap=0, **parts)

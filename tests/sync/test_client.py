@@ -72,7 +72,10 @@ FEW = [(2, 1, "adam"), (3, 2, "momentum"), (4, 3, "adam")]
 ALL = product((1, 2, 3, 4), (1, 2, 3), ("momentum", "adam"))
 
 
-@pytest.mark.parametrize(("size", "servers", "kind"), [pytest.param(*case, marks=() if case in FEW else pytest.mark.soak) for case in ALL])
+@pytest.mark.parametrize(
+    ("size", "servers", "kind"),
+    [pytest.param(*case, marks=() if case == FEW[0] else pytest.mark.slow if case in FEW else pytest.mark.soak) for case in ALL],
+)
 def test_twenty_steps_are_those_of_one_process_and_of_allreduce(size: int, servers: int, kind: str) -> None:
     """20 steps of 8 samples: 3 and 4 workers have uneven shares, or are given them."""
     options = {"kind": kind, "shares": None if size == 1 else cut(*range(1, size + 1))}
@@ -87,7 +90,7 @@ def test_in_float32(kind: str) -> None:
     assert distance(served(3, kind=kind, dtype=torch.float32), alone(lambda run: train(run, kind, dtype=torch.float32))) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["adagrad", "adam"])
+@pytest.mark.parametrize("kind", [pytest.param("adagrad", marks=pytest.mark.slow), "adam"])
 def test_schedules_and_clipping(kind: str) -> None:
     """By the norm of all: clipped hard, and in some steps only."""
     for clip in (0.05, 0.6):
@@ -100,6 +103,7 @@ def test_micro_batches() -> None:
     assert distance(served(2, kind="adam", accumulate=2), alone(lambda run: train(run, "adam"))) < 1e-9
 
 
+@pytest.mark.slow
 def test_with_random_delays_repeatedly() -> None:
     wanted = served(3, kind="adam", epochs=2)
     chance = random.Random(1)

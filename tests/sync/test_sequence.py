@@ -37,6 +37,7 @@ def over_hosts(strategy: Strategy, hosts: tuple[int, ...] = HOSTS, **options: An
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_round_of_one_step_is_allreduce() -> None:
     for options in ({}, {"shares": cut(1, 4, 2, 1)}, {"accumulate": 2}, {"shares": cut(0, 0, 3, 5)}):
         assert distance(over_hosts(both(LocalSGD(1)), **options), runs(AllReduce(), size=4, **options)) < 1e-9, options
@@ -67,6 +68,7 @@ def test_codecs_on_both_axes() -> None:
     assert 1e-7 < distance(over_hosts(coded), wanted) < 0.5
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     strategy = both(LocalSGD(3, codec=error_feedback(topk(0.3))), AllReduce(codec=error_feedback(int8(block=32))))
     resumes(strategy, 4, tmp_path, HOSTS)

@@ -92,7 +92,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_steps_are_those_of_one_process(kind, servers):
     """By 1 to 4 workers whose pushes come in any order, with a schedule, clipped, and a parameter that is not always used."""

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests import ways
-from tests.launches import jobs
+from tests.launches import Jobs
 
 
 @pytest.mark.slow
-def test_on_processes(tmp_path: Path) -> None:
+@pytest.mark.preloaded
+def test_on_processes(job: Jobs, tmp_path: Path) -> None:
     size = 3
-    command = [sys.executable, "-m", "paceline", "run", "--workers", str(size), ways.__file__, str(tmp_path), ways.ask(tmp_path)]
-    with jobs(tmp_path) as job:
-        ended = job.start(command).end(150)
+    command = [sys.executable, *job.launcher, "run", "--workers", str(size), ways.__file__, str(tmp_path), ways.ask(tmp_path)]
+    ended = job.start(command).end(150)
     assert ended.code == 0, ended.err
     ways.check(tmp_path, size)

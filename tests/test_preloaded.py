@@ -1,0 +1,88 @@
+"""Workers that are forked are, to everybody else, those that start by themselves."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launches import PLAIN, PRELOADED, jobs, wait_for
+from tests.preloaded import ROOM
+
+pytestmark = pytest.mark.slow
+
+BODY = """
+import json, signal, threading
+from pathlib import Path
+
+preloaded = sys.argv[1]
+environ = dict(line.split("=", 1) for line in Path("/proc/self/environ").read_text().split("\\0") if line)
+found = {
+    "same": environ == dict(os.environ),
+    "names": sorted(environ.keys() - {"PACELINE_TEST_ROOM"}),
+    "rank": environ["RANK"],
+    "arguments": sys.argv[2:],
+    "name": [__name__, Path(__file__).name, Path(sys.path[0]).resolve() == Path(sys.argv[0]).resolve().parent],
+    "group": os.getpgid(0) == os.getpid(),
+    "descriptors": sorted(os.readlink(f"/proc/self/fd/{number}").partition(":")[0] for number in range(3)),
+    "count": len(os.listdir("/proc/self/fd")),
+    "signals": [str(signal.getsignal(number)) for number in (1, 2, 15, 17)],
+    "threads": [thread.name for thread in threading.enumerate()],
+    "main": sys.modules["__main__"].__dict__ is globals(),
+}
+Path(f"{preloaded}{rank}.json").write_text(json.dumps(found))
+import atexit
+atexit.register(lambda: Path(f"{preloaded}{rank}.left").write_text("left"))
+print("said", end="")
+if rank == 1:
+    sys.exit("that was all")
+"""
+
+
+def test_all_that_a_worker_finds_is_the_same_and_how_it_ends(tmp_path: Path) -> None:
+    ends = {}
+    for name, launcher in (("plain", PLAIN), ("preloaded", PRELOADED)):
+        with jobs(tmp_path, launcher) as job:
+            ends[name] = job.run(BODY, 2, args=(name, "a", "b c")).end()
+        assert all((tmp_path / f"{name}{rank}.left").exists() for rank in range(2))
+    for rank in range(2):
+        plain, preloaded = (json.loads((tmp_path / f"{name}{rank}.json").read_text()) for name in ends)
+        assert plain["same"] and preloaded == plain and ROOM not in preloaded["names"]
+    plain, preloaded = ends.values()
+    assert (preloaded.code, sorted(preloaded.out.split()), sorted(preloaded.err.splitlines())) == (
+        plain.code,
+        sorted(plain.out.split()),
+        sorted(plain.err.splitlines()),
+    )
+    assert plain.code == 1 and "[1] that was all" in plain.err
+
+
+ENDINGS = {
+    "raise ValueError('boom')": "failed with exit code 1",
+    "sys.exit(7)": "failed with exit code 7",
+    "os.kill(os.getpid(), 9)": "was killed by SIGKILL",
+    "__import__('ctypes').string_at(0)": "was killed by SIGSEGV",
+    "raise KeyboardInterrupt": "was killed by SIGINT",
+}
+
+
+def test_each_ending_is_told_as_it_is(tmp_path: Path) -> None:
+    with jobs(tmp_path, PRELOADED) as job:
+        started = [job.run(f"if rank == 1: {body}\ntime.sleep(60)", 2) for body in ENDINGS]
+        for launched, (body, words) in zip(started, ENDINGS.items(), strict=True):
+            ended = launched.end()
+            assert words in ended.last and ended.last.startswith("paceline: rank 1 on "), (body, ended.err)
+            if "boom" in body:
+                assert ended.said == "ValueError: boom" and "preloaded" not in ended.err, ended.err
+
+
+def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with jobs(tmp_path, PRELOADED) as job:
+        launched = job.run("open(f'up{rank}', 'w').close()\ntime.sleep(60)", 2)
+        wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+        assert [process.environ()["RANK"] for process in launched.workers()] == ["0", "1"]
+        launched.process.send_signal(signal.SIGKILL)
+        launched.end()
+        assert not job.left(2.0)
