@@ -133,8 +133,8 @@ class Summary:
     codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.paying.Verdict`
     parameters_sha256: str
     checkpoints: dict[str, float]  # the fields of `paceline.session.saving.Tally`
-    servers: list[dict[str, Any]]  # of a parameter server: messages, bytes, staleness, what was dropped (`paceline.sync.server`)
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.sync.server`)
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -29,7 +28,8 @@ from paceline.comm.group import Traffic
 from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
-from paceline.session.ghost import Buffers, buffers, put_back
+from paceline.session.course import Course, innermost, parts
+from paceline.session.ghost import buffers, put_back
 from paceline.session.tables import Tables
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
@@ -44,21 +44,6 @@ class Beat(Protocol):
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
         """Step `turn` of a training loader is over; where its time went."""
         ...
-
-
-@dataclass(slots=True)
-class Course:
-    """One loader on its way: its open turn, and when that and the epoch began (counted in calls)."""
-
-    loader: ShareLoader
-    epoch_at: int = 0
-    turn_at: int = 0
-    turn: Turn | None = None
-    kept: Buffers = field(default_factory=list)  # before a ghost's turn
-    outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
-    gathered: int = 0  # rows that were gathered of this batch: how often
-    passed: int = 0  # in this turn, with those that were gathered when it was dealt before
-    void: bool = False  # its rows died with a worker: it is dealt again
 
 
 class Turns:
@@ -100,14 +85,14 @@ class Turns:
     @property
     def turn(self) -> Turn | None:
         """The innermost turn under way. One that was left by `break` counts only where no other is."""
-        return _inner(self._open)
+        return innermost(self._open)
 
     @property
     def training(self) -> Turn | None:
         """The turn that backward passes and optimizers belong to: the innermost training one, else the innermost."""
         if len(self._open) < 2:
-            return _inner(self._open)
-        return _inner([course for course in self._open if course.turn is not None and course.turn.train]) or _inner(self._open)
+            return innermost(self._open)
+        return innermost([course for course in self._open if course.turn is not None and course.turn.train]) or innermost(self._open)
 
     @property
     def led(self) -> Turn | None:
@@ -240,10 +225,12 @@ class Turns:
             self.scene.moment.step = self.steps  # by which all are at the same call
         if self._page is not None:
             self._page.passed(self.steps)
-        began, before, aside = time.perf_counter(), self.scene.traffic, self.scene.aside
+        began, before, aside, waited = time.perf_counter(), self.scene.traffic, self.scene.aside, self.scene.waited
         self.backward.sync.commit()
         self.committed(self.steps)
-        self._step["exchange"] += time.perf_counter() - began
+        waited = self.scene.waited - waited
+        self._step["wait"] += waited
+        self._step["exchange"] += max(time.perf_counter() - began - waited, 0.0)
         self.sent += self.scene.traffic - before - (self.scene.aside - aside)
         seconds, self._step = dict(self._step), defaultdict(float)
         self.beat.step_ended(turn, seconds)
@@ -258,9 +245,9 @@ class Turns:
         side = [course for course in self._open if course.loader.terms.training and course.loader.under_way]
         for one, other in itertools.combinations(side, 2):
             beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
-            if beside and _parts(one) != _parts(other):
+            if beside and parts(one) != parts(other):
                 raise UsageError(
-                    f"two training loaders are under way at once, and deal their batches differently: {_parts(one)} and {_parts(other)} "
+                    f"two training loaders are under way at once, and deal their batches differently: {parts(one)} and {parts(other)} "
                     "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
                     "of workers, with drop_last=True, or finish one loop before the other"
                 )
@@ -433,18 +420,3 @@ class Turns:
         self._step["compute"] += whole - waited - exchange
         self.backward.computed(int(now * 1e9))
         self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
-
-
-def _inner(courses: list[Course]) -> Turn | None:
-    if len(courses) < 2:
-        return courses[0].turn if courses else None
-    return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
-
-
-def _parts(course: Course) -> tuple[float, ...]:
-    """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
-    turn, terms = course.turn, course.loader.terms
-    assert turn is not None
-    if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
-        return (turn.scale,)
-    return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))

@@ -79,9 +79,7 @@ def summary(**changes: Any) -> Summary:
     parts = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.0}
     totals = Totals(10, 640, 2.5, 533.3, changes.pop("loss", 1.5), parts, [parts])
     saved = {"count": 1, "stall_seconds": 0.05, "write_seconds": 0.4, "nbytes": 1000}
-    return Summary(
-        "AllReduce()", 1, 1, totals, {"within": 1e6, "between": 0.0}, [], "ab" * 32, saved, [], [{"time": 0.1, "what": "joined"}]
-    )
+    return Summary("AllReduce()", 1, 1, totals, {"within": 1e6, "between": 0.0}, [], "ab" * 32, saved, [{"time": 0.1, "what": "joined"}])
 
 
 def test_the_summary_has_every_field(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
     found = json.loads(folder.summary.read_text())
     assert list(found) == [
         *("sync", "workers", "hosts", "steps", "samples", "seconds", "samples_per_second", "final_loss", "step_seconds"),
-        *("rank_seconds", "bytes_sent", "codecs", "parameters_sha256", "checkpoints", "servers", "events", "results"),
+        *("rank_seconds", "bytes_sent", "codecs", "parameters_sha256", "checkpoints", "events", "servers", "results"),
     ]
     assert found["step_seconds"]["exchange"] == 0.02
     assert [path.name for path in folder.path.iterdir()] == ["summary.json"]

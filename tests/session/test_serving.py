@@ -25,7 +25,7 @@ x = torch.randn(160, 8, dtype=torch.float64)
 model = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 100), nn.Linear(100, 3)).double()
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 with pl.start({sync}, name="{name}", folder="runs") as run:
-    loader = DataLoader(TensorDataset(x, x[:, :3].sin()), 8, shuffle=True)
+    loader = DataLoader(TensorDataset(x, x[:, :3].sin()), 8, shuffle=True, num_workers={readers})
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     for epoch in run.epochs({epochs}):
         for a, b in loader:
@@ -42,7 +42,7 @@ with pl.start({sync}, name="{name}", folder="runs") as run:
 
 
 def script(name: str, sync: str = "ParameterServer(servers=3, bucket_mb=0.05)", **parts: Any) -> str:
-    return TRAIN.format(**({"name": name, "sync": sync, "epochs": 1, "nap": 0, "after": "pass"} | parts))
+    return TRAIN.format(**({"name": name, "sync": sync, "readers": 0, "epochs": 1, "nap": 0, "after": "pass"} | parts))
 
 
 def servers(job: Job) -> list[psutil.Process]:
@@ -88,30 +88,20 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_not_in_lockstep_as_the_command_line_says(job: Jobs) -> None:
-    """Three workers of unequal speed share the samples of an epoch; the summary tells what servers did."""
+@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("sync", ["ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1, requeue=True)"])
+def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers: int) -> None:
+    """Three workers of unequal speed share the samples of an epoch, read ahead or not; the summary tells what servers did."""
     slow = "time.sleep(0.05 * (rank == 2))"
-    path = job.write(script("loose", "None", epochs=2, after=slow))
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "run",
-        "--workers",
-        "3",
-        "--servers",
-        "2",
-        "--sync",
-        "ParameterServer(staleness=inf)",
-        path,
-    ]
-    ended = job.start(command).end()
+    body = script("loose", "None", epochs=2, after=slow, readers=readers)
+    ended = job.run(body, 3, "--servers", "2", "--sync", sync).end()
     assert ended.code == 0, ended
     summary = json.loads((job.folder / "runs" / "loose" / "summary.json").read_text())
-    assert summary["sync"] == "ParameterServer(staleness=inf)" and summary["samples"] == 320 and len(summary["servers"]) == 2
+    again = summary["servers"][0]["dropped"]["dealt_again"]
+    assert summary["sync"] == sync and summary["samples"] == 320 + again and len(summary["servers"]) == 2
     assert sum(summary["servers"][0]["staleness"].values()) == summary["servers"][0]["messages"]["tick"] > 40
     lines = [json.loads(line) for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["samples"] for line in lines) == 320 and lines[-1]["loss"] < lines[0]["loss"]
+    assert sum(line["samples"] for line in lines) == 320 + again and lines[-1]["loss"] < lines[0]["loss"]
 
 
 @SOAK

@@ -132,24 +132,6 @@ class TestWhatIsTrained:
 
         assert sorted(chain(*workers(3, body, strategy=ASP))) == [*range(20)]
 
-    @pytest.mark.slow
-    @EACH
-    def test_read_ahead(self, strategy: ParameterServer) -> None:
-        """DataLoader workers ask for more than is trained yet; nothing is lost at the end."""
-
-        def body(run: Run) -> list[int]:
-            model = Table(30)
-            loader: Any = DataLoader(Numbers(30), 6, num_workers=1, multiprocessing_context="fork")
-            model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 1.0), loader)
-            mine: list[int] = []
-            for ids in loader:
-                mine += ids.tolist()
-                turn(model, optimizer, ids)
-            return mine
-
-        mine = [*chain(*workers(2, body, strategy=strategy))]
-        assert {*mine} == {*range(30)} and (strategy is not ASP or len(mine) == 30)
-
 
 class TestTheBound:
     def bounded(self, bound: int, seed: int, size: int = 3) -> list[int]:
