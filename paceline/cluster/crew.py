@@ -82,7 +82,7 @@ class Crew:
             return self._code()
         finally:
             left = [worker.process for worker in self._workers if worker.ended is None]
-            guard.sweep(self._mark, [process.pid for process in left])
+            self._known |= guard.sweep(self._mark, [process.pid for process in left])
             for process in left:
                 process.wait()
             guard.clear([folder for folders in self._litter.values() for folder in folders])

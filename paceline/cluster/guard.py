@@ -113,19 +113,22 @@ def _opened(process: int) -> Iterator[str]:
             continue  # closed since
 
 
-def sweep(mark: str, groups: list[int]) -> None:
-    """End these groups and every process with the job's mark, then remove what they left in the temporary folder."""
+def sweep(mark: str, groups: list[int]) -> set[int]:
+    """End these groups and every process with the job's mark, then remove what they left in the temporary folder; gives who was ended."""
+    ended = set(groups).union(*(members(group) for group in groups))
     for group in groups:
         end_group(group)
     for attempt in range(_ROUNDS):
         left = marked(mark)
+        ended |= {*left}
         if not left:
-            return
+            break
         _signal_each(left, signal.SIGSTOP)
         folders = litter(left)
         _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
+    return ended
 
 
 def _signal_each(group: list[int], number: int) -> None:
@@ -213,9 +216,9 @@ def watch(mark: str) -> None:
         groups -= {int(line[1:]) for line in lines if line[:1] == b"-"}
         if not data:
             break
-    sweep(mark, sorted(groups))
+    known |= sweep(mark, sorted(groups))
     clear([folder for found in folders.values() for folder in found])
-    reclaim(known | groups, began)
+    reclaim(known, began)
 
 
 if __name__ == "__main__":

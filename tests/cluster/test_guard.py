@@ -82,6 +82,16 @@ def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
     assert deputy.wait(5) == 0 and job.wait(5) == -9
 
 
+def test_who_is_ended_is_told():
+    """Also who carries the mark and was never seen before: what it leaves in shared memory is known by its number."""
+    group, other = (
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": mark})
+        for mark in ("none", "abe")
+    )
+    assert guard.sweep("abe", [group.pid]) == {group.pid, other.pid}
+    assert group.wait(5) == other.wait(5) == -9
+
+
 def test_a_deputy_that_is_told_so_does_nothing():
     job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abd"})
     deputy = subprocess.Popen([sys.executable, "-I", "-S", guard.__file__, "abd"], stdin=subprocess.PIPE)

