@@ -56,9 +56,9 @@ class Agreement:
         self._met = time.monotonic()
 
     @property
-    def names(self) -> list[str]:
+    def hosts(self) -> tuple[str, ...]:
         """The host of each rank."""
-        return list(self._hosts)
+        return self._hosts
 
     @property
     def host(self) -> str:

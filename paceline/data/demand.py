@@ -65,11 +65,15 @@ class Takes(Feed):
         return True
 
     @property
+    def size(self) -> int:
+        """The samples of a global batch; of the first one here, where they are of many sizes."""
+        assert self.indices is not None
+        return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
+
+    @property
     def most(self) -> int:
         """How many samples I take at a time: my share of a global batch."""
-        assert self.indices is not None
-        size = self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
-        return self.terms.shares(size)[self.terms.rank]
+        return self.terms.shares(self.size)[self.terms.rank]
 
 
 class Demand(Indexed):
@@ -96,10 +100,11 @@ class Demand(Indexed):
                 "workers that are not in lockstep take pieces of batches, and each item of this data set is a whole batch "
                 "(batch_size=None): give the loader a batch size, or leave out staleness and backup_workers"
             )
-        size = terms.loader.batch_size or len(indices.batch(start) or [])
-        shares = terms.shares(size)
+        shares = terms.shares(self._feed.size)
         if 0 in shares:
-            raise UsageError(f"the shares of a batch of {size} are {shares}, and a worker that takes 0 samples never trains: give all some")
+            raise UsageError(
+                f"the shares of a batch of {self._feed.size} are {shares}, and a worker that takes 0 samples never trains: give all some"
+            )
         self._feed.steps.clear()
         self._feed.latest = start - 1
         self._taking = True

@@ -65,17 +65,13 @@ class Handing:
         self.next = self._turns.steps + answers[0][2]
         if survival is not None:
             survival.hear([answer[4] for answer in answers])
-        reason = self.log.absorb([a[0] for a in answers], [a[3] for a in answers], tuple(self._hosts))
+        reason = self.log.absorb([a[0] for a in answers], [a[3] for a in answers], agreement.hosts)
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
             self.stopping = self._turns.over = True
             for loader in self._cast.loaders:
                 if loader.terms.training:
                     loader.finish()
-
-    @property
-    def _hosts(self) -> list[str]:
-        return self._scene.agreement.names
 
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
@@ -94,7 +90,7 @@ class Handing:
         for rank, letter in letters:
             bodies = [self._known.get(other, _NOTHING) for other in ranks]
             bodies[rank] = letter
-            reason = self.log.absorb(bodies, None, tuple(self._hosts))
+            reason = self.log.absorb(bodies, None, self._scene.agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
             self._known[rank] = msgpack.packb([upto, bad, []])
             self._say(reason)

@@ -150,12 +150,8 @@ class Client:
             caller.call("end", seconds=self.seconds)
         self.wires.close()
         assert self.scene.servers is not None
-        room = self._room = self.scene.servers(self._spec.servers)
-        me = self.workers[self.scene.group.rank]
-        self.wires.callers = [
-            Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)
-        ]
-        room.watch(self.wires.end)
+        self._room = self.scene.servers(self._spec.servers)
+        self.wires.open(self._room, self.workers[self.scene.group.rank])
         self._layout = Layout(self.slots, self.optimizers, len(self.callers), int(self._spec.bucket_mb * 1e6))
         self.pace.begin()
         for caller, plan in zip(self.callers, self._layout.plans, strict=True):

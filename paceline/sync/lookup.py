@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.messages import Caller
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.sync import rows
-from paceline.sync.base import Room, Scene
+from paceline.sync.base import Scene
 from paceline.sync.parcels import Wires
 from paceline.sync.table import Spec
 
@@ -51,9 +50,8 @@ class Library:
         self.scene = scene
         self._wires = Wires()
         scene.sides.append(self._wires)
-        room = self._room = scene.servers(servers)
-        self._wires.callers = _callers(room, scene.group.rank)
-        room.watch(self._wires.end)
+        self._room = scene.servers(servers)
+        self._wires.open(self._room, scene.group.rank)
         self._given: list[tuple[int, int]] = []  # server and message: what was not acknowledged yet
         self.tables: list[Lookup] = []
 
@@ -238,10 +236,6 @@ class Lookup:
         for asked in old:
             if asked.step <= self.steps:  # the others are answered after a step that may never come
                 self._take(asked)
-
-
-def _callers(room: Room, me: int) -> list[Caller]:
-    return [Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)]
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from paceline.comm.group import Traffic
 from paceline.comm.messages import Caller
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.sync import recipe
-from paceline.sync.base import Slot
+from paceline.sync.base import Room, Slot
 from paceline.sync.pieces import Piece, deal, pieces
 from paceline.sync.shard import Plan
 
@@ -105,6 +105,11 @@ class Wires:
         """See `Sending`."""
         within = sum(caller.nbytes for caller in self.callers if caller.near)
         return self._past + Traffic(within, sum(caller.nbytes for caller in self.callers) - within)
+
+    def open(self, room: Room, me: int) -> None:
+        """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
+        self.callers = [Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)]
+        room.watch(self.end)
 
     def close(self) -> None:
         """See `Sending`."""

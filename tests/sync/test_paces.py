@@ -210,10 +210,9 @@ class TestBackupWorkers:
         found = workers(3, body, strategy=BACKUP, folder=tmp_path)
         summary = json.loads(next(tmp_path.rglob("summary.json")).read_text())
         dropped = summary["servers"][0]["dropped"]
-        order = torch.randperm(90, generator=torch.Generator().manual_seed(1))  # not the loader's: counted below
         assert dropped["gradients"] == len(dropped["pieces"]) > 0 and dropped["samples"] == 3 * dropped["gradients"]
         weights = found[0][0]
-        assert int((weights == 0).sum()) == dropped["samples"] and len(order) == 90
+        assert int((weights == 0).sum()) == dropped["samples"]
         trained = [ids for _, mine in found for ids in mine]
         kept = [ids for ids in trained if bool((weights[torch.tensor(ids)] != 0).all())]
         assert len(trained) - len(kept) == dropped["gradients"]
