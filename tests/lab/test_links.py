@@ -14,6 +14,16 @@ SLOW = pytest.mark.slow
 HEADERS = 1448 / 1514  # the part of a full packet that is payload
 
 
+def share(cluster, source, target, rate, seconds=1.0):
+    """What is carried of a rate, at best in five tries: a busy machine may be too slow to fill a link, and never makes one quicker."""
+    best = 0.0
+    for _ in range(5):
+        best = max(best, measure(cluster, source, target, seconds) / rate / HEADERS)
+        if best > 0.9:
+            break
+    return best
+
+
 def test_addresses_are_private_and_different():
     addresses = [links.address(number) for number in range(600)]
     assert len(set(addresses)) == 600 and addresses[0] == "10.77.0.1" and addresses[254] == "10.77.0.255" and addresses[255] == "10.77.1.0"
@@ -31,26 +41,26 @@ def test_a_link_is_filled(pair, rate):
     cluster = pair(bandwidth=rate)
     seconds = 1.0 if rate > 10**8 else 2.0
     low = 0.9 if rate < 10**9 else 0.5  # the machine may be too busy for more
-    assert low < measure(cluster, 0, 1, seconds) / rate / HEADERS < 1.1
+    assert low < share(cluster, 0, 1, rate, seconds) < 1.1
 
 
 @SLOW
 def test_up_and_down_are_limited_apart(pair):
     cluster = pair(bandwidth="1gbit")
     cluster.limit(0, "100mbit", "300mbit")
-    assert 0.9 < measure(cluster, 0, 1) / 1e8 / HEADERS < 1.1
-    assert 0.9 < measure(cluster, 1, 0) / 3e8 / HEADERS < 1.1
+    assert 0.9 < share(cluster, 0, 1, 1e8) < 1.1
+    assert 0.9 < share(cluster, 1, 0, 3e8) < 1.1
     cluster.limit(0, None, None)
-    assert 0.5 < measure(cluster, 0, 1) / 1e9 / HEADERS < 1.1  # what the other may receive
+    assert 0.5 < share(cluster, 0, 1, 1e9) < 1.1  # what the other may receive
 
 
 @SLOW
 def test_a_rack_shares_its_uplink(build):
     hosts = tuple(Host(name, up=5 * 10**8, down=5 * 10**8) for name in ("a", "b", "c"))
     cluster = build(description=Description("r", hosts, (Rack("x", ("a", "b"), up=2 * 10**8, down=10**8),)))
-    assert 0.9 < measure(cluster, 0, 1) / 5e8 / HEADERS < 1.1  # inside
-    assert 0.9 < measure(cluster, 0, 2) / 2e8 / HEADERS < 1.1
-    assert 0.9 < measure(cluster, 2, 1) / 1e8 / HEADERS < 1.1
+    assert 0.9 < share(cluster, 0, 1, 5e8) < 1.1  # inside
+    assert 0.9 < share(cluster, 0, 2, 2e8) < 1.1
+    assert 0.9 < share(cluster, 2, 1, 1e8) < 1.1
 
 
 def test_what_the_kernel_refuses_is_named(able):
