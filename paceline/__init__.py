@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
     from paceline.sync.choosing import auto
-    from paceline.sync.client import ParameterServer
     from paceline.sync.fragment import adaptive
     from paceline.sync.gossip import Gossip
     from paceline.sync.localsgd import LocalSGD
     from paceline.sync.outer import average, nesterov
+    from paceline.sync.parameterserver import ParameterServer
     from paceline.sync.sequence import Sequence
 
 __version__ = "0.1.0"
@@ -91,7 +91,7 @@ _NAMES: Final = {
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),
     "paceline.sync.choosing": ("auto",),
-    "paceline.sync.client": ("ParameterServer",),
+    "paceline.sync.parameterserver": ("ParameterServer",),
     "paceline.sync.gossip": ("Gossip",),
     "paceline.sync.localsgd": ("LocalSGD",),
     "paceline.sync.fragment": ("adaptive",),

@@ -10,6 +10,8 @@ PacelineError
 ├── ReplicasDiffer                  what ought to be equal on all workers is not; who differs, and in what, is named
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
 ├── WorkerLost                      another worker is gone
+│   └── ServerLost                  a server is gone; the workers may all be there
+├── StateLost                       what was lost is nowhere else: a run can't go on, but from a checkpoint
 ├── ViewChanged                     the group this work belonged to has been replaced
 ├── ResourceError                   this machine lacks something (shared memory, a kernel feature, disk space)
 └── CheckpointError                 a checkpoint is missing, half-written, corrupted or of another model
@@ -64,6 +66,14 @@ class WorkerLost(PacelineError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class StateLost(PacelineError):
+    """What was kept by those who are lost is nowhere else."""
+
+
+class ServerLost(WorkerLost):
+    """A server is gone, or out of reach."""
 
 
 class ViewChanged(PacelineError):

@@ -26,7 +26,7 @@ VOCABULARY: Final[Vocabulary] = {
     "adaptive": "paceline.sync.fragment:adaptive",
     "Sequence": "paceline.sync.sequence:Sequence",
     "Gossip": "paceline.sync.gossip:Gossip",
-    "ParameterServer": "paceline.sync.client:ParameterServer",
+    "ParameterServer": "paceline.sync.parameterserver:ParameterServer",
     "auto": "paceline.sync.choosing:auto",
     **{word: f"paceline.sync.outer:{word}" for word in ("average", "nesterov")},
     **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},

@@ -63,7 +63,7 @@ def make(
     return run
 
 
-def serving(agreement: Agreement, hosts: int) -> Callable[[int | None], Room]:
+def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], Room]:
     """What starts servers, as threads."""
     found, over, threads = keys(b"0123456789abcdef", "tests"), threading.Event(), []
 
@@ -76,7 +76,7 @@ def serving(agreement: Agreement, hosts: int) -> Callable[[int | None], Room]:
             addresses += receiver.addresses
         return json.dumps(addresses).encode()
 
-    def servers(asked: int | None) -> Room:
+    def servers(asked: int | None, copies: int) -> Room:
         count = asked or hosts
         addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
         return Room(addresses, tuple(f"server {number} on here" for number in range(count)), found, lambda told: None, end)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.apps.clicks import NUMBERS, Batch, Clicks, Log, auc
-from paceline.sync.client import ParameterServer
+from paceline.sync.parameterserver import ParameterServer
 from paceline.sync.rows import initial
 
 WIDTH = 64

@@ -30,7 +30,7 @@ from zmq.utils import z85
 
 from paceline.cluster.secret import derive
 from paceline.cluster.snapshot import raw
-from paceline.errors import DeadlineExceeded, Mismatch, PacelineError
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 
 HEAD_BYTES = 1 << 16
 DEPTH = 6  # of lists and maps in a header
@@ -300,9 +300,12 @@ def _check_folder(folder: str) -> None:
 
 
 class Caller:
-    """A worker's end towards one server. `who` is what the server is called in messages. Of any thread, one at a time."""
+    """A worker's end towards one server. `who` is what the server is called in messages. Of any thread, one at a time.
 
-    def __init__(self, address: str, keys: Keys, *, sender: int, who: str, largest: int = 1 << 30) -> None:
+    With `alert` a connection that has broken, or over which nothing has come for so many seconds, ends all waits with `ServerLost`.
+    """
+
+    def __init__(self, address: str, keys: Keys, *, sender: int, who: str, largest: int = 1 << 30, alert: float | None = None) -> None:
         self.who = who
         self.near = address.startswith("ipc:")  # on this host
         self._sender, self._number = sender, 0
@@ -312,6 +315,10 @@ class Caller:
         self._socket.ipv6 = "[" in address
         if not self.near:
             self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
+        self._monitor: zmq.Socket[Any] | None = None
+        if alert is not None:
+            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = round(250 * alert), round(1000 * alert)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._lock = threading.RLock()
         self._found: dict[int, Message] = {}
@@ -375,7 +382,8 @@ class Caller:
         began = time.monotonic()
         try:
             while True:
-                if self._broken is not None:
+                if self.gone:
+                    assert self._broken is not None
                     raise self._broken
                 left = end - time.monotonic()
                 if self._socket.poll(round(1000 * max(0.0, min(left, _LOOK_SECONDS))), event):
@@ -385,6 +393,19 @@ class Caller:
         finally:
             self.waited += time.monotonic() - began
 
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be waited for here any more."""
+        if self._broken is None and self._monitor is not None and self._monitor.poll(0):
+            self._broken = ServerLost(f"{self.who} is gone")
+        return self._broken is not None
+
+    def forget(self) -> None:
+        """What has been sent won't be waited for."""
+        with self._lock:
+            self._sent.clear()
+            self._found.clear()
+
     def end(self, error: PacelineError) -> None:
         """Whatever waits here, now or later, raises `error`. From any thread."""
         self._broken = error
@@ -393,6 +414,9 @@ class Caller:
         """Hang up; what has not been sent is dropped."""
         self._broken = self._broken or Mismatch(f"the connection to {self.who} has been closed")
         with self._lock:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close()
             self._socket.close()
             self._sent.clear()
         self._context.term()

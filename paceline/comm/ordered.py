@@ -96,10 +96,9 @@ class Agreement:
             mine[:] = [act()]
             self._meet("settled", b"", "")
 
-        found = self._attempt(whole)
+        if self._attempt(whole) is None:
+            raise Voided("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
         self._complete(None)
-        if found is None:
-            raise Voided("a worker was lost in this call")
         return mine[0]
 
     def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None, what: str = "") -> T:

@@ -20,7 +20,7 @@ from paceline.session.mirrored import own_buffers
 from paceline.session.state import Own, Progress
 from paceline.session.step import Turns
 from paceline.session.survival import Founded, reap
-from paceline.sync.base import Scene, Sync
+from paceline.sync.base import Scene, Steps, Sync
 
 VERSION = 2  # of what is handed over
 
@@ -77,6 +77,10 @@ class Body:
         """See `Heart.fates`."""
         return self.buddies.fates(before)
 
+    def servers_lost(self) -> list[str]:
+        """See `Heart.servers_lost`."""
+        return self._sync.servers_lost() if isinstance(self._sync, Steps) else []
+
     def layout(self) -> Any:
         """See `Heart.layout`."""
         return self._sync.layout()
@@ -92,7 +96,8 @@ class Body:
         """See `Heart.give`."""
         snapshot = self._cast.state.snapshot(copy=False)
         facts = {"facts": self.facts(), "compared": self._comparing.facts()}
-        mine = {"random": self._own.randomness.state_dict(), "sync": self._sync.state_dict(), **facts}
+        kept = {} if isinstance(self._sync, Steps) else self._sync.state_dict()  # lies on servers
+        mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
 
     def take(self, state: bytes) -> str:

@@ -69,7 +69,10 @@ class Cast:
             prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
             self.models.append((prefix, model))
             self._add("model", model)
-        found = list(preparing.unknown(preparing.slots(self.models, optimizers), self.slots))
+        slots = list(preparing.slots(self.models, optimizers))
+        owners = {id(slot.parameter): slot.optimizer for slot in slots}
+        self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
+        found = list(preparing.unknown(slots, self.slots))
         preparing.check_parameters(found)
         self.slots += found
         if scene.group.size > 1:

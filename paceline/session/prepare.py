@@ -275,13 +275,16 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
                 return None if closure is None else _called(closure)
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
-            turns.stepping()
-            if (elsewhere := turns.elsewhere(self)) or turns.tables.has(self):
+            elsewhere = turns.elsewhere(self)
+            turns.stepping(elsewhere=elsewhere)
+            if elsewhere or turns.tables.has(self):
                 result = None if closure is None else _called(closure)
                 turns.ready("optimizer.step")
                 turns.tables.step(self)
                 with turns.tables.hidden(self):
                     turns.step_elsewhere(self) if elsewhere else own(self)
+                if not turns.acting:
+                    return result
             else:
                 result = own(self, *args, **kwargs)
             turns.stepped(self)

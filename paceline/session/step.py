@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from paceline.cluster.progress import Page
@@ -102,7 +103,7 @@ class Turns:
     def cut_turn(self, number: int) -> None:
         """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
         self.cut_off = number
-        self.backward.cut = self.led is not None and number == self.steps + 1
+        self.scene.moment.cut = self.led is not None and number == self.steps + 1
 
     def settle(self) -> None:
         """Set the moment by the turn that trains."""
@@ -152,7 +153,7 @@ class Turns:
                 course.outer = self.backward.passes, self.backward.silenced
                 passes = self.backward.passes
                 self.backward.turn()
-                self.backward.cut = self.led is not None and self.cut_off == self.steps + 1
+                self.scene.moment.cut = self.led is not None and self.cut_off == self.steps + 1
                 self.thaw()
                 if self.undo is not None and course is self._leader:
                     self.undo.begin(passes)
@@ -315,10 +316,10 @@ class Turns:
             self.quiet -= 1
             self.settle()
 
-    def stepping(self) -> None:
+    def stepping(self, *, elsewhere: bool = False) -> None:
         """An optimizer is about to step."""
         if self.undo is not None and self._leader is not None:
-            self.undo.stepping()
+            self.undo.stepping(elsewhere=elsewhere)
 
     def elsewhere(self, optimizer: Any) -> bool:
         """Whether this optimizer steps on servers."""
@@ -330,7 +331,13 @@ class Turns:
         sync = self.backward.sync
         assert isinstance(sync, Steps)
         began = time.perf_counter()
-        self._call(lambda: sync.step(optimizer), "optimizer.step")
+
+        def act() -> bool:
+            sync.step(optimizer)
+            return True
+
+        if self._call(act, "optimizer.step") and self.undo is not None:
+            self.undo.stepped()
         self.backward.seconds += time.perf_counter() - began
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -338,12 +345,21 @@ class Turns:
         sync = self.backward.sync
         if not isinstance(sync, Steps) or not sync.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return self._call(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip")
+        found = self._call(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip")
+        return torch.zeros(()) if found is None else found
 
-    def _call(self, act: Callable[[], T], what: str) -> T:
-        """A call of all workers, if they are in lockstep."""
+    def _call(self, act: Callable[[], T], what: str) -> T | None:
+        """A call of all workers, if they are in lockstep; None where it can't be made any more, as the turn comes again."""
         agreement = self.scene.agreement
-        return agreement.wait(act, what) if self.apart else agreement.attempt(act, what)
+        if self.apart:
+            return agreement.wait(act, what)
+        if agreement.recovery is None:
+            return agreement.attempt(act, what)
+        try:
+            return act()  # which is of several calls
+        except Voided:
+            self.backward.void()
+            return None
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
@@ -354,7 +370,7 @@ class Turns:
         course.passed += 1
         if course.passed <= course.gathered or course.void or self.backward.failed:
             return nothing
-        if course is self._leader and self.backward.cut and not self.backward.passes:
+        if course is self._leader and self.scene.moment.cut and not self.backward.passes:
             return nothing  # of a turn that is dealt again
         try:
             found = agreement.settle(act)
@@ -362,7 +378,7 @@ class Turns:
             if course is not self._leader:
                 course.void = True
                 return nothing
-            return nothing if self.backward.cut and not self.backward.passes else agreement.attempt(act)
+            return nothing if self.scene.moment.cut and not self.backward.passes else agreement.attempt(act)
         course.gathered = course.passed
         return found
 

@@ -32,7 +32,7 @@ from paceline.comm import wires
 from paceline.comm.breaker import Breaker
 from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement, Result
-from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
 from paceline.fault.recover import Plan, Reach, decide, majority, nearest
 from paceline.session.groups import Surroundings, everyone
 
@@ -101,6 +101,10 @@ class Heart(Protocol):
         """In words, to be added to others: what became of what the lost ones of these members alone had; empty if that is nothing."""
         ...
 
+    def servers_lost(self) -> list[str]:
+        """What those servers are called that were lost since this was asked last."""
+        ...
+
     def layout(self) -> Any:
         """Of what the strategy exchanges."""
         ...
@@ -155,13 +159,15 @@ class Survival:
     def recover(self, error: PacelineError) -> Result[Any] | None:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
         began, complained, void = time.monotonic(), False, False
+        if isinstance(error, ServerLost) and self.orders.breaking(0) is None:  # no launcher may know of it
+            report.broken(self._around.place, max(self.view, self.orders.latest))
         while True:
             roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(TOLD_SECONDS)
             if roster is None and complained:
                 raise error
             if roster is None:  # nobody has died: a connection broke
                 complained = True
-                report.broken(self._around.place, self.orders.latest)
+                report.broken(self._around.place, max(self.view, self.orders.latest))
                 continue
             complained, void, self.view = False, False, roster.number
             if self.worker not in roster.workers:
@@ -219,7 +225,9 @@ class Survival:
         before, self._before = self._before, self.members
         gone = [rank for rank, member in enumerate(before) if member not in self.members]
         ranks = ", ".join(map(str, gone))
-        who = f"ranks {ranks} were lost" if len(gone) > 1 else f"rank {ranks} was lost" if gone else f"a connection broke ({error})"
+        names = [f"rank {ranks}" if len(gone) == 1 else f"ranks {ranks}"] * bool(gone) + self._heart.servers_lost()
+        many = len(gone) > 1 or len(names) > 1
+        who = f"{' and '.join(names)} {'were' if many else 'was'} lost" if names else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 

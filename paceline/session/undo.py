@@ -63,13 +63,20 @@ class Undo:
         kept = {name: part for name, part in self._parts().items() if name.startswith("kept.")}
         self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
 
-    def stepping(self) -> None:
-        """An optimizer is about to step."""
+    def stepping(self, *, elsewhere: bool = False) -> None:
+        """An optimizer is about to step; `elsewhere`, where that may fail: `stepped` is called once it hasn't."""
         if self._stepped:
+            self._split = self._split or elsewhere
             return
-        self._stepped, self._passes = True, self._backward.passes
         if self._split or self._turns <= TRIED:
             self._whole = pack({name: part.state_dict() for name, part in self._parts().items()})
+        if not elsewhere:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        if not self._stepped:
+            self._stepped, self._passes = True, self._backward.passes
 
     def back(self) -> None:
         """The turn has failed."""

@@ -4,7 +4,8 @@
     end of the outermost:  p.grad = kept + the strategy's result
 
 Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
-It is so on all workers: a pass counts once all of them have its result. After a loss the turn is `cut`, and no pass of it is exchanged.
+It is so on all workers: a pass counts once all of them have its result. After a loss the turn is cut (`Moment.cut`), and no pass of it is
+exchanged. Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
 
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
@@ -23,7 +24,7 @@ from torch.nn import Parameter
 
 from paceline.comm.ordered import Voided
 from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
-from paceline.sync.base import Scene, Slot, Sync
+from paceline.sync.base import Scene, Slot, Steps, Sync
 
 
 class Tap:
@@ -60,7 +61,6 @@ class Backward:
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
-        self.cut = False  # a worker was lost: what of this turn has not been exchanged can't be any more
         self.failed = False  # this turn had a pass without a result
         self._lost: PacelineError | None = None  # in the pass under way
         self.seconds = 0.0  # exposed: time spent at the end of passes
@@ -71,15 +71,23 @@ class Backward:
         self._scale = 1.0
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy."""
+        """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy.
+
+        Again, where optimizers step elsewhere, when one has come for parameters that had none.
+        """
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
+        told = {id(slot.parameter): slot for slot in slots}
+        before, self.slots = self.slots, [told.get(id(slot.parameter), slot) for slot in self.slots]
+        owned = isinstance(self.sync, Steps) and any(
+            one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True)
+        )
         for slot in new:
             tap = Tap(len(self.taps), slot.name, slot.parameter)
             self._by_id[id(slot.parameter)] = tap
             self.taps.append(tap)
             self.slots.append(slot)
             self._hook(tap)
-        if new:
+        if new or owned:
             for tap in self.taps:  # the strategy lays its memory out anew
                 if tap.parameter.grad is not None and tap.parameter.grad is tap.given:
                     tap.parameter.grad, tap.given = tap.parameter.grad.clone(), None
@@ -189,7 +197,7 @@ class Backward:
 
     @property
     def _void(self) -> bool:
-        return self.cut and self.sync.together
+        return self.scene.moment.cut and self.sync.together
 
     # ---- at its end
 
@@ -229,6 +237,9 @@ class Backward:
 
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
         if not self.sync.together:
+            if self.scene.agreement.recovery is not None:
+                self._lost = None  # the strategy knows, when the optimizer steps
+                self._remember(first=not self.passes)
             return self.sync.backward_done(where)
         if not self._void:
             try:
@@ -237,7 +248,7 @@ class Backward:
                     tap.owed = None
                 return found
             except Voided as error:
-                if not self.cut:
+                if not self.scene.moment.cut:
                     text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
                     raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
         self._fail()
@@ -247,8 +258,18 @@ class Backward:
         """This pass has no result, on any worker."""
         first, self.failed, self._lost = not self.failed, True, None
         self.sync.abort()
+        self._remember(first=first)
+
+    def _remember(self, *, first: bool) -> None:
+        """What gradients were before the first pass."""
         for tap in self.taps if first else ():
             tap.before = tap.prior if tap.touched or tap.parameter.grad is None else tap.parameter.grad.clone()
+
+    def void(self) -> None:
+        """An optimizer can't step any more in this turn, on any worker."""
+        if not self.failed:
+            self.failed = True
+            self.sync.abort()
 
     def back(self) -> None:
         """The turn begins anew: gradients are what they were before its first pass without a result."""
@@ -320,6 +341,8 @@ class Backward:
         self.failed = False
         self.passes = 0
         self.silenced = False
+        for tap in () if self.sync.together else self.taps:
+            tap.owed = None
 
 
 def _add(into: Tensor, addend: Tensor) -> Tensor:

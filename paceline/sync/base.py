@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -40,6 +40,7 @@ class Moment:
     ghost: bool = False  # my share is empty: my gradients count as zeros
     loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
     part: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
+    cut: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
     silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
 
 
@@ -77,7 +78,7 @@ class Scene:
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
-    servers: Callable[[int | None], Room] | None = None  # starts so many servers (None: one on each host); collective
+    servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
     deadline: float = 30.0  # seconds, of waits that are no call of all
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
@@ -102,6 +103,51 @@ class Scene:
         return self.past + Traffic(sum(t.within for t in found), sum(t.between for t in found))
 
 
+class House(Protocol):
+    """Servers that outlive the workers which have started them."""
+
+    def layout(self) -> Any:
+        """What who has just come has to know for `join`: JSON."""
+        ...
+
+    def join(self, told: Any) -> Room:
+        """Where servers are, as others have told."""
+        ...
+
+    @property
+    def here(self) -> str:
+        """My host, as no other is called."""
+        ...
+
+    def lose(self, numbers: Collection[int]) -> Room:
+        """These servers are no more."""
+        ...
+
+    def spawn(self, shard: int, *, mine: bool) -> int:
+        """Begin to start a server, if it is mine to do, which is to keep a copy of this shard; gives its number. On all workers."""
+        ...
+
+    def spawned(self, number: int) -> Any:
+        """What all have to know of one that I start, for `add`, once it has begun (JSON); None before that; False if it couldn't begin."""
+        ...
+
+    def add(self, told: Any) -> Room:
+        """A server has begun, and has what it is to keep."""
+        ...
+
+    def at(self, told: Any) -> Room:
+        """One that has begun and isn't added yet, by itself."""
+        ...
+
+    def homes(self) -> list[tuple[str, int]]:
+        """The host of each server, and its shard."""
+        ...
+
+    def leave(self) -> None:
+        """Go without ending any server."""
+        ...
+
+
 class Room(NamedTuple):
     """Where servers are."""
 
@@ -110,6 +156,9 @@ class Room(NamedTuple):
     keys: Keys
     watch: Callable[[Callable[[PacelineError], None]], None]  # who wants to know when one is lost, from another thread
     close: Callable[[], None]  # ends those that this worker has started
+    numbers: tuple[int, ...] = ()  # of each server, never used twice
+    shards: tuple[int, ...] = ()  # which each of them keeps
+    house: House | None = None  # where losses are survived; then `addresses` are empty for who has just come
 
 
 @runtime_checkable
@@ -119,6 +168,11 @@ class Steps(Protocol):
     @property
     def attached(self) -> bool:
         """Whether it has charge of any parameters."""
+        ...
+
+    @property
+    def survives(self) -> bool:
+        """Whether it goes on when workers are lost."""
         ...
 
     @property
@@ -136,6 +190,10 @@ class Steps(Protocol):
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """See `Run.clip`; nothing is changed here. Collective, if in lockstep."""
+        ...
+
+    def servers_lost(self) -> list[str]:
+        """What those servers are called that were lost since this was asked last."""
         ...
 
     def facts(self) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ When workers wait for each other, and which gradients make a step, is a matter o
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,61 +21,18 @@ from torch.optim import Optimizer
 from paceline.cluster.snapshot import loads, pack
 from paceline.comm.desk import Desk
 from paceline.comm.messages import Caller, Message
-from paceline.errors import DeadlineExceeded, PacelineError, UsageError, WorkerLost
-from paceline.sync.base import Room, Scene, Slot, Sync
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost, UsageError, WorkerLost
+from paceline.sync.base import Room, Scene, Slot
+from paceline.sync.copies import Bill, Copies
 from paceline.sync.paces import Backup, Lockstep, Loose, Pace, Stale
-from paceline.sync.parcels import Layout, Parcel, Wires, part, rows, whole
+from paceline.sync.parcels import Layout, Parcel, packed, part, rows, whole
 from paceline.sync.pieces import Piece
 from paceline.sync.server import write
-from paceline.wording import spell
+from paceline.sync.settled import Settled
+from paceline.sync.shard import Plan
 
-
-@dataclass(frozen=True)
-class ParameterServer:
-    """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
-
-    p.grad is the gradient of my own share when backward returns. optimizer.step sends what p.grad is then, and sets the parameters to
-    what the servers have. Clip with `run.clip`. `servers`: how many (None: one on each host).
-
-    `staleness=0` (bulk synchronous): all workers take the same steps at the same time, with the gradients of all, weighted by samples:
-    the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
-    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted, or dealt again with `requeue=True`.
-
-    `staleness=s` (stale synchronous, Ho et al. 2013): each worker goes on at its own pace, at most s turns ahead of the slowest, and
-    has parameters with all that the others had sent s turns before; `inf`: it never waits (asynchronous). A worker's gradient, the mean
-    over its own samples, is a step of its own, by the learning rate times its part of the global batch; `run.clip` clips it alone.
-
-    Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
-    to do together (run.mean, gather, save, evaluation) belongs between epochs.
-    """
-
-    servers: int | None = None
-    staleness: float = 0
-    backup_workers: int = 0
-    requeue: bool = False
-    bucket_mb: float = 4.0
-
-    __repr__ = spell
-
-    def __post_init__(self) -> None:
-        if self.servers is not None and self.servers < 1:
-            raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
-        if not self.bucket_mb > 0:
-            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=4")
-        if not (self.staleness == math.inf or (self.staleness >= 0 and self.staleness == int(self.staleness))):
-            raise UsageError(f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, or inf (no bound)")
-        if self.backup_workers < 0:
-            raise UsageError(f"backup_workers={self.backup_workers} is no number of workers; give 0 or more")
-        if self.backup_workers and self.staleness:
-            raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
-        if self.requeue and not self.backup_workers:
-            raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
-
-    def begin(self, scene: Scene) -> Sync:
-        """See `Strategy.begin`."""
-        if self.backup_workers >= max(scene.group.size, 2):
-            raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
-        return Client(scene, self)
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver import ParameterServer
 
 
 class Client:
@@ -89,8 +45,9 @@ class Client:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
         self.scene, self._spec = scene, plan
         self._room: Room | None = None
-        self.wires = Wires()
-        scene.sides.append(self.wires)
+        self._waiting = False  # to be told where servers are
+        self.wires = Copies()
+        scene.sides.append(Bill(self.wires))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self.steps_taken: list[int] = []
@@ -98,6 +55,7 @@ class Client:
         self._layout = Layout([], [], 1, 1)
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
+        self._lost: PacelineError | None = None  # in a backward of this turn
         self.workers = list(range(scene.group.size))
         kind = Backup if plan.backup_workers else Stale if plan.staleness else Lockstep
         self.pace: Pace = kind(self, plan)
@@ -118,14 +76,24 @@ class Client:
         return self.pace.free and len(self.workers) > 1
 
     @property
+    def survives(self) -> bool:
+        """See `Steps.survives`."""
+        return not self.pace.free
+
+    @property
     def desk(self) -> Desk | None:
         """See `Steps.desk`."""
         return self.pace.desk if self.free and isinstance(self.pace, Loose) else None
 
     @property
     def callers(self) -> list[Caller]:
-        """The ends towards servers."""
-        return self.wires.callers
+        """The ends towards those servers that are asked, by shard."""
+        return self.wires.primaries
+
+    @property
+    def plans(self) -> list[Plan]:
+        """What is kept in each shard."""
+        return self._layout.plans
 
     @property
     def seconds(self) -> float:
@@ -146,23 +114,35 @@ class Client:
         self.slots = [slot for slot in slots if slot.optimizer is not None]
         self.optimizers = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
         self.steps_taken = [0] * len(self.optimizers)
-        for caller in self.callers if self.scene.group.rank == 0 else ():
+        for caller in self.wires.callers if self.scene.group.rank == 0 else ():
             caller.call("end", seconds=self.seconds)
         self.wires.close()
         assert self.scene.servers is not None
-        self._room = self.scene.servers(self._spec.servers)
-        self.wires.open(self._room, self.workers[self.scene.group.rank])
-        self._layout = Layout(self.slots, self.optimizers, len(self.callers), int(self._spec.bucket_mb * 1e6))
+        room = self.scene.servers(self._spec.servers, self._spec.replicas)
+        if room.house is not None:
+            self.pace = Settled(self, room.house, self._spec.replicas)
+        elif self._spec.replicas > 1:
+            raise UsageError(
+                f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
+                "N`, or leave it out"
+            )
+        self._waiting = room.house is not None and not room.addresses
+        if not self._waiting:
+            self._enter(room)
+            for server, plan in enumerate(self.plans):
+                self._tell(server, "plan", {}, [packed(write(plan))])
+            self._hand_over(None)
+
+    def _enter(self, room: Room) -> None:
+        self._room = room
+        self.wires.open(room, self.workers[self.scene.group.rank])
+        self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6))
         self.pace.begin()
-        for caller, plan in zip(self.callers, self._layout.plans, strict=True):
-            packed = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8)
-            caller.call("plan", tensors=[packed], seconds=self.seconds)
-        self._hand_over(None)
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
         """Servers begin with the first worker's parameters, and with `memories` (None: what its optimizers remember). Collective."""
         mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in self.slots if slot.optimizer is not None]
-        if self.callers and self.scene.group.rank == 0:
+        if self.wires.of and self.scene.group.rank == 0:
             self._fill(mine if memories is None else memories)
         self.scene.agreement.meet("servers")
 
@@ -171,14 +151,23 @@ class Client:
         for parcel in self._layout.parcels:
             for piece, view in parcel.members:
                 view.copy_(rows(self.slots[piece.slot].parameter.detach(), piece))
-            self._call(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat])
+            self._tell(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat])
         for server, plan in enumerate(self._layout.plans):
             found = [part(memories[piece.slot], piece, self.slots[piece.slot].parameter) for piece in plan.pieces]
-            packed = torch.frombuffer(bytearray(pack({"memories": found}).dumps()), dtype=torch.uint8)
-            self._call(server, "remember", {}, [packed])
+            self._tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())])
 
-    def _call(self, server: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-        return self.callers[server].call(kind, body=body, tensors=tensors, seconds=self.seconds)
+    def _tell(self, server: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Tell all copies of a shard."""
+        for caller in self.wires.of[server]:
+            caller.call(kind, body=body, tensors=tensors, seconds=self.seconds)
+
+    def _ask(self, server: int, kind: str) -> Message:
+        """Ask a shard, whichever of its copies answers."""
+        *others, last = self.wires.of[server]
+        for caller in others:
+            with contextlib.suppress(ServerLost):
+                return caller.call(kind, seconds=self.seconds)
+        return last.call(kind, seconds=self.seconds)
 
     # ---- backward: what is complete leaves
 
@@ -190,7 +179,11 @@ class Client:
         self._grads[number] = self._grads[number] + value if number in self._grads else value
         for parcel in self._layout.of.get(number, ()):
             if not parcel.pushed and all(piece.slot in self._grads for piece, _ in parcel.members):
-                self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
+                try:
+                    self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
+                except LOSSES as error:
+                    self._lost = error  # this backward won't be whole
+                    raise
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
@@ -204,20 +197,24 @@ class Client:
         used = parcel.pack(self.slots, grads, self.pace.weight(self._part))
         step = self.steps_taken[parcel.optimizer] + 1
         body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops}
-        parcel.sent = self.callers[parcel.server].send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
+        for caller in self.wires.of[parcel.server]:
+            message = caller.send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
+            parcel.sent.append((caller, message))
 
     def _await(self, parcels: Sequence[Parcel]) -> None:
         """What was pushed of them has arrived."""
         for parcel in parcels:
-            if parcel.sent is not None:
-                message, parcel.sent = parcel.sent, None
-                self.callers[parcel.server].wait(message, self.seconds)
+            while parcel.sent:
+                caller, message = parcel.sent.pop()
+                caller.wait(message, self.seconds)
 
     def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
         """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
 
         `wait`: until it has arrived, which it will have before anything else that is sent to the same server.
         """
+        if self._lost is not None:
+            raise self._lost
         parcels = self.units(optimizer)
         for parcel in parcels:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in parcel.members}
@@ -256,11 +253,15 @@ class Client:
         grads = [slot.parameter.grad for slot, (owner, _) in owners if owner in numbers and slot.parameter.grad is not None]
         return float(nn.utils.get_total_norm(grads, kind))
 
-    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any]) -> list[tuple[int, int]]:
-        """Send this to the servers that keep parameters of an optimizer; gives each of them, with the number of the message."""
+    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[Caller, int]]:
+        """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
+
+        `ask`: of the copies of a shard to one alone.
+        """
         body = {"optimizer": optimizer, "step": step, **body}
-        servers = sorted({parcel.server for parcel in self.units(optimizer)})
-        return [(server, self.callers[server].send(kind, step=step, body=body, seconds=self.seconds)) for server in servers]
+        shards = sorted({parcel.server for parcel in self.units(optimizer)})
+        callers = [caller for shard in shards for caller in self.wires.of[shard][: 1 if ask else None]]
+        return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
 
     def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
@@ -282,12 +283,11 @@ class Client:
         """Parameters are what servers have now."""
         self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0))
 
-    def wait(self, server: int, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
+    def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
 
         `who`: the message that is answered at once with those who are missing.
         """
-        caller = self.callers[server]
         try:
             return caller.wait(message, self.seconds)
         except DeadlineExceeded as error:
@@ -331,6 +331,11 @@ class Client:
     def abort(self) -> None:
         """See `Sync.abort`."""
         self._grads.clear()
+        for parcel in self._layout.parcels if isinstance(self.pace, Settled) else ():
+            parcel.pushed = {}
+            parcel.sent.clear()
+        if isinstance(self.pace, Settled):
+            self.pace.abort()
 
     def mirrored(self) -> dict[str, Tensor] | None:
         """See `Sync.mirrored`: in lockstep all workers read the same parameters after each step."""
@@ -346,15 +351,25 @@ class Client:
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
-        return {}
+        assert isinstance(self.pace, Settled) and self._room is not None and self._room.house is not None
+        return {"room": self._room.house.layout(), "steps": self.steps_taken, "anew": self.pace.layout()}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
-        """See `Sync.regroup`."""
-        raise WorkerLost("a worker was lost, and ParameterServer can't go on without it: resume from a checkpoint")
+        """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
+        self.scene, self.workers, self._lost = scene, list(scene.agreement.origins), None
+        scene.sides.append(Bill(self.wires))
+        if not isinstance(self.pace, Settled):
+            if self.slots:
+                raise WorkerLost("a worker was lost, and ParameterServer can't go on without it: resume from a checkpoint")
+            return
+        if self._waiting:
+            self._waiting = False
+            self._enter(self.pace.house.join(layout["room"]))
+            self.steps_taken = list(layout["steps"])
+        self.pace.regroup(None if layout is None else layout["anew"])
 
     def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`."""
-        raise AssertionError("nobody comes where regroup raises")
+        """See `Sync.inherit`: all there is lies on servers, or came with the parameters."""
 
     @property
     def owns(self) -> bool:
@@ -371,13 +386,22 @@ class Client:
 
     def detach(self) -> None:
         """See `Sync.detach`."""
+        left, first = self.wires.left, self.scene.group.rank == 0
+        if self._room is not None and self._room.house is not None and first and not left:
+            self.wires.dismiss()
         self.wires.close()
-        if self._room is not None:
+        if self._room is not None and self._room.house is not None and left:
+            self._room.house.leave()
+        elif self._room is not None:
             self._room.close()
+
+    def servers_lost(self) -> list[str]:
+        """See `Steps.servers_lost`."""
+        return self.pace.take_lost() if isinstance(self.pace, Settled) else []
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
-        return [dict(self._call(server, "facts", {}).body) for server in range(len(self.callers))]
+        return [dict(self._ask(server, "facts").body) for server in range(len(self.wires.of))]
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""
@@ -385,8 +409,8 @@ class Client:
             return {"memories": None}
         found: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self.slots]
         for server, plan in enumerate(self._layout.plans):
-            packed = self._call(server, "memories", {}).tensors[0]
-            for piece, memory in zip(plan.pieces, loads(packed.numpy().tobytes()).unpack()["memories"], strict=True):
+            body = self._ask(server, "memories").tensors[0].numpy().tobytes()
+            for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
                 found[piece.slot].append((piece, memory))
         return {"memories": [whole(parts) for parts in found]}
 

@@ -50,7 +50,7 @@ class Library:
         self.scene = scene
         self._wires = Wires()
         scene.sides.append(self._wires)
-        self._room = scene.servers(servers)
+        self._room = scene.servers(servers, 1)
         self._wires.open(self._room, scene.group.rank)
         self._given: list[tuple[int, int]] = []  # server and message: what was not acknowledged yet
         self.tables: list[Lookup] = []

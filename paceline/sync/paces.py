@@ -21,7 +21,8 @@ from paceline.errors import PacelineError, UsageError
 from paceline.sync import recipe
 
 if TYPE_CHECKING:
-    from paceline.sync.client import Client, ParameterServer
+    from paceline.sync.client import Client
+from paceline.sync.parameterserver import ParameterServer
 
 
 class Pace(Protocol):
@@ -80,8 +81,8 @@ class Lockstep:
         reads = client.ask_for(parcels, step)
         began = time.perf_counter()
         who = ("absent", {"optimizer": number, "step": step, "workers": client.workers})
-        for server, message in closes:
-            client.wait(server, message, f"optimizer.step {step}", who)
+        for caller, message in closes:
+            client.wait(caller, message, f"optimizer.step {step}", who)
         client.wires.waited += time.perf_counter() - began
         client.take_in(parcels, reads)
         self._told[number], client.steps_taken[number] = now, step
@@ -96,7 +97,7 @@ class Lockstep:
             body = {"workers": client.workers, "kind": None if kind == math.inf else kind}
             who = ("absent", {"optimizer": number, "step": -step, "workers": client.workers})
             sent = client.everywhere("norm", number, step, body)
-            found += [float(client.wait(server, message, "run.clip", who).body["norm"]) for server, message in sent]
+            found += [float(client.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
         return found
 
     def commit(self) -> None:
@@ -123,7 +124,7 @@ class Counter:
         client = self._client
         began = time.perf_counter()
         sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
-        found = client.wait(0, sent, "the next batch", ("behind", {})).body["piece"]
+        found = client.wait(client.callers[0], sent, "the next batch", ("behind", {})).body["piece"]
         client.wires.waited += time.perf_counter() - began
         return None if found is None else (found[0], found[1], found[2])
 
@@ -213,8 +214,8 @@ class Stale(Loose):
             "settings": list(enumerate(recipe.settings(client.optimizers[number]))),
         }
         sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
-        for server, message in sent:
-            client.callers[server].wait(message, client.seconds)
+        for caller, message in sent:
+            caller.wait(message, client.seconds)
         client.take_in(parcels, reads)
         self._known[number] = slowest
         client.steps_taken[number] = step
@@ -234,7 +235,7 @@ class Stale(Loose):
         if self.desk.clock - known > self._bound:
             began = time.perf_counter()
             assert self.going is not None
-            client.wait(0, self.going, f"turn {self.desk.clock + 1}", ("behind", {}))
+            client.wait(client.callers[0], self.going, f"turn {self.desk.clock + 1}", ("behind", {}))
             self.going = None
             client.wires.waited += time.perf_counter() - began
             client.catch_up()
@@ -267,7 +268,7 @@ class Backup(Loose):
             began = time.perf_counter()
             sent = client.callers[0].send("arrive", step=step, body=body, seconds=client.seconds)
             who = ("missing", {"optimizer": number, "step": step})
-            self._decided[number] = client.wait(0, sent, f"optimizer.step {step}", who).body
+            self._decided[number] = client.wait(client.callers[0], sent, f"optimizer.step {step}", who).body
             client.wires.waited += time.perf_counter() - began
         found: dict[str, Any] = self._decided[number]
         return found
@@ -291,8 +292,8 @@ class Backup(Loose):
                 "decided": True,
             }
             closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
-            for server, message in closes:
-                client.callers[server].wait(message, client.seconds)
+            for caller, message in closes:
+                caller.wait(message, client.seconds)
             client.take_in(parcels, reads)
         client.steps_taken[number] = step
 
@@ -306,7 +307,7 @@ class Backup(Loose):
                 continue
             body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
             sent = client.everywhere("norm", number, step, body)
-            answers = [client.callers[server].wait(message, client.seconds).body for server, message in sent]
+            answers = [caller.wait(message, client.seconds).body for caller, message in sent]
             norms += [float(answer["norm"]) / found["parts"] for answer in answers]
         return norms
 

@@ -29,7 +29,7 @@ class Parcel:
     optimizer: int
     flat: Tensor
     members: list[tuple[Piece, Tensor]]  # and where each lies
-    sent: int | None = None  # the message that waits to be acknowledged
+    sent: list[tuple[Caller, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
     )  # of this step: which gradients, by slot, as of which version
@@ -98,13 +98,13 @@ class Wires:
     def __init__(self) -> None:
         self.waited = 0.0  # seconds, for workers that closed a step later
         self.callers: list[Caller] = []
-        self._past = Traffic()
+        self.left = False  # this worker goes, and others may go on
+        self._past = Traffic()  # on connections that were closed
 
     @property
     def traffic(self) -> Traffic:
         """See `Sending`."""
-        within = sum(caller.nbytes for caller in self.callers if caller.near)
-        return self._past + Traffic(within, sum(caller.nbytes for caller in self.callers) - within)
+        return sum((_sent(caller) for caller in self.callers), self._past)
 
     def open(self, room: Room, me: int) -> None:
         """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
@@ -113,18 +113,32 @@ class Wires:
 
     def close(self) -> None:
         """See `Sending`."""
-        self._past, callers, self.callers = self.traffic, self.callers, []
+        callers, self.callers = self.callers, []
         for caller in callers:
-            caller.close()
+            self._hang_up(caller)
+
+    def _hang_up(self, caller: Caller) -> None:
+        self._past += _sent(caller)
+        caller.close()
 
     def abort(self) -> None:
         """See `Sending`."""
+        self.left = True
         self.end(WorkerLost("this worker leaves"))
 
     def end(self, error: PacelineError) -> None:
         """Nothing can be waited for any more. From any thread."""
         for caller in self.callers:
             caller.end(error)
+
+
+def packed(body: bytes) -> Tensor:
+    """Bytes as they travel."""
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def _sent(caller: Caller) -> Traffic:
+    return Traffic(caller.nbytes, 0) if caller.near else Traffic(0, caller.nbytes)
 
 
 def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:

@@ -9,6 +9,8 @@
     read(unit, step) ------------->    the parameters, once that step has been taken
     memories, facts  ------------->    what optimizers remember; what was done here
     absent           ------------->    who has not closed a step yet
+    alive, drop,     ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
+    state, become    ------------->    all that is kept, for a copy that has begun
 
 Where workers are not in lockstep, the first server deals them their samples too (`dealing`).
 What can't be answered yet is put off, and looked at again after each message; nothing here waits for one worker alone.
@@ -48,6 +50,7 @@ from paceline.sync.tables import Tables
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
 KEPT = 8  # steps whose norms are remembered
+CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
 LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
@@ -86,6 +89,7 @@ class Server:
         self._digest = b""
         self._later: list[Message] = []  # what can't be answered yet
         self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, with which settings
+        self._told: dict[int, Any] = {}  # by optimizer: with what its last step was made, where anyone of those who agree on it makes it
         self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
         self._kinds: dict[str, Callable[[Message], bool]] = {
@@ -98,13 +102,17 @@ class Server:
             "read": self._read,
             "apply": self._apply,
             "absent": self._absent,
+            "alive": self._answer,
+            "back": self._back,
+            "state": self._state,
+            "become": self._become,
             "memories": self._memories,
             "facts": self._facts,
             "end": self._end,
         }
         self._dealing, tables = Dealing(self._answer), Tables(self._answer)
         self._kinds |= self._dealing.kinds | tables.kinds
-        self._first = {"plan", "end", *tables.kinds}  # what may come before there is a shard
+        self._first = {"plan", "end", "alive", *tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
 
@@ -213,11 +221,13 @@ class Server:
         body, shard = message.body, self._kept
         optimizer, step, workers = body["optimizer"], message.body["step"], body["workers"]
         if step <= shard.steps[optimizer]:
+            self._same(optimizer, step, body)
             return self._answer(message)
         self._next(optimizer, step)
         settings = {int(group): values for group, values in body["settings"]}
         if body.get("decided"):
-            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings)
+            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, keep=bool(body.get("keep")))
+            self._told[optimizer] = step, body["factor"], body["settings"]
             return self._answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
         closing[message.sender] = body["factor"], body["settings"]
@@ -229,6 +239,13 @@ class Server:
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings)
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self._answer(message)
+
+    def _same(self, optimizer: int, step: int, body: Mapping[str, Any]) -> None:
+        mine = step, body["factor"], body["settings"]
+        made = self._told.get(optimizer, mine)
+        if body.get("same") and made[0] == step and made != mine:
+            told = [*made[1:], *mine[1:]]
+            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
 
     def _read(self, message: Message) -> bool:
         unit, step = message.body["unit"], message.body["step"]
@@ -245,6 +262,24 @@ class Server:
         came = self._closing.get((optimizer, step), {})
         missing = [(worker, self._kept.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
         return self._answer(message, {"missing": missing})
+
+    # ---- losses
+
+    def _back(self, message: Message) -> bool:
+        """A turn comes again: void is what this worker has pushed for it, and steps that were made in it go back, if they haven't yet."""
+        for optimizer, step in message.body["steps"]:
+            self._kept.back(optimizer, step)
+        self._kept.drop(message.sender)
+        self._norms.clear()
+        return self._answer(message)
+
+    def _state(self, message: Message) -> bool:
+        whole = torch.frombuffer(bytearray(pack(self._kept.state_dict(), copy=False).dumps()), dtype=torch.uint8)
+        return self._answer(message, tensors=whole.split(CHUNK))
+
+    def _become(self, message: Message) -> bool:
+        self._kept.load_state_dict(loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack())
+        return self._answer(message)
 
     def _facts(self, message: Message) -> bool:
         facts = {
@@ -263,16 +298,16 @@ class Server:
 
 
 def main() -> None:
-    """A server of its own: told on stdin where to listen, tells on stdout where it does, and ends with who started it."""
+    """A server of its own: told on stdin where to listen, tells on stdout where it does; ends with its parent, or with a launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
     asked = json.loads(sys.stdin.buffer.readline())
-    prepare = preparation(asked["parent"])
+    prepare = preparation(asked["parent"]) if "parent" in asked else None
     if prepare is not None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = tempfile.mkdtemp(prefix="paceline-sockets-")
     poll = select.poll()
-    poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:
         path = os.path.join(folder, "server")
         receiver = Receiver(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
@@ -284,7 +319,8 @@ def main() -> None:
 
 
 def _say(text: str) -> None:
-    print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # it may outlive who reads that
+        print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ class Shard:
             self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
+        self._before: dict[int, dict[str, Any]] = {}  # by optimizer: what its last step has changed, where that was asked for
         self.applied: dict[tuple[int, int], int] = {}  # by worker and optimizer: its steps, where workers are not in lockstep
 
     def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
@@ -129,22 +130,55 @@ class Shard:
             raise Mismatch(f"there is no norm of kind {kind}")
         return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
 
-    def close(self, optimizer: int, step: int, workers: Sequence[int], *, factor: float = 1.0, settings: Any = None) -> bool:
+    def close(
+        self, optimizer: int, step: int, workers: Sequence[int], *, factor: float = 1.0, settings: Any = None, keep: bool = False
+    ) -> bool:
         """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
 
-        `settings`: what `recipe.changed` found. Raises `Mismatch` for a step that isn't the next one.
+        `settings`: what `recipe.changed` found. `keep`: so that `back` can undo it, until its next.
+
+        Raises `Mismatch` for a step that isn't the next one.
         """
         if step <= self.steps[optimizer]:
             return False
         if step != self.steps[optimizer] + 1:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
-        recipe.amend(self.optimizers[optimizer], settings or {})
         units = [unit for unit in self.units if unit.optimizer == optimizer]
+        if keep:
+            self._before[optimizer] = self._copy(optimizer, units)
+        recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = self._total(unit, workers)
             self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
         self._step(optimizer, units)
         self.steps[optimizer] = step
+        return True
+
+    def _copy(self, optimizer: int, units: Sequence[Unit]) -> dict[str, Any]:
+        own = self.optimizers[optimizer]
+        memories = [[dict(own.state.get(parameter, {})) for parameter in unit.parameters] for unit in units]
+        return {
+            "step": self.steps[optimizer],
+            "values": [unit.bucket.flat.clone() for unit in units],
+            "memories": [[{k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()} for found in each] for each in memories],
+            "settings": recipe.settings(own),
+        }
+
+    def back(self, optimizer: int, step: int) -> bool:
+        """Undo this step, which was made with `keep`; False if that has been done. Raises `Mismatch` for another than the last one."""
+        if self.steps[optimizer] == step - 1:
+            return False
+        before = self._before.pop(optimizer, None)
+        if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        for unit, flat, memories in zip(units, before["values"], before["memories"], strict=True):
+            unit.bucket.flat.copy_(flat)
+            unit.version += 1
+            for parameter, memory in zip(unit.parameters, memories, strict=True):
+                self._recall(optimizer, parameter, memory)
+        recipe.put(self.optimizers[optimizer], before["settings"])
+        self.steps[optimizer] = step - 1
         return True
 
     def in_time(self, number: int, step: int) -> bool:
@@ -223,15 +257,10 @@ class Shard:
         found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
         return sum(value.nbytes for value in found if isinstance(value, Tensor))
 
-    def drop(self) -> None:
-        """What was pushed and is not applied is void: the turn comes again."""
+    def drop(self, worker: int) -> None:
+        """What this worker has pushed and is not applied is void, and so are sums: the turn comes again."""
         for unit in self.units:
             unit.total = None
-            unit.pushed.clear()
-
-    def forget(self, worker: int) -> None:
-        """What a worker that is lost has pushed is void."""
-        for unit in self.units:
             unit.pushed.pop(worker, None)
 
     # ---- state
@@ -249,10 +278,13 @@ class Shard:
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
                 memory = {name: value.clone() if isinstance(value, Tensor) else value for name, value in found[piece].items()}
-                if memory:
-                    self.optimizers[unit.optimizer].state[parameter] = memory
-                else:
-                    self.optimizers[unit.optimizer].state.pop(parameter, None)
+                self._recall(unit.optimizer, parameter, memory)
+
+    def _recall(self, optimizer: int, parameter: Parameter, memory: dict[str, Any]) -> None:
+        if memory:
+            self.optimizers[optimizer].state[parameter] = memory
+        else:
+            self.optimizers[optimizer].state.pop(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a replica has to have: values, what optimizers remember and their settings, steps, and what was pushed."""
@@ -265,6 +297,7 @@ class Shard:
             "applied": [[*key, step] for key, step in self.applied.items()],
             "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
             "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
+            "before": [self._before.get(optimizer) for optimizer in range(len(self.optimizers))],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,3 +313,4 @@ class Shard:
             recipe.put(optimizer, found)
         self.steps = list(state["steps"])
         self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}
+        self._before = {optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None}

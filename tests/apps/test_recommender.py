@@ -14,7 +14,7 @@ import torch
 from paceline.apps import recommender
 from paceline.apps.clicks import Clicks, Log
 from paceline.session.run import Run
-from paceline.sync.client import ParameterServer
+from paceline.sync.parameterserver import ParameterServer
 from tests.runs import workers
 
 LOG = Log(tables=2, rows=500, bag=2)

@@ -55,7 +55,7 @@ def test_a_call_that_cannot_be_had_again_is_void() -> None:
     one, _ = agreement(None)
     with pytest.raises(Voided):
         one.settle(Flaky(1))
-    assert one.calls == 1  # on all workers
+    assert one.calls == 0  # who comes to it later, when it is void, leaves it out
 
 
 def test_when_others_have_it_so_have_i() -> None:
@@ -81,7 +81,7 @@ def test_it_is_repeated_after_it_was_void() -> None:
     one, _ = agreement(None, None)
     act, voided = Flaky(2), []
     assert one.repeat(act, lambda: voided.append(act.made)) == 42
-    assert voided == [1, 2] and one.calls == 3
+    assert voided == [1, 2] and one.calls == 1  # who comes to it after a loss makes it once
 
 
 def test_calls_within_a_call_are_part_of_it() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 
 TRAIN = """
-from paceline.sync.client import ParameterServer
+from paceline.sync.parameterserver import ParameterServer
 
 torch.manual_seed(1)
 x = torch.randn(160, 8, dtype=torch.float64)

@@ -22,9 +22,9 @@ from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.comparing import Comparison
 from paceline.session.run import Run
 from paceline.sync import rows
-from paceline.sync.client import ParameterServer
 from paceline.sync.gossip import Gossip
 from paceline.sync.localsgd import LocalSGD
+from paceline.sync.parameterserver import ParameterServer
 from tests.runs import alone, cut, distance, parameters, workers
 
 ROWS, DIM = 60, 4

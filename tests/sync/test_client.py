@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from paceline.sync.client import Client, ParameterServer
+from paceline.sync.client import Client
+from paceline.sync.parameterserver import ParameterServer
 from tests.runs import alone, batches, cut, distance, parameters, workers
 
 OPTIMIZERS: dict[str, Any] = {
@@ -130,6 +131,25 @@ def both(each: Any, **options: Any) -> float:
     found, one = loop(each, **options), loop(each, size=1, **options)
     assert all(torch.equal(other, found[0]) for other in found)
     return distance(found[0], one[0])
+
+
+def test_an_optimizer_that_is_prepared_after_its_model() -> None:
+    """It steps on servers, too."""
+
+    def body(run: Run) -> Tensor:
+        model = net()
+        first, second = (OPTIMIZERS["adam"](model[place].parameters()) for place in (0, 2))
+        model, first, loader = run.prepare(model, first, batches())
+        second = run.prepare(second)
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(model)
+
+    found = workers(3, body, strategy=ParameterServer(servers=2, bucket_mb=0.05))
+    assert all(torch.equal(other, found[0]) for other in found) and distance(found[0], alone(body)) < 1e-9
 
 
 class TestWhatCounts:

@@ -177,7 +177,8 @@ class TestOnce:
     def test_a_turn_that_is_dealt_again_replaces_what_was_pushed(self, there):
         push(there, 7)
         for shard in there.shards:
-            shard.drop()
+            shard.drop(0)
+            shard.drop(1)
             assert shard.missing(0, [0, 1]) == [0, 1]
         push(there, 1, (1,))
         for shard in there.shards:
@@ -191,7 +192,7 @@ class TestOnce:
 
     def test_only_who_is_named_counts(self, there):
         push(there, 1, (0, 1, 2))
-        there.shards[0].forget(2)
+        there.shards[0].drop(2)
         with pytest.raises(Mismatch, match=r"workers \[2\] have not pushed"):
             there.shards[0].close(0, 1, [0, 2])
         assert there.shards[1].close(0, 1, [0, 1])

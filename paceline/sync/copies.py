@@ -1,0 +1,117 @@
+"""Each shard on a primary and its copies: all are told the same, the primary is asked, and when one is lost the others go on.
+
+    worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on another host)
+               read         --->  primary of shard 0                becomes the primary when that is lost
+
+A push counts once all that live have it. What they keep is equal, as it depends on what they are told, not on the order of the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection
+
+from paceline.comm.group import Traffic
+from paceline.comm.messages import Caller
+from paceline.errors import LOSSES, DeadlineExceeded
+from paceline.sync.base import Room
+from paceline.sync.parcels import Wires
+
+SILENT_SECONDS = 4.0  # a server of which nothing has come for so long (its connection is asked four times meanwhile) is lost
+
+
+class Bill:
+    """What is sent to servers from now on (`Sending`). The connections outlive it."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires, self._sent, self._waited = wires, wires.traffic, wires.waited
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Sending`."""
+        return self._wires.traffic - self._sent
+
+    @property
+    def waited(self) -> float:
+        """See `Sending`."""
+        return self._wires.waited - self._waited
+
+    def close(self) -> None:
+        """See `Sending`."""
+
+    def abort(self) -> None:
+        """See `Sending`."""
+        self._wires.abort()
+
+
+class Copies(Wires):
+    """Whom a worker tells what, of the servers that live. `of`: by shard, the primary first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[list[Caller]] = []
+        self._by_number: dict[int, Caller] = {}
+
+    @property
+    def primaries(self) -> list[Caller]:
+        """Who is asked, by shard."""
+        return [copies[0] for copies in self.of]
+
+    def open(self, room: Room, me: int) -> None:
+        """See `Wires.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
+        self._by_number.clear()
+        if room.house is None:
+            super().open(room, me)
+            self._by_number = dict(enumerate(self.callers))
+        self.reach(room, me)
+
+    def reach(self, room: Room, me: int) -> None:
+        """The servers are these: who is new is called, who is not among them any more is left."""
+        numbers = room.numbers or tuple(range(len(room.addresses)))
+        for place, number in enumerate(numbers):
+            if number not in self._by_number:
+                self._by_number[number] = self.call(room, me, place)
+        for number in self._by_number.keys() - {*numbers}:
+            self._hang_up(self._by_number.pop(number))
+        shards = room.shards or numbers
+        self.of = [[] for _ in range(max(shards, default=-1) + 1)]
+        for number, shard in sorted(zip(numbers, shards, strict=True)):
+            self.of[shard].append(self._by_number[number])
+        self.callers = list(self._by_number.values())
+
+    @staticmethod
+    def call(room: Room, me: int, place: int = 0) -> Caller:
+        """An end to the server at this place of a room."""
+        return Caller(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
+
+    def know(self, number: int, caller: Caller | None) -> None:
+        """This end is there already, if it is, for when that server comes to be reached."""
+        if caller is not None:
+            self._by_number[number] = caller
+
+    def lost(self, seconds: float) -> list[int]:
+        """The numbers of the servers that don't answer, within so many seconds at most. What was under way is forgotten."""
+        end, asked, lost = time.monotonic() + seconds, dict[int, int](), list[int]()
+        for number, caller in self._by_number.items():
+            caller.forget()
+            try:
+                asked[number] = caller.send("alive", seconds=max(end - time.monotonic(), 0.0))
+            except (*LOSSES, DeadlineExceeded):
+                lost.append(number)
+        for number, message in asked.items():
+            try:
+                self._by_number[number].wait(message, max(end - time.monotonic(), 0.0))
+            except (*LOSSES, DeadlineExceeded):
+                lost.append(number)
+        return lost
+
+    def names(self, numbers: Collection[int]) -> list[str]:
+        """What these servers are called."""
+        return [self._by_number[number].who for number in sorted(numbers) if number in self._by_number]
+
+    def dismiss(self) -> None:
+        """Tell all that they aren't needed any more; who doesn't answer is ended by its launcher."""
+        for caller in self.callers:
+            with contextlib.suppress(*LOSSES, DeadlineExceeded):
+                caller.call("end", seconds=1.0)

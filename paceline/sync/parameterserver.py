@@ -1,0 +1,67 @@
+"""The parameter server as it is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.sync.base import Scene, Sync
+from paceline.sync.client import Client
+from paceline.wording import spell
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
+
+    p.grad is the gradient of my own share when backward returns. optimizer.step sends what p.grad is then, and sets the parameters to
+    what the servers have. Clip with `run.clip`. `servers`: how many (None: one on each host).
+
+    `staleness=0` (bulk synchronous): all workers take the same steps at the same time, with the gradients of all, weighted by samples:
+    the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
+    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted, or dealt again with `requeue=True`.
+
+    `staleness=s` (stale synchronous, Ho et al. 2013): each worker goes on at its own pace, at most s turns ahead of the slowest, and
+    has parameters with all that the others had sent s turns before; `inf`: it never waits (asynchronous). A worker's gradient, the mean
+    over its own samples, is a step of its own, by the learning rate times its part of the global batch; `run.clip` clips it alone.
+
+    `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
+    go on when something is lost (`paceline run --min-workers`), in lockstep.
+
+    Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
+    to do together (run.mean, gather, save, evaluation) belongs between epochs.
+    """
+
+    servers: int | None = None
+    staleness: float = 0
+    backup_workers: int = 0
+    replicas: int = 1
+    requeue: bool = False
+    bucket_mb: float = 4.0
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        if self.servers is not None and self.servers < 1:
+            raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
+        if not self.bucket_mb > 0:
+            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=4")
+        if not (self.staleness == math.inf or (self.staleness >= 0 and self.staleness == int(self.staleness))):
+            raise UsageError(f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, or inf (no bound)")
+        if self.backup_workers < 0:
+            raise UsageError(f"backup_workers={self.backup_workers} is no number of workers; give 0 or more")
+        if self.backup_workers and self.staleness:
+            raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
+        if self.replicas < 1:
+            raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+        if self.replicas > 1 and (self.staleness or self.backup_workers):
+            raise UsageError("replicas are kept equal in lockstep only: leave out staleness and backup_workers, or replicas")
+        if self.requeue and not self.backup_workers:
+            raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        if self.backup_workers >= max(scene.group.size, 2):
+            raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
+        return Client(scene, self)
