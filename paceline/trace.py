@@ -19,6 +19,15 @@ class Span(NamedTuple):
     step: int
 
 
+class Served(NamedTuple):
+    """What a server did, on a clock that is so many nanoseconds ahead of rank 0's; and how many messages had to wait, from when on."""
+
+    name: str
+    ahead: int
+    spans: list[Span]
+    waiting: list[tuple[int, int]]
+
+
 class Trace:
     """Counters and the spans of the last steps of one worker.
 
@@ -29,6 +38,7 @@ class Trace:
         self.counters: Counter[str] = Counter()
         self.step = 0
         self._spans: deque[Span] = deque(maxlen=capacity)
+        self.kept = capacity != 0
 
     def record(self, name: str, kind: str, start: int, end: int) -> None:
         """Keep one finished span; `start` and `end` are `time.perf_counter_ns()`."""

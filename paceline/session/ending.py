@@ -19,6 +19,7 @@ from paceline.session.folder import Folder, Summary
 from paceline.session.log import Log
 from paceline.sync.base import Scene, Strategy
 from paceline.sync.paying import judge
+from paceline.trace import Served
 from paceline.wording import spell
 
 
@@ -33,6 +34,7 @@ class Outcome(NamedTuple):
     events: list[dict[str, Any]]
     checkpoints: dict[str, float]
     servers: list[dict[str, Any]]  # what each has done
+    served: list[Served]  # and when, on the first worker
     results: dict[str, Any]
 
 
@@ -70,7 +72,8 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         results=outcome.results,
     ).write(folder)
     if any(spans.values()):
-        timeline.write(folder.trace, timeline.merge(spans, names=cluster.names(), offsets=ahead), offsets=ahead)
+        events = timeline.merge(spans, names=cluster.names(), offsets=ahead, servers=outcome.served)
+        timeline.write(folder.trace, events, offsets=ahead)
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

@@ -395,13 +395,11 @@ class Run:
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        sent, tally, elsewhere = self._turns.sent, self._saving.tally(), self._facts_elsewhere()
-        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, elsewhere, self.results)
+        sent, tally, sync = self._turns.sent, self._saving.tally(), self._backward.sync
+        asked = self.is_first and isinstance(sync, Steps) and sync.attached
+        facts, served = (sync.facts(), sync.served()) if asked and isinstance(sync, Steps) else ([], [])
+        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, facts, served, self.results)
         conclude(outcome, self._scene, self.folder, self._log)
-
-    def _facts_elsewhere(self) -> list[dict[str, Any]]:
-        sync = self._backward.sync
-        return sync.facts() if self.is_first and isinstance(sync, Steps) and sync.attached else []
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""

@@ -102,7 +102,7 @@ class Heart(Protocol):
         ...
 
     def servers_lost(self) -> list[str]:
-        """What those servers are called that were lost since this was asked last."""
+        """The names of the servers that were lost since this was asked last."""
         ...
 
     def layout(self) -> Any:
@@ -159,14 +159,13 @@ class Survival:
     def recover(self, error: PacelineError) -> Result[Any] | None:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
         began, complained, void = time.monotonic(), False, False
-        if isinstance(error, ServerLost) and self.orders.breaking(0) is None:  # no launcher may know of it
-            report.broken(self._around.place, max(self.view, self.orders.latest))
+        seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
         while True:
-            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(TOLD_SECONDS)
+            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(seconds)
             if roster is None and complained:
                 raise error
             if roster is None:  # nobody has died: a connection broke
-                complained = True
+                complained, seconds = True, TOLD_SECONDS
                 report.broken(self._around.place, max(self.view, self.orders.latest))
                 continue
             complained, void, self.view = False, False, roster.number
@@ -223,11 +222,10 @@ class Survival:
 
     def _say(self, seconds: float, error: PacelineError) -> None:
         before, self._before = self._before, self.members
-        gone = [rank for rank, member in enumerate(before) if member not in self.members]
-        ranks = ", ".join(map(str, gone))
-        names = [f"rank {ranks}" if len(gone) == 1 else f"ranks {ranks}"] * bool(gone) + self._heart.servers_lost()
-        many = len(gone) > 1 or len(names) > 1
-        who = f"{' and '.join(names)} {'were' if many else 'was'} lost" if names else f"a connection broke ({error})"
+        gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
+        names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
+        were = "were" if len(gone) > 1 or len(names) > 1 else "was"
+        who = f"{' and '.join(names)} {were} lost" if names else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 

@@ -8,6 +8,7 @@ A rank is a process of the picture; each kind of span has a row of its own, more
                   bucket          [ 0  ]         [ 0 ]
                   bucket 2           [ 1  ]         [ 1  ]
                   between          [][][][]       [][][][]
+    server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait for something
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from paceline.session.folder import write_whole
-from paceline.trace import Span
+from paceline.trace import Served, Span
 
 if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
     from paceline.comm.ordered import Agreement
 
 KINDS: Final = ("step", "compute", "exchange", "wait", "data", "bucket", "within", "between")  # the order of the rows; others come after
+SERVERS: Final = 1 << 20  # the number of the first server, as a process of the picture
 _MEETINGS = 16  # that clocks are compared at
 
 Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, in nanoseconds
@@ -69,31 +71,43 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
     return {rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)}
 
 
-def merge(spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[int] = ()) -> Iterator[dict[str, Any]]:
+def merge(
+    spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[int] = (), servers: Sequence[Served] = ()
+) -> Iterator[dict[str, Any]]:
     """The events of all ranks; `names` are their hosts, `offsets` how far their clocks are ahead (default: not at all).
 
     Times are microseconds since the first span.
     """
     shift = {rank: offsets[rank] if rank < len(offsets) else 0 for rank in spans}
-    origin = min((span.start - shift[rank] for rank, each in spans.items() for span in each), default=0)
+    starts = [span.start - shift[rank] for rank, each in spans.items() for span in each]
+    origin = min([*starts, *(span.start - server.ahead for server in servers for span in server.spans)], default=0)
     for rank, each in sorted(spans.items()):
         name = f"rank {rank} on {names[rank]}" if rank < len(names) else f"rank {rank}"
-        yield _named("process", rank, 0, name)
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-        for row, (title, lane) in enumerate(_rows(each)):
-            yield _named("thread", rank, row, title)
-            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": row, "args": {"sort_index": row}}
-            for span in lane:
-                yield {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.kind,
-                    "pid": rank,
-                    "tid": row,
-                    "ts": (span.start - shift[rank] - origin) / 1000,
-                    "dur": max(span.end - span.start, 0) / 1000,
-                    "args": {"step": span.step},
-                }
+        yield from _process(rank, name, each, shift[rank] + origin)
+    for number, server in enumerate(servers, SERVERS):
+        zero = server.ahead + origin
+        yield from _process(number, server.name, server.spans, zero)
+        for when, count in server.waiting:
+            yield {"ph": "C", "name": "put off", "pid": number, "tid": 0, "ts": (when - zero) / 1000, "args": {"messages": count}}
+
+
+def _process(number: int, name: str, spans: Sequence[Span], zero: int) -> Iterator[dict[str, Any]]:
+    yield _named("process", number, 0, name)
+    yield {"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}}
+    for row, (title, lane) in enumerate(_rows(spans)):
+        yield _named("thread", number, row, title)
+        yield {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": row, "args": {"sort_index": row}}
+        for span in lane:
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                "pid": number,
+                "tid": row,
+                "ts": (span.start - zero) / 1000,
+                "dur": max(span.end - span.start, 0) / 1000,
+                "args": {"step": span.step},
+            }
 
 
 def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[int] = ()) -> None:

@@ -16,7 +16,7 @@ from paceline.comm.messages import Keys
 from paceline.comm.ordered import Agreement
 from paceline.errors import PacelineError
 from paceline.sync.paying import Account
-from paceline.trace import Trace
+from paceline.trace import Served, Trace
 
 Axes = tuple[str, ...]
 
@@ -198,6 +198,10 @@ class Steps(Protocol):
 
     def facts(self) -> list[dict[str, Any]]:
         """What was done elsewhere, for the summary."""
+        ...
+
+    def served(self) -> list[Served]:
+        """And when, for the timeline."""
         ...
 
 

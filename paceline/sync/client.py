@@ -30,6 +30,7 @@ from paceline.sync.pieces import Piece
 from paceline.sync.server import write
 from paceline.sync.settled import Settled
 from paceline.sync.shard import Plan
+from paceline.trace import Served
 
 if TYPE_CHECKING:
     from paceline.sync.parameterserver import ParameterServer
@@ -402,6 +403,10 @@ class Client:
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
         return [dict(self._ask(server, "facts").body) for server in range(len(self.wires.of))]
+
+    def served(self) -> list[Served]:
+        """See `Steps.served`."""
+        return self.wires.served(self.seconds) if self.scene.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""

@@ -22,7 +22,7 @@ from paceline.sync import recipe
 
 if TYPE_CHECKING:
     from paceline.sync.client import Client
-from paceline.sync.parameterserver import ParameterServer
+    from paceline.sync.parameterserver import ParameterServer
 
 
 class Pace(Protocol):

@@ -9,7 +9,7 @@
     read(unit, step) ------------->    the parameters, once that step has been taken
     memories, facts  ------------->    what optimizers remember; what was done here
     absent           ------------->    who has not closed a step yet
-    alive, drop,     ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
+    alive, back      ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
     state, become    ------------->    all that is kept, for a copy that has begun
 
 Where workers are not in lockstep, the first server deals them their samples too (`dealing`).
@@ -29,7 +29,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,10 +46,12 @@ from paceline.sync.dealing import Dealing
 from paceline.sync.pieces import Piece
 from paceline.sync.shard import Plan, Shard
 from paceline.sync.tables import Tables
+from paceline.trace import Trace
 
 WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
 LATER = 10_000  # messages that are put off
 KEPT = 8  # steps whose norms are remembered
+SPANS = 5000  # of what it has done last, for the timeline
 CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
 LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
@@ -102,7 +104,8 @@ class Server:
             "read": self._read,
             "apply": self._apply,
             "absent": self._absent,
-            "alive": self._answer,
+            "alive": lambda message: self._answer(message, {"clock": time.perf_counter_ns()}),
+            "timeline": self._timeline,
             "back": self._back,
             "state": self._state,
             "become": self._become,
@@ -115,6 +118,8 @@ class Server:
         self._first = {"plan", "end", "alive", *tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
+        self._trace = Trace(SPANS)
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=SPANS)  # how many are put off, from when on
 
     def run(self) -> None:
         """Serve."""
@@ -122,13 +127,22 @@ class Server:
             found = self._receiver.receive(LOOK_SECONDS)
             if found is None:
                 continue
-            began = time.perf_counter()
-            self._done_of[found.kind if found.kind in self._kinds else "unknown"] += 1
+            began, waiting = time.perf_counter_ns(), len(self._later)
+            kind = found.kind if found.kind in self._kinds else "unknown"
+            self._done_of[kind] += 1
             if not self._done(found):
                 self._put_off(found)
             if self._later:
                 self._later = [message for message in self._later if message is found or not self._done(message)]
-            self._busy += time.perf_counter() - began
+            self._note(kind, found.step, began, waiting)
+
+    def _note(self, kind: str, step: int, began: int, waiting: int) -> None:
+        now = time.perf_counter_ns()
+        self._busy += (now - began) / 1e9
+        self._trace.step = step
+        self._trace.record(kind, "serve", began, now)
+        if len(self._later) != waiting:
+            self._waiting.append((now, len(self._later)))
 
     def _put_off(self, message: Message) -> None:
         if len(self._later) < LATER:
@@ -280,6 +294,10 @@ class Server:
     def _become(self, message: Message) -> bool:
         self._kept.load_state_dict(loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack())
         return self._answer(message)
+
+    def _timeline(self, message: Message) -> bool:
+        packed = msgpack.packb([[list(span) for span in self._trace.spans()], list(self._waiting)])
+        return self._answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
 
     def _facts(self, message: Message) -> bool:
         facts = {

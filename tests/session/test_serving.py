@@ -100,6 +100,10 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
     again = summary["servers"][0]["dropped"]["dealt_again"]
     assert summary["sync"] == sync and summary["samples"] == 320 + again and len(summary["servers"]) == 2
     assert sum(summary["servers"][0]["staleness"].values()) == summary["servers"][0]["messages"]["tick"] > 40
+    events = json.loads((job.folder / "runs" / "loose" / "trace.json").read_text())["traceEvents"]
+    processes = {event["args"]["name"].partition(" on ")[0] for event in events if event["name"] == "process_name"}
+    kinds = {event["name"] for event in events if event.get("cat") == "serve"}
+    assert {"server 0", "server 1", "rank 0"} <= processes and {"push", "read", "tick"} <= kinds
     lines = [json.loads(line) for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["samples"] for line in lines) == 320 + again and lines[-1]["loss"] < lines[0]["loss"]
 

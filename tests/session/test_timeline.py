@@ -13,7 +13,7 @@ import pytest
 from paceline.comm.ordered import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.session.timeline import compare, gather, merge, offsets, write
-from paceline.trace import Span
+from paceline.trace import Served, Span
 
 
 def span(name: str, kind: str, start: int, end: int, step: int = 0) -> Span:
@@ -124,3 +124,14 @@ def test_the_file_is_whole_json(tmp_path: Path) -> None:
     write(tmp_path / "trace.json", merge({}))
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_servers_are_beside_the_ranks() -> None:
+    """On the clock of rank 0, with a curve of what waits there."""
+    served = [Served("server 0 on B", 10**9, [span("push", "serve", 10**9 + 5_000, 10**9 + 7_000, 3)], [(10**9 + 6_000, 2)])]
+    events = list(merge({0: [span("turn", "step", 4_000, 9_000)]}, names=["A"], servers=served))
+    (name,) = [event for event in events if event["name"] == "process_name" and event["args"]["name"] == "server 0 on B"]
+    mine = [event for event in events if event["pid"] == name["pid"]]
+    (work,) = [event for event in mine if event["ph"] == "X"]
+    assert (work["name"], work["ts"], work["dur"], work["args"]["step"]) == ("push", 1.0, 2.0, 3)
+    assert [(event["ts"], event["args"]) for event in mine if event["ph"] == "C"] == [(2.0, {"messages": 2})]
