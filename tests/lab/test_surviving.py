@@ -108,3 +108,33 @@ def test_a_storm(tmp_path: Path, alone: Callable[..., Outcome], seed: int) -> No
     check(found, alone(epochs=32))
     assert gap(tmp_path / "killed") < 60, found.events  # nobody waited for a deadline
     assert len([event for event in ended.events if event["event"] == "fault"]) > 20, ended.events
+
+
+SERVED = "ParameterServer(replicas={copies}, bucket_mb=0.001)"
+
+
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_host_crashes_with_its_servers_and_comes_back(tmp_path: Path, alone: Callable[..., Outcome], host: int) -> None:
+    faults = [lab.crash(host=host, step=4), lab.join(host=host, step=8)]
+    ended, found = train(tmp_path, faults, epochs=5, nap=until(2), sync=SERVED.format(copies=2))
+    check(found, alone(epochs=5))
+    assert found.size == 6 and f"server {host} on host{host}" in found.events[0], (found.events, ended.output)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("host", [0, 2])
+def test_a_host_is_cut_off_with_its_servers(tmp_path: Path, alone: Callable[..., Outcome], host: int) -> None:
+    ended, found = train(tmp_path, f"cut(host={host}, step=6, seconds=5)", epochs=5, nap=until(2), sync=SERVED.format(copies=2))
+    check(found, alone(epochs=5))
+    assert found.size == 6, ended.output
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_storm_over_servers(tmp_path: Path, alone: Callable[..., Outcome], seed: int) -> None:
+    """Five servers on five hosts, each with two copies: a host that is cut off takes its own with it."""
+    storm = lab.storm(seed=seed, faults=15, steps=300, kinds=("kill", "stop", "cut", "slow", "link"), seconds=(0.5, 4.0))
+    _, found = train(tmp_path, storm, hosts=5, each=1, restarts=30, epochs=32, nap=0.05, sync=SERVED.format(copies=3))
+    check(found, alone(epochs=32))
+    assert gap(tmp_path / "killed") < 60, found.events
