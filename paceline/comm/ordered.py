@@ -44,6 +44,7 @@ class Agreement:
         self._step = step
         self._hosts = hosts
         self.origins = tuple(range(group.size))  # what the members were called at the start; who came later has a number of its own
+        self.highest = group.size - 1  # of all origins that there have been: none is given twice
         self.calls = 0  # completed
         self.last: Any = None  # what the last of them gave, where losses are survived
         self.recovery: Recovery | None = None
@@ -154,6 +155,7 @@ class Agreement:
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
         """Meet in another group from now on."""
         self.group, self.origins, self._hosts, self._seen = group, origins, hosts, []
+        self.highest = max(self.highest, *origins)
         self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:

@@ -225,7 +225,7 @@ class Survival:
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
         names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
         were = "were" if len(gone) > 1 or len(names) > 1 else "was"
-        who = f"{' and '.join(names)} {were} lost" if names else f"a connection broke ({error})"
+        who = f"{', '.join(names)} {were} lost" if names else f"a connection broke ({error})"
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
@@ -307,7 +307,7 @@ class Survival:
 
     def _invitation(self, members: tuple[int, ...]) -> dict[str, Any]:
         """What those who come have to know."""
-        old, numbers = len(self.members), itertools.count(max(self._agreement.origins, default=-1) + 1)
+        old, numbers = len(self.members), itertools.count(self._agreement.highest + 1)
         origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
         return {"members": members, "origins": origins, "old": old, "layout": self._heart.layout(), "calls": self._agreement.calls}
 
