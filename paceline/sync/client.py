@@ -24,7 +24,7 @@ from paceline.comm.desk import Desk
 from paceline.comm.messages import Caller, Message
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, WorkerLost
 from paceline.sync.base import Room, Scene, Slot, Sync
-from paceline.sync.paces import Backup, Lockstep, Loose, Pace, Stale
+from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
 from paceline.sync.parcels import Layout, Parcel, Wires, part, rows, whole
 from paceline.sync.pieces import Piece
 from paceline.sync.server import write
@@ -99,7 +99,7 @@ class Client:
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
         self.workers = list(range(scene.group.size))
-        kind = Backup if plan.backup_workers else Stale if plan.staleness else Lockstep
+        kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
         self.pace: Pace = kind(self, plan)
 
     @property
@@ -203,7 +203,7 @@ class Client:
         self._await([parcel])  # its memory may be on its way still
         used = parcel.pack(self.slots, grads, self.pace.weight(self._part))
         step = self.steps_taken[parcel.optimizer] + 1
-        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops}
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "keep": self.pace.free and not self.pace.drops}
         parcel.sent = self.callers[parcel.server].send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
 
     def _await(self, parcels: Sequence[Parcel]) -> None:
