@@ -5,8 +5,8 @@
     worker 2   turn | slow turn ---- | turn        late: the second step is made without it, its gradient is in the third
     step            1      2         3
 
-A worker is late once its turn has taken longer than turns do here: their median, and some more (`leave`). A step is made by who has come
-once all others are late; who is late is not waited for again until it comes, to whichever step is open then (after the partial
+A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by who
+has come once all others are late; who is late is not waited for again until it comes, to whichever step is open then (after the partial
 collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). So nothing that
 was pushed is lost, and where nobody is late each step is that of lockstep.
 
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 from paceline.errors import Mismatch
 
-SPANS = 64  # turns whose times are remembered
+SPANS = 4  # turns of each worker whose times are remembered
 LEAST, MOST, SPREAD = 0.1, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
+TOGETHER = 2.0  # times as long, when all are slow at once
 
 
 class Made(NamedTuple):
@@ -46,8 +47,8 @@ class Gathering:
         self._made: dict[int, tuple[int, Made]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
         self._late: set[int] = set()
-        self._spans: deque[float] = deque(maxlen=SPANS)
-        self._leave: float | None = None  # seconds that a turn may take; not known for the first ones
+        self._spans: deque[float] = deque()  # seconds that turns took
+        self._prompt: list[float] = []  # of those who have come on time to the open step
 
     def begin(self, worker: int, now: float) -> None:
         """A worker begins a turn."""
@@ -63,31 +64,45 @@ class Gathering:
             raise Mismatch(f"gradient {number} of worker {worker} can't come after its gradient {before}")
         if worker not in self.came:
             self.came[worker] = said
-            self._late.discard(worker)
             if worker in self._began:
-                self._spans.append(now - self._began[worker])
-                self._leave = None
+                self._clock(now - self._began[worker], late=worker in self._late)
+            self._late.discard(worker)
         return None
 
-    def leave(self) -> float:
-        """How long a turn may take before it is late: the median turn, and some times the median distance from it, within bounds."""
-        if self._leave is None:
-            median = statistics.median_low(self._spans)
-            spread = statistics.median_low(abs(span - median) for span in self._spans)
-            self._leave = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
-        return self._leave
+    def _clock(self, span: float, *, late: bool) -> None:
+        self._spans.append(span)
+        while len(self._spans) > SPANS * len(self._began):
+            self._spans.popleft()
+        if not late:
+            self._prompt.append(span)
+
+    def leave(self, absent: int) -> float:
+        """How long a turn may take before it is late; so many are waited for.
+
+        The median turn, and some times the median distance from it, within bounds. When all are slow at once (another program has the
+        processors), nobody is late: it is up to `TOGETHER` times that, by the one of those on time in this step with whom half have come,
+        and a little longer than the first of them took in any case.
+        """
+        median = statistics.median_low(self._spans)
+        spread = statistics.median_low(abs(span - median) for span in self._spans)
+        usual = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
+        came, half = sorted(self._prompt), (len(self._prompt) + absent + 1) // 2
+        pace = came[half - 1] / median if half <= len(came) else TOGETHER
+        first = came[0] * (1 + LEAST) if came else 0.0
+        return max(usual * min(max(pace, 1.0), TOGETHER), first)
 
     def awaited(self, absent: Collection[int], now: float) -> bool:
         """Whether one of those who have not come may still be on time. Who is not is late from now on."""
-        on_time = [worker for worker in absent if worker not in self._late]
         self.due = math.inf
-        if on_time and (len(self._spans) < len(absent) + len(self.came) or any(worker not in self._began for worker in on_time)):
+        on_time = [worker for worker in absent if worker not in self._late]
+        if not on_time:
+            return False
+        if len(self._spans) < len(absent) + len(self.came) or any(worker not in self._began for worker in on_time):
             return True  # nobody knows yet how long turns take
-        last = max((self._began[worker] + self.leave() for worker in on_time), default=now)
+        last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
         if last > now:
             self.due = last
-            return True
-        return False
+        return last > now
 
     def make(self, absent: Collection[int]) -> Made:
         """The next step is made by those who have come; who is absent is late."""
@@ -98,6 +113,6 @@ class Gathering:
             number, last = self._made.get(worker, (0, None))
             self.ages[self.steps - 1 - (0 if last is None else last.number)] += 1
             self._made[worker] = number + 1, made
-        self.came, self.due = {}, math.inf
+        self.came, self._prompt, self.due = {}, [], math.inf
         self._late |= {*absent}
         return made
