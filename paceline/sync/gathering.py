@@ -43,16 +43,17 @@ class Gathering:
         self.came: dict[int, Any] = {}  # by worker, what it said: who makes the next one
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
-        self.ages: Counter[int] = Counter()  # how many gradients were taken so many steps before the one that they are in
+        self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
         self._made: dict[int, tuple[int, Made]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
+        self._seen: dict[int, int] = {}  # by worker: the steps that were made before that
         self._late: set[int] = set()
         self._spans: deque[float] = deque()  # seconds that turns took
         self._prompt: list[float] = []  # of those who have come on time to the open step
 
     def begin(self, worker: int, now: float) -> None:
         """A worker begins a turn."""
-        self._began[worker] = now
+        self._began[worker], self._seen[worker] = now, self.steps
         self._late.discard(worker)
 
     def come(self, worker: int, number: int, said: Any, now: float) -> Made | None:
@@ -110,9 +111,8 @@ class Gathering:
         made = Made(self.steps, {worker: self.came[worker] for worker in sorted(self.came)})
         self.sizes[len(made.came)] += 1
         for worker in made.came:
-            number, last = self._made.get(worker, (0, None))
-            self.ages[self.steps - 1 - (0 if last is None else last.number)] += 1
-            self._made[worker] = number + 1, made
+            self.ages[self.steps - 1 - self._seen.get(worker, 0)] += 1
+            self._made[worker] = self._made.get(worker, (0, made))[0] + 1, made
         self.came, self._prompt, self.due = {}, [], math.inf
         self._late |= {*absent}
         return made
