@@ -221,7 +221,7 @@ class Client:
     def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
         """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
 
-        `wait`: until it has arrived, which it will have before anything else that is sent to the same server.
+        `wait`: until it has arrived on all servers but the first, where it comes before what that is asked for after it.
         """
         parcels = self.units(optimizer)
         for parcel in parcels:
@@ -233,7 +233,7 @@ class Client:
                     )
                 self._push(parcel, grads)
         if wait:
-            self._await(parcels)
+            self._await([parcel for parcel in parcels if parcel.server])
         return parcels
 
     # ---- a step
