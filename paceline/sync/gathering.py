@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from paceline.errors import Mismatch
 
 SPANS = 4  # turns of each worker whose times are remembered
-LEAST, MOST, SPREAD = 0.1, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
+LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
 TOGETHER = 2.0  # times as long, when all are slow at once
 
 
