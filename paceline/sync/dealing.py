@@ -48,7 +48,7 @@ class Dealing:
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
             raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
         self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]))
-        self.keeper.starts(message.sender, time.monotonic())
+        self.keeper.starts(message.sender, time.monotonic(), first=True)
         return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
 
     def _take(self, message: Message) -> bool:

@@ -46,7 +46,7 @@ class Gathering:
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
         self._made: dict[int, tuple[int, Made]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
-        self._seen: dict[int, int] = {}  # by worker: the steps that were made before that
+        self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
         self._spans: deque[float] = deque()  # seconds that turns took
         self._prompt: list[float] = []  # of those who have come on time to the open step
@@ -55,6 +55,12 @@ class Gathering:
         """A worker begins a turn."""
         self._began[worker], self._seen[worker] = now, self.steps
         self._late.discard(worker)
+
+    def rest(self) -> None:
+        """An epoch begins: nobody knows how long its first turns take, as readers start with them."""
+        self._began.clear()
+        self._late.clear()
+        self._seen = dict.fromkeys(self._seen, self.steps)
 
     def come(self, worker: int, number: int, said: Any, now: float) -> Made | None:
         """A worker has pushed all of its gradient number `number`, from 1 on; what came of it, once its step has been made."""
@@ -72,7 +78,7 @@ class Gathering:
 
     def _clock(self, span: float, *, late: bool) -> None:
         self._spans.append(span)
-        while len(self._spans) > SPANS * len(self._began):
+        while len(self._spans) > SPANS * len(self._seen):
             self._spans.popleft()
         if not late:
             self._prompt.append(span)

@@ -91,6 +91,9 @@ class Keeper:
         self._again.clear()
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
+        self._began.clear()
+        for gathering in self._gatherings.values():
+            gathering.rest()
         latest = max(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
 
@@ -176,8 +179,10 @@ class Keeper:
         self.starts(worker, now)
         self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
 
-    def starts(self, worker: int, now: float) -> None:
-        """It begins a turn, at this time (in seconds, of any clock)."""
+    def starts(self, worker: int, now: float, *, first: bool = False) -> None:
+        """It begins a turn, at this time (in seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
+        if first and self._gatherings:
+            return
         self._began[worker] = now
         for gathering in self._gatherings.values():
             gathering.begin(worker, now)

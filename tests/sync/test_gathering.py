@@ -66,6 +66,9 @@ class TestWhoIsWaitedFor:
         for worker in (0, 1, 2):
             made.begin(worker, 0.0)
         assert not come(made, 0, 1, 2, now=1e6), "nor does anybody know when this one began"
+        made = gathering()
+        made.rest()
+        assert not come(made, 0, 1, 2, now=1e6) and made.due == math.inf and come(made, 3, now=2e6), "another epoch"
 
     def test_the_leave_is_learnt(self):
         """A little where turns are alike, some of them slow or not; what they differ by where they do; never more than half."""

@@ -250,9 +250,9 @@ class TestStepsTogether:
         assert bool(found.isfinite().all())
 
     def test_the_slowest_holds_those_who_used_up_the_bound(self) -> None:
-        """In the end each step has all of them again: nobody but the slow one is late, and that at most as often as the bound says."""
+        """Nobody takes many more turns than the slow one."""
         found = epoch(ParameterServer(1, 2), 3, count=90, slow=lambda rank: 0.05 if rank == 2 else 0.001)
-        assert all(8 <= len(ids) / 2 <= 19 for ids, _, _ in found), "no one goes far ahead"
+        assert all(8 <= len(ids) / 2 <= 19 for ids, _, _ in found)
 
     def test_two_optimizers(self) -> None:
         """They step by themselves; who waits at one isn't waited for at the other, and every other turn has one alone."""
