@@ -24,7 +24,7 @@ from paceline.comm.messages import Caller, Message
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost, UsageError, WorkerLost
 from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.copies import Bill, Copies
-from paceline.sync.paces import Backup, Lockstep, Loose, Pace, Stale
+from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
 from paceline.sync.parcels import Layout, Parcel, packed, part, rows, whole
 from paceline.sync.pieces import Piece
 from paceline.sync.server import write
@@ -58,7 +58,7 @@ class Client:
         self._part = 0.0
         self._lost: PacelineError | None = None  # in a backward of this turn
         self.workers = list(range(scene.group.size))
-        kind = Backup if plan.backup_workers else Stale if plan.staleness else Lockstep
+        kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
         self.pace: Pace = kind(self, plan)
 
     @property
@@ -197,7 +197,7 @@ class Client:
         self._await([parcel])  # its memory may be on its way still
         used = parcel.pack(self.slots, grads, self.pace.weight(self._part))
         step = self.steps_taken[parcel.optimizer] + 1
-        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops}
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "keep": self.pace.free and not self.pace.drops}
         for caller in self.wires.of[parcel.server]:
             message = caller.send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
             parcel.sent.append((caller, message))
@@ -212,7 +212,8 @@ class Client:
     def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
         """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
 
-        `wait`: until it has arrived, which it will have before anything else that is sent to the same server.
+        `wait`: until it has arrived, on all servers but the first, where it comes before what that is asked for after it; on all, where
+        losses are survived.
         """
         if self._lost is not None:
             raise self._lost
@@ -226,7 +227,7 @@ class Client:
                     )
                 self._push(parcel, grads)
         if wait:
-            self._await(parcels)
+            self._await([parcel for parcel in parcels if parcel.server or isinstance(self.pace, Settled)])
         return parcels
 
     # ---- a step

@@ -4,11 +4,13 @@ deal(batches)     begin an epoch, or the next part of one       leave           
 take(most)        my next samples, once there are some          slowest            turns that all have completed
 tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
 arrive(step)      once it is decided who makes a step           post               a letter to the first worker
+gather(number)    once it is decided in which step I am
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +37,7 @@ class Dealing:
             "tick": self._tick,
             "slowest": self._slowest,
             "arrive": self._arrive,
+            "gather": self._gather,
             "behind": self._behind,
             "missing": self._missing,
             "post": self._post,
@@ -45,6 +48,7 @@ class Dealing:
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
             raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
         self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]))
+        self.keeper.starts(message.sender, time.monotonic(), first=True)
         return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
 
     def _take(self, message: Message) -> bool:
@@ -61,7 +65,7 @@ class Dealing:
             self.keeper.tick(message.sender, clock, str(body["dropped"]))
         if not self.keeper.may(message.sender, math.inf if bound < 0 else bound):
             return False
-        self.keeper.went(message.sender)
+        self.keeper.went(message.sender, time.monotonic())
         return self._answer(message, None, ())
 
     def _slowest(self, message: Message) -> bool:
@@ -78,6 +82,20 @@ class Dealing:
             parts = math.fsum(float(said["part"]) for said in told)
             return self._answer(message, {"workers": found.workers, "said": told[0], "parts": parts}, ())
         return found is not None and self._answer(message, {"late": self.keeper.decided(optimizer)}, ())
+
+    def _gather(self, message: Message) -> bool:
+        body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
+        made = self.keeper.gather(message.sender, int(body["optimizer"]), int(body["number"]), body["said"], bound=bound, now=now)
+        if made is None:
+            return False
+        told = list(made.came.values())
+        parts = math.fsum(float(said["part"]) for said in told)
+        facts = {"step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "slowest": self.keeper.slowest}
+        return self._answer(message, facts, ())
+
+    def patience(self, most: float) -> float:
+        """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
+        return min(max(self.keeper.due - time.monotonic(), 0.001), most)
 
     def _missing(self, message: Message) -> bool:
         return self._answer(message, {"missing": self.keeper.absent(int(message.body["optimizer"]), int(message.body["step"]))}, ())

@@ -5,12 +5,14 @@
     keeper     deals each global batch of an epoch piece by piece, to whoever asks; knows whose pieces are under way
 
 With backup workers the first who have come to a step make it (`arrive`); a piece of who comes later is dropped, and may be dealt again.
+Within a bound, who is on time makes it, and who comes later is in the next (`gather`).
 
 Nothing here waits or sends: what can't be answered yet is None, and asked again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.errors import Mismatch
+from paceline.sync.gathering import Gathering, Made
 
 SHOWN = 1000  # dropped pieces that are told one by one
 
@@ -65,6 +68,9 @@ class Keeper:
         self._parked: set[int] = set()  # of those, who have asked for pieces when there were none, and wait for what others may drop
         self._decisions: dict[tuple[int, int], Decision] = {}  # by optimizer and step
         self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
+        self._gatherings: dict[int, Gathering] = {}  # by optimizer
+        self._began: dict[int, float] = {}  # by worker: when its turn did
+        self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
         self._posts: list[tuple[int, Tensor]] = []
         self._stopped = False
 
@@ -85,6 +91,9 @@ class Keeper:
         self._again.clear()
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
+        self._began.clear()
+        for gathering in self._gatherings.values():
+            gathering.rest()
         latest = max(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
 
@@ -145,6 +154,7 @@ class Keeper:
         if clock != self.clocks[worker] + 1:
             raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.clocks[worker]}")
         self.clocks[worker] = clock
+        self._held.add(worker)
         piece = self._under_way[worker].pop(0)
         if dropped == "again" and not self._stopped:
             self._again.append(piece)
@@ -163,9 +173,19 @@ class Keeper:
         """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
         return worker not in self._active or self.clocks[worker] - self.slowest <= bound
 
-    def went(self, worker: int) -> None:
+    def went(self, worker: int, now: float = 0.0) -> None:
         """It may go on, and is told."""
+        self._held.discard(worker)
+        self.starts(worker, now)
         self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
+
+    def starts(self, worker: int, now: float, *, first: bool = False) -> None:
+        """It begins a turn, at this time (in seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
+        if first and self._gatherings:
+            return
+        self._began[worker] = now
+        for gathering in self._gatherings.values():
+            gathering.begin(worker, now)
 
     def behind(self, worker: int) -> list[tuple[int, int]]:
         """Who this one waits for, and the turns that those have completed."""
@@ -205,8 +225,37 @@ class Keeper:
 
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
         """Who has not come to a step yet, and the turns that those have completed."""
-        decision = self._decisions.get((optimizer, step), Decision())
-        return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in decision.came]
+        gathering = self._gatherings.get(optimizer)
+        came = self._decisions.get((optimizer, step), Decision()).came if gathering is None else gathering.came
+        return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
+
+    # ---- who makes a step, within a bound
+
+    def gather(self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float) -> Made | None:
+        """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
+
+        A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
+        """
+        gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
+        made = gathering.come(worker, number, said, now)
+        if made is None and not self._stuck(gathering, bound):
+            elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.came}
+            absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
+            if not gathering.awaited(absent, now):
+                made = gathering.make(absent)
+        return made
+
+    def _stuck(self, gathering: Gathering, bound: float) -> bool:
+        """Whether all who have come to a step would be too far ahead of the slowest with it."""
+        gathering.due = math.inf
+        clocks = {worker: self.clocks[worker] + (worker in gathering.came) for worker in self._active - self._parked}
+        slowest = min(clocks.values(), default=0)
+        return all(worker in clocks and clocks[worker] - slowest > bound for worker in gathering.came)
+
+    @property
+    def due(self) -> float:
+        """When to ask again for what could not be answered, though nothing has come."""
+        return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
 
     # ---- letters to the first worker
 
@@ -221,9 +270,11 @@ class Keeper:
 
     def facts(self) -> dict[str, Any]:
         """For the summary."""
-        tally = self.tally
+        tally, gatherings = self.tally, self._gatherings.values()
         return {
-            "staleness": {str(lead): count for lead, count in sorted(tally.leads.items())},
+            "staleness": _counted([tally.leads]),
+            "steps_by_workers": _counted(gathering.sizes for gathering in gatherings),
+            "steps_late": _counted(gathering.ages for gathering in gatherings),
             "dropped": {
                 "gradients": tally.dropped,
                 "samples": tally.samples,
@@ -231,3 +282,8 @@ class Keeper:
                 "pieces": [[epoch, *piece] for epoch, piece in tally.pieces],
             },
         }
+
+
+def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:
+    """All of these together, as it is written down."""
+    return {str(number): count for number, count in sorted(sum(found, Counter[int]()).items())}

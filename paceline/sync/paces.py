@@ -2,9 +2,11 @@
 
     Lockstep    all push, all close: one step with the sum of all             everybody in the same step
     Backup      all push; the first who come make the step                    who is late takes its result, and goes on with the next
-    Stale       each applies what it has pushed as a step of its own          at most `staleness` turns ahead of the slowest
+    Stale       all push; those who are on time make the step                 at most `staleness` turns ahead of the slowest;
+                                                                              who is late is in the next step, nothing is dropped
+    Eager       each applies what it has pushed as a step of its own          nobody waits
 
-In the last two each worker takes its samples when it is ready for them (`Counter`).
+But for the first each worker takes its samples when it is ready for them (`Counter`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -156,7 +158,7 @@ class Counter:
 
 
 class Loose:
-    """What the two have in common that are not in lockstep."""
+    """What those have in common that are not in lockstep."""
 
     free = True
 
@@ -175,6 +177,30 @@ class Loose:
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
 
+    def _close(self, number: int, step: int, found: Mapping[str, Any], **more: Any) -> None:
+        """This step of an optimizer is made by those who were found, with the mean of their gradients."""
+        client, parcels = self._client, self._client.units(number)
+        body = {
+            "workers": found["workers"],
+            "factor": client.factors.pop(number, 1.0) / found["parts"],
+            "settings": found["said"]["settings"],
+            "decided": True,
+            **more,
+        }
+        closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+        for caller, message in closes:
+            caller.wait(message, client.seconds)
+        client.take_in(parcels, reads)
+        client.steps_taken[number] = step
+
+    def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
+        """Of the mean of their gradients."""
+        client = self._client
+        body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
+        sent = client.everywhere("norm", number, step, body)
+        norms = [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in sent]
+        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
+
     def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
         """My turn is over. `going` is the message that is answered when I may go on."""
         client, desk = self._client, self.desk
@@ -185,15 +211,13 @@ class Loose:
         self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
 
 
-class Stale(Loose):
-    """Stale synchronous, and asynchronous: each gradient is a step of its own."""
+class Eager(Loose):
+    """Asynchronous: each gradient is a step of its own."""
 
     drops = False
 
     def __init__(self, client: Client, spec: ParameterServer) -> None:
         super().__init__(client)
-        self._bound = spec.staleness
-        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
 
     def weight(self, part: float) -> float:
         """See `Pace`: the servers step by my part instead."""
@@ -203,11 +227,8 @@ class Stale(Loose):
         """See `Pace`."""
         self._check()
         client = self._client
-        bounded = self._bound < math.inf
-        asked = client.callers[0].send("slowest", seconds=client.seconds) if bounded else None
-        parcels = client.settle(number, wait=bounded)
+        parcels = client.settle(number, wait=False)
         step = client.steps_taken[number] + 1
-        slowest = 0 if asked is None else int(client.callers[0].wait(asked, client.seconds).body["clock"])
         body = {
             "factor": client.factors.pop(number, 1.0),
             "part": client.scene.moment.part,
@@ -217,13 +238,64 @@ class Stale(Loose):
         for caller, message in sent:
             caller.wait(message, client.seconds)
         client.take_in(parcels, reads)
-        self._known[number] = slowest
         client.steps_taken[number] = step
 
     def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
         """See `Pace`: of my own gradients."""
         client = self._client
         return [client.norm(numbers, kind)]
+
+    def commit(self) -> None:
+        """See `Pace`."""
+        if self.desk.open:
+            self._tick()
+
+
+class Stale(Loose):
+    """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before."""
+
+    drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+        self._bound = int(spec.staleness)
+        self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
+        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    def _decide(self, number: int) -> dict[str, Any]:
+        """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed."""
+        if number not in self._decided:
+            client = self._client
+            client.settle(number)
+            self._asked[number] = self._asked.get(number, 0) + 1
+            said = {"part": client.scene.moment.part, "settings": list(enumerate(recipe.settings(client.optimizers[number])))}
+            body = {"optimizer": number, "number": self._asked[number], "said": said, "bound": self._bound}
+            began = time.perf_counter()
+            sent = client.callers[0].send("gather", body=body, seconds=client.seconds)
+            who = ("missing", {"optimizer": number, "step": 0})
+            self._decided[number] = client.wait(client.callers[0], sent, f"optimizer.step {self._asked[number]}", who).body
+            client.wires.waited += time.perf_counter() - began
+        found: dict[str, Any] = self._decided[number]
+        return found
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client, found = self._client, self._decide(number)
+        client.settle(number)  # or p.grad was changed since
+        del self._decided[number]
+        self._close(number, found["step"], found, part=found["parts"], keep=True)
+        self._known[number] = found["slowest"]
+
+    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        """See `Pace`: of the gradients that make the step."""
+        found = [(number, self._decide(number)) for number in numbers]
+        return [self._norm(number, told["step"], told, kind) for number, told in found]
 
     def commit(self) -> None:
         """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
@@ -239,7 +311,7 @@ class Stale(Loose):
             self.going = None
             client.wires.waited += time.perf_counter() - began
             client.catch_up()
-            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - int(self._bound))
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
 
 
 class Backup(Loose):
@@ -278,24 +350,15 @@ class Backup(Loose):
         self._check()
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
-        factor, step = client.factors.pop(number, 1.0), client.steps_taken[number] + 1
+        step = client.steps_taken[number] + 1
         del self._decided[number]
-        parcels = client.units(number)
         if "late" in found:
-            self._late, step = True, int(found["late"])
+            client.factors.pop(number, None)
+            parcels, self._late, step = client.units(number), True, int(found["late"])
             client.take_in(parcels, client.ask_for(parcels, step))
+            client.steps_taken[number] = step
         else:
-            body = {
-                "workers": found["workers"],
-                "factor": factor / found["parts"],
-                "settings": found["said"]["settings"],
-                "decided": True,
-            }
-            closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
-            for caller, message in closes:
-                caller.wait(message, client.seconds)
-            client.take_in(parcels, reads)
-        client.steps_taken[number] = step
+            self._close(number, step, found)
 
     def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
         """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
@@ -305,10 +368,7 @@ class Backup(Loose):
             if "late" in found:
                 norms.append(client.norm([number], kind))
                 continue
-            body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-            sent = client.everywhere("norm", number, step, body)
-            answers = [caller.wait(message, client.seconds).body for caller, message in sent]
-            norms += [float(answer["norm"]) / found["parts"] for answer in answers]
+            norms.append(self._norm(number, step, found, kind))
         return norms
 
     def commit(self) -> None:

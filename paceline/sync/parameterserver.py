@@ -22,9 +22,14 @@ class ParameterServer:
     the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
     2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted, or dealt again with `requeue=True`.
 
-    `staleness=s` (stale synchronous, Ho et al. 2013): each worker goes on at its own pace, at most s turns ahead of the slowest, and
-    has parameters with all that the others had sent s turns before; `inf`: it never waits (asynchronous). A worker's gradient, the mean
-    over its own samples, is a step of its own, by the learning rate times its part of the global batch; `run.clip` clips it alone.
+    `staleness=s` (stale synchronous, Ho et al. 2013): a worker goes on without those that are late, at most s turns ahead of the slowest,
+    and has parameters with all that the others had sent s turns before. A step is made by all who are on time, as in lockstep, and by who
+    has come late since the one before: nothing is dropped. It takes the mean of their gradients, weighted by samples, by the learning
+    rate times their part of a global batch: each sample counts the same (with momentum to the first order), and a step of all is that of
+    lockstep. `run.clip` clips the mean.
+
+    `staleness=inf` (asynchronous): nobody waits. A worker's gradient, the mean over its own samples, is a step of its own, by the learning
+    rate times its part of the global batch; `run.clip` clips it alone.
 
     `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
     go on when something is lost (`paceline run --min-workers`), in lockstep.

@@ -13,7 +13,7 @@
     state, become    ------------->    all that is kept, for a copy that has begun
 
 Where workers are not in lockstep, the first server deals them their samples too (`dealing`).
-What can't be answered yet is put off, and looked at again after each message; nothing here waits for one worker alone.
+What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
 """
 
 from __future__ import annotations
@@ -124,23 +124,22 @@ class Server:
     def run(self) -> None:
         """Serve."""
         while not self._ended and not self._over():
-            found = self._receiver.receive(LOOK_SECONDS)
-            if found is None:
-                continue
+            found = self._receiver.receive(self._dealing.patience(LOOK_SECONDS))
             began, waiting = time.perf_counter_ns(), len(self._later)
-            kind = found.kind if found.kind in self._kinds else "unknown"
-            self._done_of[kind] += 1
-            if not self._done(found):
+            if found is not None and not self._done(found):
                 self._put_off(found)
             if self._later:
                 self._later = [message for message in self._later if message is found or not self._done(message)]
-            self._note(kind, found.step, began, waiting)
+            self._note(found, began, waiting)
 
-    def _note(self, kind: str, step: int, began: int, waiting: int) -> None:
+    def _note(self, found: Message | None, began: int, waiting: int) -> None:
         now = time.perf_counter_ns()
         self._busy += (now - began) / 1e9
-        self._trace.step = step
-        self._trace.record(kind, "serve", began, now)
+        if found is not None:
+            kind = found.kind if found.kind in self._kinds else "unknown"
+            self._done_of[kind] += 1
+            self._trace.step = found.step
+            self._trace.record(kind, "serve", began, now)
         if len(self._later) != waiting:
             self._waiting.append((now, len(self._later)))
 
@@ -203,7 +202,7 @@ class Server:
     def _push(self, message: Message) -> bool:
         body = message.body
         if not body.get("late") or self._kept.in_time(body["unit"], message.body["step"]):
-            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"])
+            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=bool(body.get("keep")))
         return self._answer(message)
 
     def _apply(self, message: Message) -> bool:
@@ -220,6 +219,8 @@ class Server:
             asking[message.sender] = None
             if any(worker not in asking for worker in body["workers"]):
                 return False  # somebody may push something else yet
+        elif message.step > shard.steps[body["optimizer"]] + 1:
+            return False  # the step before has been decided, too
         kind, key = math.inf if body["kind"] is None else float(body["kind"]), (body["optimizer"], body["step"])
         found = self._norms.setdefault(key, {}).get(kind)  # another may have closed the step meanwhile
         if found is None:
@@ -237,10 +238,14 @@ class Server:
         if step <= shard.steps[optimizer]:
             self._same(optimizer, step, body)
             return self._answer(message)
+        if body.get("decided") and step > shard.steps[optimizer] + 1:
+            return False  # the step before has been decided, too
         self._next(optimizer, step)
         settings = {int(group): values for group, values in body["settings"]}
         if body.get("decided"):
-            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, keep=bool(body.get("keep")))
+            part, keep = float(body.get("part", 1.0)), bool(body.get("keep"))
+            undo = bool(body.get("undo"))
+            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, undo=undo)
             self._told[optimizer] = step, body["factor"], body["settings"]
             return self._answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
@@ -265,7 +270,7 @@ class Server:
         unit, step = message.body["unit"], message.body["step"]
         flat = self._kept.read(unit)
         done = self._kept.steps[self._kept.units[unit].optimizer]
-        if step > done + 1:
+        if step > done + 1 and not message.body.get("copy"):
             raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
         if step > done:
             return False

@@ -81,7 +81,7 @@ class Settled:
         parcels = client.units(number)
         settings, step = recipe.settings(client.optimizers[number]), client.steps_taken[number] + 1
         body = {"workers": self._makers[number], "factor": client.factors.get(number, 1.0), "settings": list(enumerate(settings))}
-        body |= {"decided": True, "same": True, "keep": len(client.optimizers) > 1}  # another may fail in the same turn
+        body |= {"decided": True, "same": True, "undo": len(client.optimizers) > 1}  # another may fail in the same turn
 
         def act() -> list[Any]:
             closes = client.everywhere("close", number, step, body)

@@ -105,15 +105,16 @@ class Shard:
 
     # ---- in lockstep
 
-    def push(self, number: int, worker: int, flat: Tensor, used: bytes) -> None:
+    def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False) -> None:
         """What a worker adds to the gradient of a unit, weighted; `used`: a byte for each piece, whether its backward reached it.
 
-        The tensor belongs to the shard from then on. Raises `Mismatch` for what doesn't fit.
+        The tensor belongs to the shard from then on. Raises `Mismatch` for what doesn't fit, and, unless it is to be kept for a later step,
+        for what comes too late for this one.
         """
         unit = self._fits(number, flat)
         if len(used) != len(unit.parameters):
             raise Mismatch(f"unit {number} has {len(unit.parameters)} pieces, and it is said of {len(used)} whether they were used")
-        if unit.total is not None:
+        if unit.total is not None and not keep:
             raise Mismatch(f"unit {number} has been summed for this step: worker {worker} comes too late")
         unit.pushed[worker] = flat, used
 
@@ -131,11 +132,21 @@ class Shard:
         return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
 
     def close(
-        self, optimizer: int, step: int, workers: Sequence[int], *, factor: float = 1.0, settings: Any = None, keep: bool = False
+        self,
+        optimizer: int,
+        step: int,
+        workers: Sequence[int],
+        *,
+        factor: float = 1.0,
+        settings: Any = None,
+        part: float = 1.0,
+        keep: bool = False,
+        undo: bool = False,
     ) -> bool:
         """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
 
-        `settings`: what `recipe.changed` found. `keep`: so that `back` can undo it, until its next.
+        `settings`: what `recipe.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
+        `keep`: what others have pushed stays, for a later step. `undo`: so that `back` can undo it, until its next.
 
         Raises `Mismatch` for a step that isn't the next one.
         """
@@ -144,13 +155,18 @@ class Shard:
         if step != self.steps[optimizer] + 1:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
-        if keep:
+        if undo:
             self._before[optimizer] = self._copy(optimizer, units)
         recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = self._total(unit, workers)
             self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
-        self._step(optimizer, units)
+        self._step(optimizer, part)
+        for unit in units:
+            unit.total = None
+            if not keep:
+                unit.pushed.clear()
+            self._done(unit)
         self.steps[optimizer] = step
         return True
 
@@ -165,7 +181,7 @@ class Shard:
         }
 
     def back(self, optimizer: int, step: int) -> bool:
-        """Undo this step, which was made with `keep`; False if that has been done. Raises `Mismatch` for another than the last one."""
+        """Undo this step, which was made with `undo`; False if that has been done. Raises `Mismatch` for another than the last one."""
         if self.steps[optimizer] == step - 1:
             return False
         before = self._before.pop(optimizer, None)
@@ -202,17 +218,11 @@ class Shard:
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if any(worker not in unit.pushed for unit in units):
             raise Mismatch(f"worker {worker} has not pushed all of its step {step}")
-        own = self.optimizers[optimizer]
-        recipe.amend(own, settings or {})
+        recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = unit.pushed.pop(worker)
             self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
-        rates = [group["lr"] for group in own.param_groups]
-        for group in own.param_groups:
-            group["lr"] *= part
-        own.step()
-        for group, rate in zip(own.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self._step(optimizer, part)
         for unit in units:
             self._done(unit)
         self.applied[worker, optimizer] = step
@@ -230,19 +240,23 @@ class Shard:
                 flat.add_(more)
                 used = bytes(one | other for one, other in zip(used, theirs, strict=True))
             unit.total = flat, used
-            unit.pushed.clear()
+            for worker in workers:
+                del unit.pushed[worker]
         return unit.total
 
     def _assign(self, unit: Unit, flat: Tensor, used: bytes) -> None:
         for parameter, view, reached in zip(unit.parameters, unit.bucket.over(flat), used, strict=True):
             parameter.grad = view if reached else None
 
-    def _step(self, optimizer: int, units: Sequence[Unit]) -> None:
-        self.optimizers[optimizer].step()
-        for unit in units:
-            unit.total = None
-            unit.pushed.clear()
-            self._done(unit)
+    def _step(self, optimizer: int, part: float) -> None:
+        """By so much of the learning rate."""
+        own = self.optimizers[optimizer]
+        rates = [group["lr"] for group in own.param_groups]
+        for group in own.param_groups:
+            group["lr"] *= part
+        own.step()
+        for group, rate in zip(own.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _done(self, unit: Unit) -> None:
         unit.version += 1

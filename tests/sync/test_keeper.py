@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -180,6 +181,113 @@ class TestWhoMakesAStep:
                 assert worker in found.workers
                 waiting.discard(worker)
         assert made.decided(0) >= max(steps.values())
+
+
+class TestWhoIsInAStepWithinABound:
+    def begun(self, workers: int = 3) -> Keeper:
+        """Turns have taken 1 s so far, four of each worker, and each of them begins one at 0."""
+        made = keeper(*[1] * 99, workers=workers)
+        for worker in range(workers):
+            for _ in range(20):
+                made.take(worker, 1)
+            made.starts(worker, 0.0)
+        for turn in range(1, 5):
+            self.turn(made, *range(workers), number=turn, now=1.0)
+            for worker in range(workers):
+                made.starts(worker, 0.0)
+        return made
+
+    def turn(self, made: Keeper, *workers: int, number: int, now: float, bound: float = 2) -> list[int]:
+        """These come to a step, one by one, then all of them ask again; who is told that it is in one begins its next turn, if it may."""
+        for worker in workers:
+            made.gather(worker, 0, number, worker, bound=bound, now=now)
+        told = [worker for worker in workers if made.gather(worker, 0, number, worker, bound=bound, now=now) is not None]
+        for worker in told:
+            made.tick(worker, made.clocks[worker] + 1)
+        for worker in told:
+            if made.may(worker, bound):
+                made.went(worker, now)
+        return told
+
+    def test_who_is_late_is_in_the_next_one(self):
+        made = self.begun()
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and 1.0 < made.due < 1.5
+        assert made.absent(0, 0) == [(2, 4)]
+        assert self.turn(made, 0, 1, number=5, now=made.due) == [0, 1] and made.due == math.inf
+        assert self.turn(made, 0, number=6, now=2.1) == [] and self.turn(made, 2, number=5, now=2.1) == []
+        assert self.turn(made, 1, number=6, now=2.1) == [1]
+        step = made.gather(2, 0, 5, 2, bound=2, now=2.1)
+        assert step is not None and list(step.came) == [0, 1, 2]
+        facts = made.facts()
+        assert facts["steps_by_workers"] == {"2": 1, "3": 5} and facts["steps_late"] == {"0": 16, "1": 1}
+
+    def test_a_step_that_nobody_could_go_on_from_waits_for_the_slowest(self):
+        made = self.begun()
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1], "who is late is not waited for again"
+        assert self.turn(made, 0, 1, number=7, now=3.2) == [] and made.due == math.inf
+        assert made.gather(2, 0, 5, 2, bound=2, now=4.0) is not None
+        assert all(made.gather(worker, 0, 7, worker, bound=2, now=4.0) is not None for worker in (0, 1))
+
+    def test_one_that_may_go_on_is_enough(self):
+        """Who has come with it is held at the bound, and not waited for there."""
+        made = self.begun()
+        assert self.turn(made, 0, number=5, now=2.0) == [] and self.turn(made, 0, number=5, now=2.3) == [0]
+        assert self.turn(made, 0, number=6, now=3.3) == [0]
+        assert self.turn(made, 0, number=7, now=4.3) == [], "nobody could go on from it"
+        assert self.turn(made, 1, number=5, now=4.4) == [1] and self.turn(made, 0, number=7, now=4.4) == [0]
+        assert made.clocks == {0: 7, 1: 5, 2: 4} and not made.may(0, 2)
+        assert self.turn(made, 1, number=6, now=5.4) == [1] and made.clocks == {0: 7, 1: 6, 2: 4}
+        assert self.turn(made, 1, number=7, now=6.4) == [] and self.turn(made, 2, number=5, now=6.5) == [2]
+        assert self.turn(made, 1, number=7, now=6.5) == [1] and made.may(0, 2) and made.may(1, 2)
+
+    def test_those_who_have_left_or_wait_at_another_optimizer_are_not_waited_for(self):
+        made = self.begun()
+        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None
+        made.leave(1)
+        assert made.gather(2, 1, 1, 2, bound=2, now=1.0) is not None, "the first waits at the other one"
+        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None, "the third is under way again"
+        made.leave(2)
+        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is not None
+
+    def test_one_alone(self):
+        assert all(Keeper().gather(0, 0, 1, "", bound=1, now=now) is not None for now in (0.0, 1.0))
+
+    @given(seed=st.integers(0, 10_000), bound=st.integers(1, 4))
+    def test_any_times_keep_the_bound_and_end(self, seed, bound):
+        """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead, and all is trained."""
+        chance, workers, turns = random.Random(seed), 3, 15
+        made, now, ends = keeper(*[1] * turns * workers, workers=workers), 0.0, dict[int, float]()
+        number, waits, ticks = dict.fromkeys(range(workers), 0), set[int](), set[int]()
+
+        def take(worker: int) -> None:
+            assert made.clocks[worker] - made.slowest <= bound
+            if made.take(worker, 1) and worker not in ends:
+                made.starts(worker, now)
+                ends[worker] = now + chance.choice([0.01, 1.0, 1.0, 6.0]) * (1 + 0.1 * chance.random())
+
+        for worker in range(workers):
+            take(worker)
+        while ends or waits or ticks:
+            now = min([*ends.values(), made.due])
+            assert now < math.inf, "nobody would come any more"
+            for worker in [worker for worker in ends if ends[worker] <= now]:
+                del ends[worker]
+                number[worker] += 1
+                waits.add(worker)
+            for worker in [*sorted(waits), *sorted(waits)]:
+                if worker in waits and made.gather(worker, 0, number[worker], 0, bound=bound, now=now):
+                    waits.discard(worker)
+                    made.tick(worker, number[worker])
+                    ticks.add(worker)
+            for worker in [*sorted(ticks), *sorted(ticks)]:
+                if worker in ticks and made.may(worker, bound):
+                    ticks.discard(worker)
+                    made.went(worker, now)
+                    take(worker)
+        facts = made.facts()
+        assert sum(number.values()) == turns * workers == sum(facts["steps_late"].values())
+        assert sum(int(size) * count for size, count in facts["steps_by_workers"].items()) == turns * workers
 
 
 def test_letters():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from paceline.errors import DataError, DeadlineExceeded, UsageError
 from paceline.session.run import Run
@@ -193,6 +193,90 @@ class TestTheBound:
         workers(2, lambda run: said.append(body(run)), strategy=SSP)
         text = next(text for text in said if text)
         assert "rank 0 waited 0.5 s in vain for rank 1, which has completed 0 turns" in text
+
+
+class TestStepsTogether:
+    """Within a bound: who is on time makes a step, who is late is in the next, and nothing is lost."""
+
+    def losses(self, strategy: ParameterServer, size: int, *, pauses: Callable[[int, int], float] = lambda rank, turn: 0.0) -> Any:
+        """The parameters in the end of a run with momentum, clipping and a schedule, and the facts of the first server."""
+
+        def body(run: Run) -> tuple[Tensor, Any]:
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            for number, parameter in enumerate(model.parameters()):
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            data = TensorDataset(torch.randn(66, 4, generator=torch.Generator().manual_seed(3)).double())
+            model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, DataLoader(data, 12))
+            for _ in run.epochs(2):
+                for turn, (x,) in enumerate(loader):
+                    time.sleep(pauses(run.rank, turn))
+                    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+                    run.clip(model, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                schedule.step()
+            run.barrier()
+            return parameters(model), [*run._turns.backward.sync.facts(), {}][0]  # type: ignore[attr-defined]
+
+        return workers(size, body, strategy=strategy)[0]
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_where_nobody_is_late_it_is_lockstep(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The same weights as one worker alone has, with momentum, clipped, with a schedule: whoever is dealt which samples of a batch."""
+        monkeypatch.setattr("paceline.sync.gathering.LEAST", 1e9)
+        monkeypatch.setattr("paceline.sync.gathering.MOST", 1e9)
+        found, facts = self.losses(ParameterServer(2, 3), size)
+        expected, _ = self.losses(ParameterServer(2), 1)
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+        if size > 1:  # the last batch of 6 has work for fewer of them, half of 12 being for one or two
+            assert facts["steps_by_workers"] == {str(size): 10, str(size - 1): 2} and set(facts["steps_late"]) == {"0"}
+
+    def test_each_gradient_is_in_one_step(self) -> None:
+        """Also the late ones, also at the end of an epoch, when the slow one comes last of all; with momentum 0 each moves its weight."""
+        for seed in range(2):
+            chance = [random.Random(3 * seed + rank) for rank in range(3)]
+            found = epoch(SSP, 3, slow=lambda rank, chance=chance: chance[rank].choice([0.0, 0.0, 0.0, 0.02]), epochs=2)
+            assert sorted(chain(*(ids for ids, _, _ in found))) == sorted([*range(60)] * 2)
+            assert all(torch.allclose(weights, torch.full((60,), -2 / 6, dtype=torch.float64), rtol=1e-12) for _, weights, _ in found)
+
+    @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
+    def test_late_gradients_are_seen_and_train_as_well(self, seed: int) -> None:
+        chance = random.Random(seed)
+        pauses = [[0.05 if chance.random() < 0.15 else 0.005 for _ in range(99)] for _ in range(3)]
+        found, facts = self.losses(ParameterServer(2, 3), 3, pauses=lambda rank, turn: pauses[rank][turn])
+        assert sum(facts["steps_late"].values()) > facts["steps_late"]["0"] > 0 and len(facts["steps_by_workers"]) > 1
+        assert bool(found.isfinite().all())
+
+    def test_the_slowest_holds_those_who_used_up_the_bound(self) -> None:
+        """Nobody takes many more turns than the slow one."""
+        found = epoch(ParameterServer(1, 2), 3, count=90, slow=lambda rank: 0.05 if rank == 2 else 0.001)
+        assert all(8 <= len(ids) / 2 <= 19 for ids, _, _ in found)
+
+    def test_two_optimizers(self) -> None:
+        """They step by themselves; who waits at one isn't waited for at the other, and every other turn has one alone."""
+        chance = [random.Random(rank) for rank in range(3)]
+
+        def body(run: Run) -> tuple[Tensor, int]:
+            first, second = Table(60), Table(60)
+            one, two = torch.optim.SGD(first.parameters(), 1.0), torch.optim.SGD(second.parameters(), 0.5)
+            loader = DataLoader(Numbers(60), 6)
+            first, second, one, two, loader = run.prepare(first, second, one, two, loader)
+            for turn, ids in enumerate(loader):
+                time.sleep(chance[run.rank].choice([0.0, 0.0, 0.02]))
+                (first(ids) + second(ids) if turn % 2 else first(ids)).backward()
+                one.step()
+                if turn % 2:
+                    two.step()
+                one.zero_grad()
+                two.zero_grad()
+            run.barrier()
+            return parameters(first), int((parameters(second) != 0).sum())
+
+        found = workers(3, body, strategy=SSP)
+        assert all(torch.allclose(weights, torch.full((60,), -1 / 6, dtype=torch.float64)) for weights, _ in found)
+        assert {count for _, count in found} == {found[0][1]} and 20 <= found[0][1] <= 40
 
 
 class TestBackupWorkers:

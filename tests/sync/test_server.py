@@ -147,6 +147,42 @@ def test_workers_that_take_a_step_differently(begun: Any) -> None:
         begun(1, "close", close(1, (0, 1)))
 
 
+def test_steps_that_are_decided_are_taken_in_their_order(begun: Any) -> None:
+    """Another worker may hear of the second one before this server hears of the first: its close, its norm and its read wait."""
+    for unit in (0, 1):
+        begun(0, "push", {"unit": unit, "used": b"\1", "keep": True}, torch.ones(16))
+        begun(1, "push", {"unit": unit, "used": b"\1", "keep": True}, torch.full((16,), 2.0))
+    second, decided = begun.caller(1), {"decided": True, "keep": True, "part": 0.5}
+    norm = second.send("norm", step=2, body={"optimizer": 0, "step": 2, "workers": [1], "kind": 1.0, "decided": True}, seconds=SECONDS)
+    closing = second.send("close", step=2, body=close(2, (1,), **decided), seconds=SECONDS)
+    reading = second.send("read", body={"unit": 0, "step": 2, "copy": True}, seconds=SECONDS)
+    begun(0, "close", close(1, (0,), **decided))
+    assert second.wait(norm, SECONDS).body["norm"] == 64.0
+    second.wait(closing, SECONDS)
+    assert torch.equal(second.wait(reading, SECONDS).tensors[0][:5], torch.full((5,), 1 - 0.5 * 0.25 * (1 + 2)))
+
+
+@pytest.mark.parametrize("how", ["late", "on time"])
+def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> None:
+    """The one who waits is answered in time, and with the other only if that one comes."""
+    begun(0, "deal", {"epoch": 0, "first": 0, "workers": [0, 1]}, torch.ones(99, dtype=torch.int64))
+    begun(1, "deal", {"epoch": 0, "first": 0, "workers": [0, 1]}, torch.ones(99, dtype=torch.int64))
+    body = {"optimizer": 0, "said": {"part": 0.5}, "bound": 3}
+    sent = [(worker, begun.caller(worker).send("gather", body={**body, "number": 1}, seconds=SECONDS)) for worker in (0, 1)]
+    for worker, message in sent:
+        assert begun.caller(worker).wait(message, SECONDS).body["workers"] == [0, 1], "nobody knows yet how long a turn takes"
+    for worker in (0, 1):
+        begun(worker, "take", {"most": 1})
+        begun(worker, "tick", {"clock": 1, "dropped": "", "bound": 3})
+    waits = begun.caller(0).send("gather", body={**body, "number": 2}, seconds=SECONDS)
+    if how == "late":
+        found = begun.caller(0).wait(waits, SECONDS).body
+        assert found["workers"] == [0] and found["step"] == 2 and found["parts"] == 0.5 and found["slowest"] == 1
+    else:
+        assert begun(1, "gather", {**body, "number": 2}).body["workers"] in ([0, 1], [1])
+        begun.caller(0).wait(waits, SECONDS)
+
+
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_senseless_messages(begun: Any, count: int) -> None:
     """Well-formed, and wrong in what they say: each is answered or put off, and the server lives."""

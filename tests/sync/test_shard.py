@@ -261,6 +261,33 @@ def test_gradients_that_are_applied_as_they_come():
     assert {unit.version for shard in there.shards for unit in shard.units} == {11}
 
 
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_comes_late_is_kept_for_a_later_step(clipped):
+    """Steps by those who are named: the mean of their gradients, by their part of the learning rate; each gradient is in one of them."""
+    alone, model = parameters(), parameters()
+    one, mine = KINDS["adam"](alone), KINDS["adam"](model)
+    there = Servers(model, [mine], 2)
+    steps = [[(0, 1), (1, 1), (2, 1)], [(0, 2), (2, 2)], [(0, 3), (1, 2), (2, 3)]]  # by worker and turn: the second of worker 1 is late
+    for step, who in enumerate(steps, 1):
+        part = len(who) / 3
+        for p, *grads in zip(alone, *(gradients(turn, worker) for worker, turn in who), strict=True):
+            p.grad = torch.stack(grads).mean(0)
+        one.param_groups[0]["lr"] = 0.01 * part
+        one.step()
+        for worker, turn in [*who, (1, 2)] if step == 2 else who:
+            if worker == 1 and step == 2 and clipped:
+                for shard in there.shards:
+                    shard.norm(0, [worker for worker, _ in who])  # and it comes after that
+            if step < 3 or worker != 1:
+                for shard, number, _, flat, used in there.pushes([g / 3 for g in gradients(turn, worker)], worker):
+                    shard.push(number, worker, flat, used, keep=True)
+        for shard in there.shards:
+            assert shard.close(0, step, [worker for worker, _ in who], factor=1 / part, part=part, keep=True)
+    assert all(torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True))
+    assert all(not unit.pushed and unit.total is None for shard in there.shards for unit in shard.units)
+    assert all(group["lr"] == 0.01 for shard in there.shards for group in shard.optimizers[0].param_groups)
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_replica_goes_on_from_the_state(there, summed):
     """As it travels, in the middle of a step: bit for bit the same."""

@@ -1,0 +1,124 @@
+"""Which gradients make a step together, where a worker may be late: those of all who are on time, and whatever has come late.
+
+    worker 0   turn | turn | turn    | turn        comes to a step, and goes on once it is made
+    worker 1   turn | turn | turn    | turn
+    worker 2   turn | slow turn ---- | turn        late: the second step is made without it, its gradient is in the third
+    step            1      2         3
+
+A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by who
+has come once all others are late; who is late is not waited for again until it comes, to whichever step is open then (after the partial
+collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). So nothing that
+was pushed is lost, and where nobody is late each step is that of lockstep.
+
+Nothing here waits or sends, and the time is told.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from paceline.errors import Mismatch
+
+SPANS = 4  # turns of each worker whose times are remembered
+LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
+TOGETHER = 2.0  # times as long, when all are slow at once
+
+
+class Made(NamedTuple):
+    """A step that was made: its number, and what each of those said who made it."""
+
+    number: int
+    came: dict[int, Any]
+
+
+class Gathering:
+    """The steps of one optimizer. Workers are known by their numbers; times are in seconds, of any clock."""
+
+    def __init__(self, began: Mapping[int, float] | None = None) -> None:
+        self.steps = 0  # that were made
+        self.came: dict[int, Any] = {}  # by worker, what it said: who makes the next one
+        self.due = math.inf  # when to look again, though nothing has come
+        self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
+        self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
+        self._made: dict[int, tuple[int, Made]] = {}  # by worker: how often it had come, and what came of it
+        self._began = dict(began or {})  # by worker: when its turn did
+        self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
+        self._late: set[int] = set()
+        self._spans: deque[float] = deque()  # seconds that turns took
+        self._prompt: list[float] = []  # of those who have come on time to the open step
+
+    def begin(self, worker: int, now: float) -> None:
+        """A worker begins a turn."""
+        self._began[worker], self._seen[worker] = now, self.steps
+        self._late.discard(worker)
+
+    def rest(self) -> None:
+        """An epoch begins: nobody knows how long its first turns take, as readers start with them."""
+        self._began.clear()
+        self._late.clear()
+        self._seen = dict.fromkeys(self._seen, self.steps)
+
+    def come(self, worker: int, number: int, said: Any, now: float) -> Made | None:
+        """A worker has pushed all of its gradient number `number`, from 1 on; what came of it, once its step has been made."""
+        before, made = self._made.get(worker, (0, None))
+        if number == before:
+            return made
+        if number != before + 1:
+            raise Mismatch(f"gradient {number} of worker {worker} can't come after its gradient {before}")
+        if worker not in self.came:
+            self.came[worker] = said
+            if worker in self._began:
+                self._clock(now - self._began[worker], late=worker in self._late)
+            self._late.discard(worker)
+        return None
+
+    def _clock(self, span: float, *, late: bool) -> None:
+        self._spans.append(span)
+        while len(self._spans) > SPANS * len(self._seen):
+            self._spans.popleft()
+        if not late:
+            self._prompt.append(span)
+
+    def leave(self, absent: int) -> float:
+        """How long a turn may take before it is late; so many are waited for.
+
+        The median turn, and some times the median distance from it, within bounds. When all are slow at once (another program has the
+        processors), nobody is late: it is up to `TOGETHER` times that, by the one of those on time in this step with whom half have come,
+        and a little longer than the first of them took in any case.
+        """
+        median = statistics.median_low(self._spans)
+        spread = statistics.median_low(abs(span - median) for span in self._spans)
+        usual = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
+        came, half = sorted(self._prompt), (len(self._prompt) + absent + 1) // 2
+        pace = came[half - 1] / median if half <= len(came) else TOGETHER
+        first = came[0] * (1 + LEAST) if came else 0.0
+        return max(usual * min(max(pace, 1.0), TOGETHER), first)
+
+    def awaited(self, absent: Collection[int], now: float) -> bool:
+        """Whether one of those who have not come may still be on time. Who is not is late from now on."""
+        self.due = math.inf
+        on_time = [worker for worker in absent if worker not in self._late]
+        if not on_time:
+            return False
+        if len(self._spans) < len(absent) + len(self.came) or any(worker not in self._began for worker in on_time):
+            return True  # nobody knows yet how long turns take
+        last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
+        if last > now:
+            self.due = last
+        return last > now
+
+    def make(self, absent: Collection[int]) -> Made:
+        """The next step is made by those who have come; who is absent is late."""
+        self.steps += 1
+        made = Made(self.steps, {worker: self.came[worker] for worker in sorted(self.came)})
+        self.sizes[len(made.came)] += 1
+        for worker in made.came:
+            self.ages[self.steps - 1 - self._seen.get(worker, 0)] += 1
+            self._made[worker] = self._made.get(worker, (0, made))[0] + 1, made
+        self.came, self._prompt, self.due = {}, [], math.inf
+        self._late |= {*absent}
+        return made
