@@ -11,6 +11,7 @@ When workers wait for each other, and which gradients make a step, is a matter o
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.cluster.snapshot import loads, pack
+from paceline.codec.codec import Codec
+from paceline.codec.coding import Coding
 from paceline.comm.desk import Desk
 from paceline.comm.messages import Caller, Message
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError, WorkerLost
 from paceline.sync.base import Room, Scene, Slot, Sync
 from paceline.sync.paces import Backup, Lockstep, Loose, Pace, Stale
 from paceline.sync.parcels import Layout, Parcel, Wires, part, rows, whole
+from paceline.sync.phases import check
 from paceline.sync.pieces import Piece
 from paceline.sync.server import write
+from paceline.sync.wrapping import Wrapper
 from paceline.wording import spell
 
 
@@ -46,6 +51,10 @@ class ParameterServer:
     has parameters with all that the others had sent s turns before; `inf`: it never waits (asynchronous). A worker's gradient, the mean
     over its own samples, is a step of its own, by the learning rate times its part of the global batch; `run.clip` clips it alone.
 
+    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. In lockstep parameters come
+    back through it, too: as what is new in them, so that what it loses comes with the next step. All workers have the same, and exactly
+    what servers have where replicas are looked at as one (an evaluation, run.save, the end). Otherwise parameters come exactly.
+
     Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
     to do together (run.mean, gather, save, evaluation) belongs between epochs.
     """
@@ -55,10 +64,12 @@ class ParameterServer:
     backup_workers: int = 0
     requeue: bool = False
     bucket_mb: float = 4.0
+    codec: Codec | Coding | None = None
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
+        check(self.codec)
         if self.servers is not None and self.servers < 1:
             raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
         if not self.bucket_mb > 0:
@@ -101,6 +112,8 @@ class Client:
         self.workers = list(range(scene.group.size))
         kind = Backup if plan.backup_workers else Stale if plan.staleness else Lockstep
         self.pace: Pace = kind(self, plan)
+        self.wrapper = Wrapper(scene, plan.codec, both=not self.pace.free)
+        self._leveled: list[int] = []  # steps taken when I had exactly what servers have
 
     @property
     def apart(self) -> bool:
@@ -152,7 +165,9 @@ class Client:
         assert self.scene.servers is not None
         self._room = self.scene.servers(self._spec.servers)
         self.wires.open(self._room, self.workers[self.scene.group.rank])
-        self._layout = Layout(self.slots, self.optimizers, len(self.callers), int(self._spec.bucket_mb * 1e6))
+        ways = [self.wrapper.ways(slot) for slot in self.slots]
+        self._layout = Layout(self.slots, self.optimizers, len(self.callers), int(self._spec.bucket_mb * 1e6), ways=ways)
+        self.wrapper.lay_out(self._layout.parcels, self.wires, self.seconds)
         self.pace.begin()
         for caller, plan in zip(self.callers, self._layout.plans, strict=True):
             packed = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8)
@@ -165,6 +180,7 @@ class Client:
         if self.callers and self.scene.group.rank == 0:
             self._fill(mine if memories is None else memories)
         self.scene.agreement.meet("servers")
+        self._leveled = [*self.steps_taken]
 
     def _fill(self, memories: Sequence[Mapping[str, Any]]) -> None:
         """Servers begin with my parameters, and with what optimizers remember of them."""
@@ -201,10 +217,12 @@ class Client:
     def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""
         self._await([parcel])  # its memory may be on its way still
-        used = parcel.pack(self.slots, grads, self.pace.weight(self._part))
+        weight = self.pace.weight(self._part)
+        used = parcel.pack(self.slots, grads, weight)
+        sent = self.wrapper.encode(parcel, used, counts=weight > 0 or not self.pace.free)
         step = self.steps_taken[parcel.optimizer] + 1
-        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops}
-        parcel.sent = self.callers[parcel.server].send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "turn": self.scene.moment.step}
+        parcel.sent = self.callers[parcel.server].send("push", step=step, body=body, tensors=[sent], seconds=self.seconds)
 
     def _await(self, parcels: Sequence[Parcel]) -> None:
         """What was pushed of them has arrived."""
@@ -244,7 +262,9 @@ class Client:
 
     def step(self, optimizer: Optimizer) -> None:
         """Instead of the optimizer's own step: see `ParameterServer`."""
+        began = time.perf_counter()
         self.pace.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer))
+        self.wrapper.waited(began)
 
     def units(self, optimizer: int) -> list[Parcel]:
         """Those in which the parameters of an optimizer travel."""
@@ -258,29 +278,34 @@ class Client:
 
     def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any]) -> list[tuple[int, int]]:
         """Send this to the servers that keep parameters of an optimizer; gives each of them, with the number of the message."""
-        body = {"optimizer": optimizer, "step": step, **body}
+        body = {"optimizer": optimizer, "step": step, "turn": self.scene.moment.step, **body}
         servers = sorted({parcel.server for parcel in self.units(optimizer)})
         return [(server, self.callers[server].send(kind, step=step, body=body, seconds=self.seconds)) for server in servers]
 
     def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
-        body = [{"unit": parcel.number, "step": step, "copy": self.pace.free} for parcel in parcels]
+        body = [{"unit": parcel.number, "step": step, "copy": self.pace.free, **self.wrapper.asked(parcel)} for parcel in parcels]
         return [
             self.callers[parcel.server].send("read", step=step, body=asked, seconds=self.seconds)
             for parcel, asked in zip(parcels, body, strict=True)
         ]
 
-    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int]) -> None:
-        """Parameters are what was asked for."""
+    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True) -> None:
+        """Parameters are what was asked for. `stepped`: with what I had pushed of them, or it is void."""
+        self._give(parcels, messages)
+        for parcel in parcels:
+            parcel.pushed = {}
+        self._await(parcels)
+        self.wrapper.over(parcels, stepped=stepped)
+
+    def _give(self, parcels: Sequence[Parcel], messages: Sequence[int]) -> None:
         with torch.no_grad():
             for parcel, message in zip(parcels, messages, strict=True):
-                parcel.give(self.slots, self.callers[parcel.server].wait(message, self.seconds).tensors[0])
-                parcel.pushed = {}
-        self._await(parcels)
+                parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
 
     def catch_up(self) -> None:
         """Parameters are what servers have now."""
-        self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0))
+        self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0), stepped=False)
 
     def wait(self, server: int, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
@@ -324,6 +349,7 @@ class Client:
 
     def commit(self) -> None:
         """See `Sync.commit`."""
+        self.wrapper.commit()
         self.pace.commit()
 
     # ---- the rest of the life of a strategy
@@ -331,6 +357,7 @@ class Client:
     def abort(self) -> None:
         """See `Sync.abort`."""
         self._grads.clear()
+        self.wrapper.forget()
 
     def mirrored(self) -> dict[str, Tensor] | None:
         """See `Sync.mirrored`: in lockstep all workers read the same parameters after each step."""
@@ -343,6 +370,18 @@ class Client:
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
             self.catch_up()
             self.scene.agreement.meet("servers are read")  # and nobody again before all have read
+        elif self.wrapper.coded and self._leveled != self.steps_taken:
+            self._level()
+
+    def _level(self) -> None:
+        """In lockstep, through a codec: all have, and go on from, exactly what servers have. Collective."""
+        self.scene.agreement.meet("servers are read")  # nobody waits for what was told before
+        for caller in self.callers if self.scene.group.rank == 0 else ():
+            caller.call("level", seconds=self.seconds)
+        self.scene.agreement.meet("servers tell all")
+        with self.wrapper.uncounted():
+            self._give(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0))
+        self._leveled = [*self.steps_taken]
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
@@ -381,14 +420,15 @@ class Client:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""
+        kept = self.wrapper.state_dict(self.slots)
         if not self.callers or self.scene.group.rank:
-            return {"memories": None}
+            return {"memories": None, **kept}
         found: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self.slots]
         for server, plan in enumerate(self._layout.plans):
             packed = self._call(server, "memories", {}).tensors[0]
             for piece, memory in zip(plan.pieces, loads(packed.numpy().tobytes()).unpack()["memories"], strict=True):
                 found[piece.slot].append((piece, memory))
-        return {"memories": [whole(parts) for parts in found]}
+        return {"memories": [whole(parts) for parts in found], **kept}
 
     def adopt(self, states: Sequence[dict[str, Any]]) -> None:
         """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
@@ -399,3 +439,4 @@ class Client:
         if memories is not None and len(memories) != len(self.slots):
             raise UsageError(f"this checkpoint is of a model of {len(memories)} parameters, and here are {len(self.slots)}")
         self._hand_over(memories)
+        self.wrapper.adopt(found)

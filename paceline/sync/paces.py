@@ -282,7 +282,7 @@ class Backup(Loose):
         parcels = client.units(number)
         if "late" in found:
             self._late, step = True, int(found["late"])
-            client.take_in(parcels, client.ask_for(parcels, step))
+            client.take_in(parcels, client.ask_for(parcels, step), stepped=False)
         else:
             body = {
                 "workers": found["workers"],
