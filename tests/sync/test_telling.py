@@ -142,7 +142,7 @@ def push(coding: Any, x: Tensor) -> Tensor:
 
 
 def test_what_is_pushed_is_decoded_where_it_was_used() -> None:
-    told, bucket = unit(Phase(0, sign(64)), dtype=torch.float64)
+    told, _ = unit(Phase(0, sign(64)), dtype=torch.float64)
     x = torch.cat([torch.zeros(400), torch.ones(7)])
     found = told.decode(push(sign(64), x), b"\0\1", 0)
     assert found.dtype == torch.float64 and not bool(found[:400].any()) and bool(found[400:].all())
@@ -150,7 +150,7 @@ def test_what_is_pushed_is_decoded_where_it_was_used() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    told, bucket = unit(Phase(0, None), Phase(3, topk(0.1)))
+    told, _ = unit(Phase(0, None), Phase(3, topk(0.1)))
     flat = torch.ones(407)
     right = push(topk(0.1), flat)
     assert told.decode(flat, b"\1\1", 2) is flat, "exact as long as it is"
