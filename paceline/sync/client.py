@@ -264,7 +264,7 @@ class Client:
         """Instead of the optimizer's own step: see `ParameterServer`."""
         began = time.perf_counter()
         self.pace.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer))
-        self.wrapper.waited(began)
+        self.wrapper.waited(began, len(self.callers))
 
     def units(self, optimizer: int) -> list[Parcel]:
         """Those in which the parameters of an optimizer travel."""

@@ -17,7 +17,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +35,24 @@ from paceline.sync.phases import Phase, Phases, at, phases
 Key = tuple[int, int]  # of a unit: its server, and its number there
 
 
+class Push(NamedTuple):
+    """When it left; bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
+
+    when: float
+    sent: int
+    exact: int
+    encoding: float
+    decoding: float
+
+
 @dataclass
 class Counted:
-    """What went through the codec: bytes, those of exact tensors, and seconds of this processor."""
+    """What went through the codec."""
 
-    pushes: list[tuple[float, int, int]] = field(default_factory=list)  # when each left, its bytes, those that it would have had
-    pulled: int = 0
+    pushes: list[Push] = field(default_factory=list)
+    pulled: int = 0  # bytes
     exact: int = 0  # that would have been pulled
-    coding: float = 0.0
-    after: float = 0.0  # of it: while a step was waited for
+    decoding: float = 0.0  # seconds of this processor, for what was pulled
 
 
 class Wrapper:
@@ -59,6 +68,7 @@ class Wrapper:
         self._copies: dict[Key, Tensor] = {}  # what servers have told me
         self._has: dict[Key, int] = {}  # the number of it
         self._every = 1  # one element in so many is looked at
+        self._decoding: dict[int, float] = {}  # seconds that it takes, by unit
         self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
         self.account = Account(repr(codec), "what servers got of a gradient")
 
@@ -114,8 +124,9 @@ class Wrapper:
                 if not reached:
                     view.zero_()  # what the coding makes of zeros there, the server leaves out
             self._pushed[key] = left if held is None else left.add_(held)
-        self._counted.coding += time.thread_time() - began
-        self._counted.pushes.append((time.perf_counter(), sent.nbytes, parcel.flat.nbytes))
+        decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
+        took = time.thread_time() - began
+        self._counted.pushes.append(Push(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
         return sent
 
     def _code(self, phase: Phase, given: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
@@ -129,7 +140,9 @@ class Wrapper:
         left = None
         if phase.feedback or looked:
             left = given.clone()
+            began = time.thread_time()
             coding.add(message, left, minus=True)
+            self._decoding[index] = time.thread_time() - began
         if looked and left is not None:
             before = sampled(given, self._every, turn)
             self.account.compare(Finished(before), before - sampled(left, self._every, turn))
@@ -160,9 +173,7 @@ class Wrapper:
         elif key not in self._copies or number != self._has[key]:
             raise Mismatch(f"unit {parcel.number} came without anything, as number {number}")
         self._has[key] = number
-        took = time.thread_time() - began
-        self._counted.coding += took
-        self._counted.after += took
+        self._counted.decoding += time.thread_time() - began
         return self._copies[key]
 
     def _add(self, coding: Coding | None, given: Tensor, copy: Tensor) -> None:
@@ -247,21 +258,23 @@ class Wrapper:
         yield
         self._counted = counted
 
-    def waited(self, needed: float) -> None:
-        """A step has been waited for, since `needed` (of the performance counter)."""
+    def waited(self, needed: float, servers: int) -> None:
+        """A step has been waited for, since `needed` (of the performance counter). What servers need to code is taken to be what I need."""
         found, self._counted, rate = self._counted, Counted(), self.account.rate
         if rate is None or not found.exact:
             return
-        shown, half = time.perf_counter() - needed, rate.per_byte / 2
-        ready = [when for when, _, _ in found.pushes]
-        ways = [[Cost(0.0, rate.latency / 2 + half * push[kind], 0.0) for push in found.pushes] for kind in (1, 2)]
-        coded, exact = (exposed(ready, costs, needed) for costs in ways)
-        sent, whole = (sum(push[kind] for push in found.pushes) for kind in (1, 2))
-        self._turn.sent += sent + found.pulled
-        self._turn.exact += whole + found.exact
-        self._turn.coding += found.coding
+        pushes, half, shown = found.pushes, rate.per_byte / 2, time.perf_counter() - needed
+        ready, each = [push.when for push in pushes], self._scene.group.size / servers  # a server decodes what all have pushed
+        coded = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
+        exact = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
+        encoding = sum(push.encoding for push in pushes)
+        theirs = encoding / servers if self._both else 0.0
+        more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # mine is a part of backward
+        self._turn.sent += sum(push.sent for push in pushes) + found.pulled
+        self._turn.exact += sum(push.exact for push in pushes) + found.exact
+        self._turn.coding += encoding + found.decoding
         self._turn.shown += shown
-        self._turn.exact_shown += max(shown - found.after + exact - coded + half * (found.exact - found.pulled), 0.0)
+        self._turn.exact_shown += max(shown - more, 0.0)
 
 
 class Echo:
