@@ -115,7 +115,7 @@ class Wrapper:
         given = parcel.flat if phase.coding is None else parcel.flat.float()
         if base is not None:
             held = _unused(parcel, used, base)
-            given = given + (base if held is None else base - held)
+            given = (given + (base if held is None else base - held)).to(given.dtype)
         sent, left = (given, None) if phase.coding is None else self._code(phase, given, self._numbers[key])
         if left is None and base is not None:
             self._pushed[key] = torch.zeros_like(base) if held is None else held

@@ -114,6 +114,21 @@ def test_the_loss_is_that_of_exact_gradients(codec: Any, off: float, end: float)
     assert float(coded[-20:].mean()) < end * float(plain[:5].mean())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_is_sent_when_it_becomes_exact(dtype: torch.dtype) -> None:
+    def body(run: Run) -> list[bool]:
+        model, optimizer, loader = prepared(run, model=lambda: net(dtype), dtype=dtype)
+        found = []
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(any(bool(r.any()) for r in client(run).wrapper.residuals(client(run).slots) if r is not None))
+        return found
+
+    assert workers(2, body, strategy=served(after(3, exact(), before=COARSE))) == [[True] * 3 + [False] * 2] * 2
+
+
 class Branches(nn.Module):
     """A part that is used now and then."""
 
