@@ -116,7 +116,9 @@ class Wrapper:
         if base is not None:
             held = _unused(parcel, used, base)
             given = (given + (base if held is None else base - held)).to(given.dtype)
-        sent, left = (given, None) if phase.coding is None else self._code(phase, given, self._numbers[key])
+        sent, left = given, None
+        if phase.coding is not None:
+            sent, left = self._code(phase, given, self._numbers[key], spare=given is not parcel.flat)
         if left is None and base is not None:
             self._pushed[key] = torch.zeros_like(base) if held is None else held
         elif left is not None and counts and finite(left):
@@ -129,22 +131,22 @@ class Wrapper:
         self._counted.pushes.append(Push(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
         return sent
 
-    def _code(self, phase: Phase, given: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
-        """The message; and what is not in it, if that is kept."""
+    def _code(self, phase: Phase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
+        """The message; and what is not in it, if that is kept. `spare`: nobody needs `given` any more."""
         coding, turn = phase.coding, self._scene.moment.step
         assert coding is not None
         whole, message = room(coding, given.numel())
         draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._scene.group.rank)
         coding.encode(given, message, draw)
         looked = index == turn % len(self._parcels)  # one unit in a turn
-        left = None
-        if phase.feedback or looked:
-            left = given.clone()
-            began = time.thread_time()
-            coding.add(message, left, minus=True)
-            self._decoding[index] = time.thread_time() - began
-        if looked and left is not None:
-            before = sampled(given, self._every, turn)
+        if not phase.feedback and not looked:
+            return whole, None
+        before = sampled(given, self._every, turn)
+        left = given if spare else given.clone()
+        began = time.thread_time()
+        coding.add(message, left, minus=True)
+        self._decoding[index] = time.thread_time() - began
+        if looked:
             self.account.compare(Finished(before), before - sampled(left, self._every, turn))
         return whole, left if phase.feedback else None
 
