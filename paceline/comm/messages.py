@@ -203,6 +203,7 @@ class Receiver:
         self._heard: dict[int, int] = {}  # the last number of each sender
         self._guard = _Guard(self._context, keys.worker[0], self._refuse)
         self.nbytes = 0  # of all that has come
+        self.sent = 0  # bytes of all answers
         self._path = path
         self._sockets: list[zmq.Socket[Any]] = []
         self.addresses: list[str] = []
@@ -262,6 +263,7 @@ class Receiver:
             self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
         except (zmq.Again, zmq.ZMQError):
             return False
+        self.sent += sum(memoryview(frame).nbytes for frame in frames)
         return True
 
     def refuse(self, message: Message, why: str) -> None:

@@ -10,7 +10,8 @@ When workers wait for each other, and which gradients make a step, is a matter o
 
 from __future__ import annotations
 
-import contextlib
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from paceline.cluster.snapshot import loads, pack
 from paceline.comm.desk import Desk
 from paceline.comm.messages import Caller, Message
-from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost, UsageError, WorkerLost
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError, WorkerLost
 from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.copies import Bill, Copies
 from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
@@ -30,6 +31,7 @@ from paceline.sync.pieces import Piece
 from paceline.sync.server import write
 from paceline.sync.settled import Settled
 from paceline.sync.shard import Plan
+from paceline.sync.wrapping import Wrapper
 from paceline.trace import Served
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class Client:
         self.workers = list(range(scene.group.size))
         kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
         self.pace: Pace = kind(self, plan)
+        self.wrapper = Wrapper(scene, plan.codec, both=not self.pace.free)
+        self._leveled: list[int] = []  # steps taken when I had exactly what servers have
 
     @property
     def apart(self) -> bool:
@@ -115,9 +119,7 @@ class Client:
         self.slots = [slot for slot in slots if slot.optimizer is not None]
         self.optimizers = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
         self.steps_taken = [0] * len(self.optimizers)
-        for caller in self.wires.callers if self.scene.group.rank == 0 else ():
-            caller.call("end", seconds=self.seconds)
-        self.wires.close()
+        self.wires.dismiss(told=self.scene.group.rank == 0)
         assert self.scene.servers is not None
         room = self.scene.servers(self._spec.servers, self._spec.replicas)
         if room.house is not None:
@@ -130,14 +132,17 @@ class Client:
         self._waiting = room.house is not None and not room.addresses
         if not self._waiting:
             self._enter(room)
+            self.wrapper.measure(self.wires, self.seconds)
             for server, plan in enumerate(self.plans):
-                self._tell(server, "plan", {}, [packed(write(plan))])
+                self.wires.tell(server, "plan", {}, [packed(write(plan))], self.seconds)
             self._hand_over(None)
 
     def _enter(self, room: Room) -> None:
         self._room = room
         self.wires.open(room, self.workers[self.scene.group.rank])
-        self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6))
+        ways = [self.wrapper.ways(slot) for slot in self.slots]
+        self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
+        self.wrapper.lay_out(self._layout.parcels)
         self.pace.begin()
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
@@ -146,29 +151,17 @@ class Client:
         if self.wires.of and self.scene.group.rank == 0:
             self._fill(mine if memories is None else memories)
         self.scene.agreement.meet("servers")
+        self._leveled = [*self.steps_taken]
 
     def _fill(self, memories: Sequence[Mapping[str, Any]]) -> None:
         """Servers begin with my parameters, and with what optimizers remember of them."""
         for parcel in self._layout.parcels:
             for piece, view in parcel.members:
                 view.copy_(rows(self.slots[piece.slot].parameter.detach(), piece))
-            self._tell(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat])
+            self.wires.tell(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat], self.seconds)
         for server, plan in enumerate(self._layout.plans):
             found = [part(memories[piece.slot], piece, self.slots[piece.slot].parameter) for piece in plan.pieces]
-            self._tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())])
-
-    def _tell(self, server: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Tell all copies of a shard."""
-        for caller in self.wires.of[server]:
-            caller.call(kind, body=body, tensors=tensors, seconds=self.seconds)
-
-    def _ask(self, server: int, kind: str) -> Message:
-        """Ask a shard, whichever of its copies answers."""
-        *others, last = self.wires.of[server]
-        for caller in others:
-            with contextlib.suppress(ServerLost):
-                return caller.call(kind, seconds=self.seconds)
-        return last.call(kind, seconds=self.seconds)
+            self.wires.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], self.seconds)
 
     # ---- backward: what is complete leaves
 
@@ -195,12 +188,15 @@ class Client:
     def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""
         self._await([parcel])  # its memory may be on its way still
-        used = parcel.pack(self.slots, grads, self.pace.weight(self._part))
+        weight = self.pace.weight(self._part)
+        used = parcel.pack(self.slots, grads, weight)
+        sent = self.wrapper.encode(parcel, used, counts=weight > 0 or not self.pace.free)
         step = self.steps_taken[parcel.optimizer] + 1
-        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "keep": self.pace.free and not self.pace.drops}
-        for caller in self.wires.of[parcel.server]:
-            message = caller.send("push", step=step, body=body, tensors=[parcel.flat], seconds=self.seconds)
-            parcel.sent.append((caller, message))
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "turn": self.scene.moment.step}
+        body |= {"keep": self.pace.free and not self.pace.drops}
+        callers = self.wires.of[parcel.server]
+        parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
+        parcel.sent = [(caller, caller.send("push", step=step, **parts)) for caller in callers]
 
     def _await(self, parcels: Sequence[Parcel]) -> None:
         """What was pushed of them has arrived."""
@@ -243,7 +239,9 @@ class Client:
 
     def step(self, optimizer: Optimizer) -> None:
         """Instead of the optimizer's own step: see `ParameterServer`."""
+        began = time.perf_counter()
         self.pace.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer))
+        self.wrapper.waited(began, len(self.callers))
 
     def units(self, optimizer: int) -> list[Parcel]:
         """Those in which the parameters of an optimizer travel."""
@@ -260,30 +258,35 @@ class Client:
 
         `ask`: of the copies of a shard to one alone.
         """
-        body = {"optimizer": optimizer, "step": step, **body}
+        body = {"optimizer": optimizer, "step": step, "turn": self.scene.moment.step, **body}
         shards = sorted({parcel.server for parcel in self.units(optimizer)})
         callers = [caller for shard in shards for caller in self.wires.of[shard][: 1 if ask else None]]
         return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
 
     def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
-        body = [{"unit": parcel.number, "step": step, "copy": self.pace.free} for parcel in parcels]
+        body = [{"unit": parcel.number, "step": step, "copy": self.pace.free, **self.wrapper.asked(parcel)} for parcel in parcels]
         return [
             self.callers[parcel.server].send("read", step=step, body=asked, seconds=self.seconds)
             for parcel, asked in zip(parcels, body, strict=True)
         ]
 
-    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int]) -> None:
-        """Parameters are what was asked for."""
+    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True) -> None:
+        """Parameters are what was asked for. `stepped`: with what I had pushed of them, or it is void."""
+        self._give(parcels, messages)
+        for parcel in parcels:
+            parcel.pushed = {}
+        self._await(parcels)
+        self.wrapper.over(parcels, stepped=stepped)
+
+    def _give(self, parcels: Sequence[Parcel], messages: Sequence[int]) -> None:
         with torch.no_grad():
             for parcel, message in zip(parcels, messages, strict=True):
-                parcel.give(self.slots, self.callers[parcel.server].wait(message, self.seconds).tensors[0])
-                parcel.pushed = {}
-        self._await(parcels)
+                parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
 
     def catch_up(self) -> None:
         """Parameters are what servers have now."""
-        self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0))
+        self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0), stepped=False)
 
     def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
@@ -326,6 +329,7 @@ class Client:
 
     def commit(self) -> None:
         """See `Sync.commit`."""
+        self.wrapper.commit()
         self.pace.commit()
 
     # ---- the rest of the life of a strategy
@@ -333,6 +337,7 @@ class Client:
     def abort(self) -> None:
         """See `Sync.abort`."""
         self._grads.clear()
+        self.wrapper.forget()
         for parcel in self._layout.parcels if isinstance(self.pace, Settled) else ():
             parcel.pushed = {}
             parcel.sent.clear()
@@ -350,11 +355,23 @@ class Client:
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
             self.catch_up()
             self.scene.agreement.meet("servers are read")  # and nobody again before all have read
+        elif self.wrapper.coded and self._leveled != self.steps_taken:
+            self.scene.agreement.repeat(self._level, what="servers tell all")
+            self._leveled = [*self.steps_taken]
+
+    def _level(self) -> None:
+        """In lockstep, through a codec: all have, and go on from, exactly what servers have. Collective."""
+        self.scene.agreement.meet("servers are read")  # nobody waits for what was told before
+        for caller in self.wires.callers if self.scene.group.rank == 0 else ():
+            caller.call("level", seconds=self.seconds)
+        self.scene.agreement.meet("servers tell all")
+        with self.wrapper.uncounted():
+            self._give(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0))
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
         assert isinstance(self.pace, Settled) and self._room is not None and self._room.house is not None
-        return {"room": self._room.house.layout(), "steps": self.steps_taken, "anew": self.pace.layout()}
+        return {"room": self._room.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": self.pace.layout()}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
@@ -367,7 +384,7 @@ class Client:
         if self._waiting:
             self._waiting = False
             self._enter(self.pace.house.join(layout["room"]))
-            self.steps_taken = list(layout["steps"])
+            self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
         self.pace.regroup(None if layout is None else layout["anew"])
 
     def inherit(self, state: dict[str, Any]) -> None:
@@ -388,12 +405,10 @@ class Client:
 
     def detach(self) -> None:
         """See `Sync.detach`."""
-        left, first = self.wires.left, self.scene.group.rank == 0
-        if self._room is not None and self._room.house is not None and first and not left:
-            self.wires.dismiss()
-        self.wires.close()
-        if self._room is not None and self._room.house is not None and left:
-            self._room.house.leave()
+        left, house = self.wires.left, None if self._room is None else self._room.house
+        self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
+        if house is not None and left:
+            house.leave()
         elif self._room is not None:
             self._room.close()
 
@@ -403,7 +418,7 @@ class Client:
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
-        return [dict(self._ask(server, "facts").body) for server in range(len(self.wires.of))]
+        return [dict(self.wires.ask(server, "facts", self.seconds).body) for server in range(len(self.wires.of))]
 
     def served(self) -> list[Served]:
         """See `Steps.served`."""
@@ -411,14 +426,15 @@ class Client:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""
+        kept = self.wrapper.state_dict(self.slots)
         if not self.callers or self.scene.group.rank:
-            return {"memories": None}
+            return {"memories": None, **kept}
         found: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self.slots]
         for server, plan in enumerate(self._layout.plans):
-            body = self._ask(server, "memories").tensors[0].numpy().tobytes()
+            body = self.wires.ask(server, "memories", self.seconds).tensors[0].numpy().tobytes()
             for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
                 found[piece.slot].append((piece, memory))
-        return {"memories": [whole(parts) for parts in found]}
+        return {"memories": [whole(parts) for parts in found], **kept}
 
     def adopt(self, states: Sequence[dict[str, Any]]) -> None:
         """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
@@ -429,3 +445,4 @@ class Client:
         if memories is not None and len(memories) != len(self.slots):
             raise UsageError(f"this checkpoint is of a model of {len(memories)} parameters, and here are {len(self.slots)}")
         self._hand_over(memories)
+        self.wrapper.adopt(found)

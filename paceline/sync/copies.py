@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgpack
+from torch import Tensor
 
 from paceline.comm.group import Traffic
-from paceline.comm.messages import Caller
-from paceline.errors import LOSSES, DeadlineExceeded
+from paceline.comm.messages import Caller, Message
+from paceline.errors import LOSSES, DeadlineExceeded, ServerLost
 from paceline.sync.base import Room
 from paceline.sync.parcels import Wires
 from paceline.trace import Served, Span
@@ -81,6 +83,19 @@ class Copies(Wires):
             self._by_number = dict(enumerate(self.callers))
         self.reach(room, me)
 
+    def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor], seconds: float) -> None:
+        """Tell all copies of a shard."""
+        for caller in self.of[shard]:
+            caller.call(kind, body=body, tensors=tensors, seconds=seconds)
+
+    def ask(self, shard: int, kind: str, seconds: float) -> Message:
+        """Ask a shard, whichever of its copies answers."""
+        *others, last = self.of[shard]
+        for caller in others:
+            with contextlib.suppress(ServerLost):
+                return caller.call(kind, seconds=seconds)
+        return last.call(kind, seconds=seconds)
+
     def reach(self, room: Room, me: int) -> None:
         """The servers are these: who is new is called, who is not among them any more is left."""
         numbers = room.numbers or tuple(range(len(room.addresses)))
@@ -136,8 +151,9 @@ class Copies(Wires):
                 found.append(Served(caller.who, ahead, [Span(*span) for span in spans], [(when, count) for when, count in waiting]))
         return found
 
-    def dismiss(self) -> None:
-        """Tell all that they aren't needed any more; who doesn't answer is ended by its launcher."""
-        for caller in self.callers:
+    def dismiss(self, *, told: bool = True) -> None:
+        """Hang up; with `told` all hear that they aren't needed any more. Who doesn't answer is ended by its launcher."""
+        for caller in self.callers if told else ():
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 caller.call("end", seconds=1.0)
+        self.close()

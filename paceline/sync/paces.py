@@ -355,7 +355,7 @@ class Backup(Loose):
         if "late" in found:
             client.factors.pop(number, None)
             parcels, self._late, step = client.units(number), True, int(found["late"])
-            client.take_in(parcels, client.ask_for(parcels, step))
+            client.take_in(parcels, client.ask_for(parcels, step), stepped=False)
             client.steps_taken[number] = step
         else:
             self._close(number, step, found)

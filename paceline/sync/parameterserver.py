@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.codec.codec import Codec
+from paceline.codec.coding import Coding
 from paceline.errors import UsageError
 from paceline.sync.base import Scene, Sync
 from paceline.sync.client import Client
+from paceline.sync.phases import check
 from paceline.wording import spell
 
 
@@ -34,6 +37,10 @@ class ParameterServer:
     `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
     go on when something is lost (`paceline run --min-workers`), in lockstep.
 
+    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. In lockstep parameters come
+    back through it, too: as what is new in them, so that what it loses comes with the next step. All workers have the same, and exactly
+    what servers have where replicas are looked at as one (an evaluation, run.save, the end). Otherwise parameters come exactly.
+
     Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
     to do together (run.mean, gather, save, evaluation) belongs between epochs.
     """
@@ -44,10 +51,12 @@ class ParameterServer:
     replicas: int = 1
     requeue: bool = False
     bucket_mb: float = 4.0
+    codec: Codec | Coding | None = None
 
     __repr__ = spell
 
     def __post_init__(self) -> None:
+        check(self.codec)
         if self.servers is not None and self.servers < 1:
             raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
         if not self.bucket_mb > 0:

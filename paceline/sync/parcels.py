@@ -16,6 +16,7 @@ from paceline.comm.messages import Caller
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.sync import recipe
 from paceline.sync.base import Room, Slot
+from paceline.sync.phases import Phases
 from paceline.sync.pieces import Piece, deal, pieces
 from paceline.sync.shard import Plan
 
@@ -33,6 +34,12 @@ class Parcel:
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
     )  # of this step: which gradients, by slot, as of which version
+    ways: Phases = ()  # the codings in which it travels
+
+    def over(self, flat: Tensor) -> list[Tensor]:
+        """Where its members lie in another flat tensor of the same length."""
+        start = self.flat.storage_offset()
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset() - start) for _, view in self.members]
 
     def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
         """Lay these gradients, times `factor`, into the memory that travels; gives which of its parts there are."""
@@ -59,34 +66,35 @@ class Parcel:
 
     def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
         """Let the parameters be what has come."""
-        start = self.flat.storage_offset()
-        for piece, view in self.members:
-            values = flat.as_strided(view.size(), view.stride(), view.storage_offset() - start)
+        for (piece, _), values in zip(self.members, self.over(flat), strict=True):
             rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
 
 
 class Layout:
-    """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot)."""
+    """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot). `ways`: the codings of each slot."""
 
-    def __init__(self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
+    ) -> None:
         shapes = [Shape.of(slot.parameter) for slot in slots]
         told = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
         self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
         found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
+        ways = ways or [()] * len(slots)
         self.plans: list[Plan] = []
         self.parcels: list[Parcel] = []
         self.of: dict[int, list[Parcel]] = {}
         for server, numbers in enumerate(deal(found, servers)):
             mine = [found[number] for number in numbers]
-            kinds = [piece.shape._replace(kind=self.owners[piece.slot][0]) for piece in mine]
+            kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
             runs = cut(kinds, reversed(range(len(mine))), nbytes)
-            plan = Plan(mine, runs, [self.owners[piece.slot] for piece in mine], list(zip(names, told, strict=True)))
+            owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
+            plan = Plan(mine, runs, owners, list(zip(names, told, strict=True)), coded)
             self.plans.append(plan)
-            plain = [piece.shape for piece in mine]
-            for number, (run, bucket) in enumerate(zip(runs, build(plain, runs, _empty), strict=True)):
+            for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
                 members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
-                parcel = Parcel(server, number, plan.owners[run[0]][0], bucket.flat, members)
+                parcel = Parcel(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
                 self.parcels.append(parcel)
                 for slot in {piece.slot for piece, _ in members}:
                     self.of.setdefault(slot, []).append(parcel)

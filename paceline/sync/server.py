@@ -6,7 +6,8 @@
     norm             ------------->    the norm of the sums, once all workers' pushes are there
     close(step)      ------------->    the step, once all workers have closed it, or once it is decided who makes it
     apply            ------------->    a step with what this worker alone has pushed
-    read(unit, step) ------------->    the parameters, once that step has been taken
+    read(unit, step) ------------->    the parameters, once that step has been taken; or what is new in them, through a codec (`telling`)
+    level            ------------->    from now on workers are told the parameters themselves
     memories, facts  ------------->    what optimizers remember; what was done here
     absent           ------------->    who has not closed a step yet
     alive, back      ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
@@ -42,6 +43,7 @@ from paceline.cluster.worker import preparation
 from paceline.comm.buckets import Shape
 from paceline.comm.messages import DTYPES, Message, Receiver, keys
 from paceline.errors import PacelineError, UsageError
+from paceline.sync import phases
 from paceline.sync.dealing import Dealing
 from paceline.sync.pieces import Piece
 from paceline.sync.shard import Plan, Shard
@@ -62,22 +64,25 @@ def write(plan: Plan) -> bytes:
         [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
         for p in plan.pieces
     ]
-    packed: bytes = msgpack.packb([cut, plan.runs, [list(owner) for owner in plan.owners], [list(found) for found in plan.optimizers]])
+    owners, optimizers = [list(owner) for owner in plan.owners], [list(found) for found in plan.optimizers]
+    packed: bytes = msgpack.packb([cut, plan.runs, owners, optimizers, [phases.put(ways) for ways in plan.ways]])
     return packed
 
 
 def read(packed: bytes) -> Plan:
     """The plan that was written. Raises `UsageError` for what is none."""
     try:
-        cut, runs, owners, optimizers = msgpack.unpackb(packed)
+        cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
         cpu = torch.device("cpu")
         pieces = [
             Piece(slot, start, stop, Shape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole) for slot, start, stop, s, t, dtype, whole in cut
         ]
-        plan = Plan(pieces, runs, [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers])
+        owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
+        plan = Plan(pieces, runs, owned, told, [phases.take(found) for found in ways])
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
-    if sorted(number for run in runs for number in run) != list(range(len(pieces))) or len(owners) != len(pieces):
+    numbers = sorted(number for run in runs for number in run)
+    if numbers != list(range(len(pieces))) or len(owners) != len(pieces) or len(plan.ways) != len(runs):
         raise UsageError("this is no plan of a server: pieces are missing in it")
     return plan
 
@@ -102,6 +107,8 @@ class Server:
             "norm": self._norm,
             "close": self._close,
             "read": self._read,
+            "level": self._level,
+            "echo": lambda message: self._answer(message, tensors=message.tensors),
             "apply": self._apply,
             "absent": self._absent,
             "alive": lambda message: self._answer(message, {"clock": time.perf_counter_ns()}),
@@ -115,7 +122,7 @@ class Server:
         }
         self._dealing, tables = Dealing(self._answer), Tables(self._answer)
         self._kinds |= self._dealing.kinds | tables.kinds
-        self._first = {"plan", "end", "alive", *tables.kinds}  # what may come before there is a shard
+        self._first = {"plan", "end", "alive", "echo", *tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
         self._trace = Trace(SPANS)
@@ -202,7 +209,8 @@ class Server:
     def _push(self, message: Message) -> bool:
         body = message.body
         if not body.get("late") or self._kept.in_time(body["unit"], message.body["step"]):
-            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=bool(body.get("keep")))
+            keep, turn = bool(body.get("keep")), body.get("turn", 0)
+            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=keep, turn=turn)
         return self._answer(message)
 
     def _apply(self, message: Message) -> bool:
@@ -255,7 +263,7 @@ class Server:
         told = [closing[worker] for worker in workers]
         if any(other != told[0] for other in told):
             raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
-        shard.close(optimizer, step, workers, factor=body["factor"], settings=settings)
+        shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self._answer(message)
 
@@ -274,7 +282,14 @@ class Server:
             raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
         if step > done:
             return False
+        coded = self._kept.units[unit].coded
+        if coded is not None and "has" in message.body:
+            return self._answer(message, *coded.read(message.body["has"]))
         return self._answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
+
+    def _level(self, message: Message) -> bool:
+        self._kept.level()
+        return self._answer(message)
 
     def _absent(self, message: Message) -> bool:
         optimizer, step = message.body["optimizer"], message.body["step"]
@@ -310,6 +325,7 @@ class Server:
             "put_off": self._most,
             "busy_seconds": self._busy,
             "bytes": self._receiver.nbytes,
+            "bytes_sent": self._receiver.sent,
             "memory_bytes": self._kept.nbytes,
             **self._dealing.keeper.facts(),
         }

@@ -134,6 +134,7 @@ class Settled:
                 caller.call("back", body={"steps": back}, seconds=client.seconds)
         for number in made:
             client.steps_taken[number] -= 1
+            client.wrapper.unlearn(client.units(number))
         self._made.clear()
 
     # ---- other workers, other servers

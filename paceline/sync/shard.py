@@ -19,20 +19,36 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.buckets import Bucket, build
+from paceline.comm.buckets import Bucket, Shape, build
 from paceline.errors import Mismatch
 from paceline.sync import recipe
+from paceline.sync.phases import Phases
 from paceline.sync.pieces import Piece
+from paceline.sync.telling import Told
 
 
 @dataclass
 class Plan:
-    """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer."""
+    """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
+
+    `ways`: the codings in which each unit travels (left out: all exactly).
+    """
 
     pieces: list[Piece]
     runs: list[list[int]]
     owners: list[tuple[int, int]]  # of each piece: its optimizer, and the group of it
     optimizers: list[tuple[str, recipe.Settings]]
+    ways: list[Phases] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ways = self.ways or [()] * len(self.runs)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """How the pieces lie in units: without gaps where they are coded."""
+        coded = {number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways}
+        cpu = torch.device("cpu")
+        return [piece.shape._replace(device=cpu, kind="coded" if n in coded else None) for n, piece in enumerate(self.pieces)]
 
 
 @dataclass
@@ -45,6 +61,7 @@ class Unit:
     pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
     total: tuple[Tensor, bytes] | None = None
     version: int = 0  # how often it was changed
+    coded: Told | None = None  # where it travels through a codec
 
 
 class Shard:
@@ -55,13 +72,13 @@ class Shard:
     """
 
     def __init__(self, plan: Plan) -> None:
-        shapes = [piece.shape._replace(device=torch.device("cpu")) for piece in plan.pieces]
-        buckets = build(shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        buckets = build(plan.shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self.plan = plan
         self.units: list[Unit] = []
-        for run, bucket in zip(plan.runs, buckets, strict=True):
-            (optimizer,) = {plan.owners[number][0] for number in run}
+        for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
+            (optimizer,) = {plan.owners[piece][0] for piece in run}
             self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
+            self.units[-1].coded = Told(ways, bucket, number) if ways else None
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
         self._before: dict[int, dict[str, Any]] = {}  # by optimizer: what its last step has changed, where that was asked for
@@ -83,6 +100,16 @@ class Shard:
         self._fits(unit, flat)
         self.units[unit].bucket.flat.copy_(flat)
         self.units[unit].version += 1
+        self._level(self.units[unit])
+
+    def level(self) -> None:
+        """Let what workers are told be the parameters themselves, in all units that travel through a codec."""
+        for unit in self.units:
+            self._level(unit)
+
+    def _level(self, unit: Unit) -> None:
+        if unit.coded is not None:
+            unit.coded.level()
 
     def read(self, unit: int) -> Tensor:
         """The parameters of a unit as they are now: the memory itself, which the next step changes."""
@@ -105,12 +132,15 @@ class Shard:
 
     # ---- in lockstep
 
-    def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False) -> None:
+    def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False, turn: int = 0) -> None:
         """What a worker adds to the gradient of a unit, weighted; `used`: a byte for each piece, whether its backward reached it.
 
-        The tensor belongs to the shard from then on. Raises `Mismatch` for what doesn't fit, and, unless it is to be kept for a later step,
-        for what comes too late for this one.
+        The tensor belongs to the shard from then on. `turn`: of the worker, which says in which coding it comes. Raises `Mismatch` for
+        what doesn't fit, and, unless it is to be kept for a later step, for what comes too late for this one.
         """
+        coded = self._unit(number).coded
+        if coded is not None:
+            flat = coded.decode(flat, used, turn)
         unit = self._fits(number, flat)
         if len(used) != len(unit.parameters):
             raise Mismatch(f"unit {number} has {len(unit.parameters)} pieces, and it is said of {len(used)} whether they were used")
@@ -142,11 +172,13 @@ class Shard:
         part: float = 1.0,
         keep: bool = False,
         undo: bool = False,
+        turn: int | None = None,
     ) -> bool:
         """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
 
         `settings`: what `recipe.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
-        `keep`: what others have pushed stays, for a later step. `undo`: so that `back` can undo it, until its next.
+        `keep`: what others have pushed stays, for a later step. `undo`: so that `back` can undo it, until its next. `turn`: of all
+        workers, if they are told through a codec what comes of it.
 
         Raises `Mismatch` for a step that isn't the next one.
         """
@@ -154,6 +186,8 @@ class Shard:
             return False
         if step != self.steps[optimizer] + 1:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
+        if turn is not None and type(turn) is not int:
+            raise Mismatch(f"step {step} is said to be of turn {turn!r}, which is no number")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if undo:
             self._before[optimizer] = self._copy(optimizer, units)
@@ -161,23 +195,27 @@ class Shard:
         for unit in units:
             flat, used = self._total(unit, workers)
             self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+            if unit.coded is not None and turn is not None:
+                unit.coded.settle()
         self._step(optimizer, part)
         for unit in units:
             unit.total = None
             if not keep:
                 unit.pushed.clear()
             self._done(unit)
+            if unit.coded is not None and turn is not None:
+                unit.coded.stepped(turn)
         self.steps[optimizer] = step
         return True
 
     def _copy(self, optimizer: int, units: Sequence[Unit]) -> dict[str, Any]:
         own = self.optimizers[optimizer]
-        memories = [[dict(own.state.get(parameter, {})) for parameter in unit.parameters] for unit in units]
         return {
             "step": self.steps[optimizer],
             "values": [unit.bucket.flat.clone() for unit in units],
-            "memories": [[{k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()} for found in each] for each in memories],
+            "memories": [[_cloned(own.state.get(parameter, {})) for parameter in unit.parameters] for unit in units],
             "settings": recipe.settings(own),
+            "told": [None if unit.coded is None else _cloned(unit.coded.state_dict()) for unit in units],
         }
 
     def back(self, optimizer: int, step: int) -> bool:
@@ -188,9 +226,11 @@ class Shard:
         if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
-        for unit, flat, memories in zip(units, before["values"], before["memories"], strict=True):
+        for unit, flat, memories, told in zip(units, before["values"], before["memories"], before["told"], strict=True):
             unit.bucket.flat.copy_(flat)
             unit.version += 1
+            if unit.coded is not None:
+                unit.coded.load_state_dict(told)
             for parameter, memory in zip(unit.parameters, memories, strict=True):
                 self._recall(optimizer, parameter, memory)
         recipe.put(self.optimizers[optimizer], before["settings"])
@@ -269,7 +309,8 @@ class Shard:
         found: list[Any] = [unit.bucket.flat for unit in self.units]
         found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
         found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
-        return sum(value.nbytes for value in found if isinstance(value, Tensor))
+        told = sum(unit.coded.nbytes for unit in self.units if unit.coded is not None)
+        return told + sum(value.nbytes for value in found if isinstance(value, Tensor))
 
     def drop(self, worker: int) -> None:
         """What this worker has pushed and is not applied is void, and so are sums: the turn comes again."""
@@ -291,8 +332,7 @@ class Shard:
         """Let optimizers remember this of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
-                memory = {name: value.clone() if isinstance(value, Tensor) else value for name, value in found[piece].items()}
-                self._recall(unit.optimizer, parameter, memory)
+                self._recall(unit.optimizer, parameter, _cloned(found[piece]))
 
     def _recall(self, optimizer: int, parameter: Parameter, memory: dict[str, Any]) -> None:
         if memory:
@@ -312,6 +352,7 @@ class Shard:
             "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
             "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
             "before": [self._before.get(optimizer) for optimizer in range(len(self.optimizers))],
+            "told": [None if unit.coded is None else unit.coded.state_dict() for unit in self.units],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -322,9 +363,15 @@ class Shard:
             unit.pushed = {worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]}
             total = state["totals"][number]
             unit.total = None if total is None else (total[0].clone(), total[1])
+            if unit.coded is not None:
+                unit.coded.load_state_dict(state["told"][number])
         self.remember(state["memories"])
         for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
             recipe.put(optimizer, found)
         self.steps = list(state["steps"])
         self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}
         self._before = {optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None}
+
+
+def _cloned(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}

@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.codec.coding import parts, room
+from paceline.codec.dense import int8
+from paceline.codec.sparse import topk
 from paceline.comm.buckets import Shape
 from paceline.comm.messages import Caller, Message, Receiver, keys
 from paceline.errors import Mismatch, UsageError
+from paceline.sync.phases import Phase
 from paceline.sync.pieces import Piece
 from paceline.sync.server import Server, read, write
 from paceline.sync.shard import Plan
@@ -22,10 +26,13 @@ KEYS = keys(b"0123456789abcdef", "a job")
 SECONDS = 10.0
 
 
-def plan(rows: int = 4) -> Plan:
+WAYS = [(Phase(0, topk(0.5)),), (Phase(0, None), Phase(1, int8(8)))]
+
+
+def plan(rows: int = 4, ways: Any = ()) -> Plan:
     shapes = [Shape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
     found = [Piece(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
-    return Plan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])])
+    return Plan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
 
 
 def packed(found: Plan) -> Tensor:
@@ -73,9 +80,13 @@ def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> dict[str, 
 def test_a_plan_comes_as_it_was_written() -> None:
     found, again = plan(), read(write(plan()))
     assert again == Plan(found.pieces, found.runs, found.owners, found.optimizers)
+    assert read(write(plan(ways=WAYS))).ways == WAYS
 
 
-@pytest.mark.parametrize("text", [b"", b"\x90", b"\x93\x90\x90\x90", b"\x94\x91\x90\x90\x90\x90", b"\x94\x90\x91\x91\x00\x90\x90"])
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\x90", b"\x93\x90\x90\x90", b"\x95\x91\x90\x90\x90\x90", b"\x95\x90\x90\x90\x90\x91\x90", b"\x95\x90\x91\x91\x00\x90\x90\x90"],
+)
 def test_what_is_no_plan(text: bytes) -> None:
     with pytest.raises(UsageError, match="no plan of a server"):
         read(text)
@@ -133,6 +144,56 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
     assert torch.equal(begun(0, "read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 0.75))
 
 
+@pytest.fixture
+def coded(call: Any) -> Any:
+    """Unit 0 has 5 elements, unit 1 has 12."""
+    call(0, "plan", None, packed(plan(ways=WAYS)))
+    for unit, length in ((0, 5), (1, 12)):
+        call(0, "fill", {"unit": unit}, torch.ones(length))
+    return call
+
+
+def encoded(coding: Any, x: Tensor) -> Tensor:
+    whole, message = room(coding, x.numel())
+    coding.encode(x, message)
+    return whole
+
+
+PICKED = encoded(topk(0.5), torch.tensor([0.0, 4.0, 0.0, -8.0, 0.0]))
+PLACED = PICKED.clone()
+parts(topk(0.5), 5, PLACED)[1][0] = 5
+WRONG_CODED = {
+    "what is not coded": ("push", {"unit": 0, "used": b"\1", "turn": 0}, (torch.ones(5),)),
+    "what is coded otherwise": ("push", {"unit": 0, "used": b"\1", "turn": 0}, (encoded(int8(8), torch.ones(5)),)),
+    "what is cut short": ("push", {"unit": 0, "used": b"\1", "turn": 0}, (PICKED[:-1].clone(),)),
+    "nothing": ("push", {"unit": 0, "used": b"\1", "turn": 0}, (torch.empty(0, dtype=torch.uint8),)),
+    "a place that isn't there": ("push", {"unit": 0, "used": b"\1", "turn": 0}, (PLACED,)),
+    "too many pieces": ("push", {"unit": 0, "used": b"\1\1", "turn": 0}, (PICKED,)),
+    "a turn that is no number": ("push", {"unit": 0, "used": b"\1", "turn": "x"}, (PICKED,)),
+    "another phase": ("push", {"unit": 1, "used": b"\1", "turn": 0}, (encoded(int8(8), torch.ones(12)),)),
+    "a step of no turn": ("close", close(1, turn="x"), ()),
+    "another plan": ("plan", {}, (packed(plan()),)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CODED)
+def test_through_a_codec_it_is_refused_with_its_reason(coded: Any, name: str) -> None:
+    kind, body, tensors = WRONG_CODED[name]
+    with pytest.raises(Mismatch, match="the server refused it: "):
+        coded(0, kind, body, *tensors)
+    coded(0, "push", {"unit": 0, "used": b"\1", "turn": 1}, PICKED)
+    coded(0, "push", {"unit": 1, "used": b"\1", "turn": 1}, encoded(int8(8), torch.ones(12)))
+    coded(0, "close", close(1, turn=1))
+    assert torch.equal(coded(0, "read", {"unit": 0, "step": 1}).tensors[0], torch.tensor([1.0, 0, 1, 3, 1]))
+    found = coded(0, "read", {"unit": 0, "step": 1, "has": 1})
+    assert found.body == {"number": 2, "turn": 1} and found.tensors[0].nbytes == PICKED.nbytes
+    for has in (None, 0, 7, "x", [], -1):
+        assert torch.equal(coded(0, "read", {"unit": 0, "step": 1, "has": has}).tensors[0], torch.tensor([1.0, 0, 1, 3, 1]))
+    assert coded(0, "read", {"unit": 0, "step": 1, "has": 2}).tensors == ()
+    coded(0, "level")
+    assert coded(0, "read", {"unit": 0, "step": 1, "has": 2}).body == {"number": 3, "turn": None}
+
+
 def test_nothing_is_kept_before_a_plan(call: Any) -> None:
     with pytest.raises(Mismatch, match="nobody has said yet what is kept here"):
         call(0, "read", {"unit": 0, "step": 0})
@@ -184,13 +245,16 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
-def test_senseless_messages(begun: Any, count: int) -> None:
+@pytest.mark.parametrize("kept", ["begun", "coded"])
+def test_senseless_messages(request: Any, kept: str, count: int) -> None:
     """Well-formed, and wrong in what they say: each is answered or put off, and the server lives."""
+    begun = request.getfixturevalue(kept)
     chance, caller = random.Random(count), begun.caller(9)
     bodies = [0, -1, 1, 1 << 40, "x", None, b"\1", [], [1], {}, 1.5, True]
     tensors = [torch.ones(16), torch.ones(3), torch.ones(0), torch.ones(2, 2, dtype=torch.int8), torch.tensor(1.0)]
-    kinds = ["plan", "fill", "remember", "push", "norm", "close", "read", "memories", "", "PUSH"]
-    names = ["unit", "used", "optimizer", "step", "workers", "factor", "settings", "kind"]
+    tensors += [torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8) for size in (16, 16, 20, 20, 24)]
+    kinds = ["plan", "fill", "remember", "push", "push", "norm", "close", "read", "memories", "level", "echo", "", "PUSH"]
+    names = ["unit", "used", "optimizer", "step", "workers", "factor", "settings", "kind", "turn", "has"]
     for _ in range(count):
         body = {name: chance.choice(bodies) for name in names if chance.random() < 0.8}
         caller.send(chance.choice(kinds), body=body, tensors=chance.choices(tensors, k=chance.randrange(3)), seconds=SECONDS)
