@@ -87,9 +87,12 @@ def test_on_two_hosts(job: Jobs, alone: torch.Tensor) -> None:
     assert near(weights(job, "served"), alone)
 
 
+SYNCS = ["ParameterServer(staleness=3)", "ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1, requeue=True)"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("readers", [0, 1])
-@pytest.mark.parametrize("sync", ["ParameterServer(staleness=inf)", "ParameterServer(backup_workers=1, requeue=True)"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers: int) -> None:
     """Three workers of unequal speed share the samples of an epoch, read ahead or not; the summary tells what servers did."""
     slow = "time.sleep(0.05 * (rank == 2))"
