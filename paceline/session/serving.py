@@ -75,7 +75,8 @@ class Serving:
         self._job, self._secret = facts[0], facts[1] if secret is None else secret.hex()
         where = [(copy * count + shard, (shard + copy) % hosts) for copy in range(copies) for shard in range(count)]
         mine = cluster.where()[me] if cluster.of(me).ranks[0] == me else -1  # others of my host start none
-        begun = [(number, self._begun(self._start())) for number, host in where if host == mine]
+        started = [(number, self._start()) for number, host in where if host == mine]
+        begun = [(number, self._begun(process)) for number, process in started]
         answers = self._agreement.meet("servers", msgpack.packb([self.here, begun]))
         self._known = []
         for host, found in map(msgpack.unpackb, answers):

@@ -252,8 +252,8 @@ class Server:
         settings = {int(group): values for group, values in body["settings"]}
         if body.get("decided"):
             part, keep = float(body.get("part", 1.0)), bool(body.get("keep"))
-            undo = bool(body.get("undo"))
-            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, undo=undo)
+            more: dict[str, Any] = {"undo": bool(body.get("undo")), "turn": body["turn"] if body.get("same") else None}
+            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, **more)
             self._told[optimizer] = step, body["factor"], body["settings"]
             return self._answer(message)
         closing = self._closing.setdefault((optimizer, step), {})

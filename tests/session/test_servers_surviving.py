@@ -11,7 +11,7 @@ import pytest
 
 from tests.launches import Job, Jobs, free_port, wait_for
 from tests.session.test_survival import AT, PLACES
-from tests.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
+from tests.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 
@@ -169,3 +169,15 @@ def test_fifty_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> N
         assert end.code == 0, (seed, end.err)
         check(outcome(out, out), wanted)
         assert gap(out) < 2, (seed, gap(out))
+
+
+@pytest.mark.slow
+def test_through_a_codec_workers_stay_equal(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """What a lost worker had kept is lost with it; a worker that comes, and a copy that is made anew, know what was told."""
+    coded = TWICE.replace(")", ", codec=error_feedback(int8()))")
+    launched = begun(job, coded, 3, "--restarts", "1", start="name='run', folder='killed/runs', compare=5", nap=until(2))
+    servers(launched)[0].kill()
+    launched.workers()[-1].kill()
+    found = ended(job, launched)
+    assert found.samples == alone(epochs=6).samples and found.size == 3
+    assert apart(found, alone(epochs=6)) < 0.05
