@@ -14,6 +14,7 @@ from tests.session.test_survival import AT, PLACES
 from tests.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
+SOAK = pytest.mark.soak
 
 SYNC = "ParameterServer(servers=2, bucket_mb=0.001)"
 TWICE = "ParameterServer(servers=2, replicas=2, bucket_mb=0.001)"
@@ -30,7 +31,7 @@ def servers(job: Job) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "run.size - 1"])
+@pytest.mark.parametrize("rank", ["0", pytest.param("run.size - 1", marks=SOAK)])
 def test_workers_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome], rank: str) -> None:
     parts = {name: text.format(rank=rank, at=AT.format(rank=rank)) for name, text in PLACES.items()}
     found = play(job, "killed", *SURVIVES, SYNC, workers=6, nap=0, **parts)
@@ -62,7 +63,7 @@ def ended(job: Jobs, launched: Job) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 3, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=SOAK) for which in (1, 2, 3))])
 def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int) -> None:
     """A primary, or a copy: nothing is lost, and there are as many again soon."""
     wanted = alone(epochs=6)
@@ -86,7 +87,7 @@ def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
 
 
-@pytest.mark.slow
+@SOAK
 def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..., Outcome]) -> None:
     wanted = alone(epochs=6)
     launched = begun(job, TWICE, nap=until(1))
@@ -97,7 +98,7 @@ def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 30))])
 def test_a_worker_and_a_server_at_once_and_both_come_back(job: Jobs, alone: Callable[..., Outcome], seed: int) -> None:
     wanted = alone(epochs=6)
     chance = random.Random(seed)
@@ -127,8 +128,8 @@ def test_in_turns_of_several_steps(job: Jobs, alone: Callable[..., Outcome]) -> 
     assert found.size == 1 and len(found.events) == 2, found.events
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
+@SOAK
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome], victim: int) -> None:
     """Also the first, which coordinates. Copies are on other hosts."""
     out = job.folder / "killed"
@@ -150,7 +151,7 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     assert result.size == 4 and gap(out) < 8, result.events
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.timeout(3600)
 def test_fifty_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> None:
     """At random moments of a training that never rests; the lost ones are made anew, and killed again."""
