@@ -177,6 +177,18 @@ class Loose:
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
 
+    def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
+        client = self._client
+        said = {"part": client.scene.moment.part, "settings": list(enumerate(recipe.settings(client.optimizers[number])))}
+        began = time.perf_counter()
+        asked = {"optimizer": number, "said": said, **body}
+        sent = client.callers[0].send(kind, step=step, body=asked, seconds=client.seconds)
+        who = ("missing", {"optimizer": number, "step": step})
+        found = client.wait(client.callers[0], sent, f"optimizer.step {count}", who).body
+        client.wires.waited += time.perf_counter() - began
+        return found
+
     def _close(self, number: int, step: int, found: Mapping[str, Any], **more: Any) -> None:
         """This step of an optimizer is made by those who were found, with the mean of their gradients."""
         client, parcels = self._client, self._client.units(number)
@@ -270,16 +282,9 @@ class Stale(Loose):
     def _decide(self, number: int) -> dict[str, Any]:
         """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed."""
         if number not in self._decided:
-            client = self._client
-            client.settle(number)
-            self._asked[number] = self._asked.get(number, 0) + 1
-            said = {"part": client.scene.moment.part, "settings": list(enumerate(recipe.settings(client.optimizers[number])))}
-            body = {"optimizer": number, "number": self._asked[number], "said": said, "bound": self._bound}
-            began = time.perf_counter()
-            sent = client.callers[0].send("gather", body=body, seconds=client.seconds)
-            who = ("missing", {"optimizer": number, "step": 0})
-            self._decided[number] = client.wait(client.callers[0], sent, f"optimizer.step {self._asked[number]}", who).body
-            client.wires.waited += time.perf_counter() - began
+            self._client.settle(number)
+            count = self._asked[number] = self._asked.get(number, 0) + 1
+            self._decided[number] = self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound})
         found: dict[str, Any] = self._decided[number]
         return found
 
@@ -332,16 +337,9 @@ class Backup(Loose):
     def _decide(self, number: int) -> dict[str, Any]:
         """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
-            client = self._client
-            client.settle(number)
-            step = client.steps_taken[number] + 1
-            said = {"part": client.scene.moment.part, "settings": list(enumerate(recipe.settings(client.optimizers[number])))}
-            body = {"optimizer": number, "step": step, "said": said, "backups": self._spec.backup_workers}
-            began = time.perf_counter()
-            sent = client.callers[0].send("arrive", step=step, body=body, seconds=client.seconds)
-            who = ("missing", {"optimizer": number, "step": step})
-            self._decided[number] = client.wait(client.callers[0], sent, f"optimizer.step {step}", who).body
-            client.wires.waited += time.perf_counter() - began
+            self._client.settle(number)
+            step = self._client.steps_taken[number] + 1
+            self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._spec.backup_workers})
         found: dict[str, Any] = self._decided[number]
         return found
 
