@@ -51,6 +51,7 @@ class Serving:
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
+        self._found: dict[int, Any] = {}  # what came of it
         self._folders: list[str] = []
         self._told: list[Callable[[PacelineError], None]] = []
         self._closing = False
@@ -200,14 +201,13 @@ class Serving:
         assert process.stdout is not None
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
-        if not poll.poll(0):
-            return None
-        try:
-            addresses = self._begun(process)
-        except ResourceError:
-            return False
-        name = f"the copy of server {shard} on {self._agreement.host}"
-        return list(Known(number, shard, self.here, name, tuple(addresses)))
+        if number not in self._found and poll.poll(0):
+            name = f"the copy of server {shard} on {self._agreement.host}"
+            try:
+                self._found[number] = list(Known(number, shard, self.here, name, tuple(self._begun(process))))
+            except ResourceError:
+                self._found[number] = False
+        return self._found.get(number)
 
     def add(self, told: Any) -> Room:
         """See `House`."""

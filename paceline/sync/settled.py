@@ -119,18 +119,18 @@ class Settled:
         self._made.clear()
 
     def abort(self) -> None:
-        """The turn comes again: nothing of it has happened on servers. Raises `StateLost` where one optimizer has stepped twice in it."""
+        """The turn comes again: nothing of it has happened on servers. Raises `StateLost` where one optimizer steps twice in it."""
         client, made = self._client, self._made
         self._makers.clear()
         client.factors.clear()
-        if len({*made}) < len(made):
+        if len({*made}) < len(made) or (made and len(client.optimizers) == 1):
             raise StateLost(
-                "a worker was lost in a turn in which an optimizer had stepped twice, and servers go back by one step alone: resume from a "
-                "checkpoint"
+                "a worker was lost in a turn in which an optimizer steps twice, and servers go back by one step of each alone: resume from "
+                "a checkpoint"
             )
-        with contextlib.suppress(*LOSSES):  # a server that is lost now shows it in the next call
-            back = [[number, client.steps_taken[number]] for number in made]
-            for caller in client.wires.callers:
+        back = [[number, client.steps_taken[number]] for number in made]
+        for caller in client.wires.callers:
+            with contextlib.suppress(*LOSSES):  # one that is lost now shows it in the next call
                 caller.call("back", body={"steps": back}, seconds=client.seconds)
         for number in made:
             client.steps_taken[number] -= 1
