@@ -344,6 +344,7 @@ def main() -> None:
     if prepare is not None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _warm_up()
     folder = tempfile.mkdtemp(prefix="paceline-sockets-")
     poll = select.poll()
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
@@ -355,6 +356,13 @@ def main() -> None:
             Server(receiver, lambda: bool(poll.poll(0))).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _warm_up() -> None:
+    """Have torch load now what it loads with its first optimizer, which takes a second or two: workers may wait for the first plan."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
 
 
 def _say(text: str) -> None:
