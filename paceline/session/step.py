@@ -336,7 +336,7 @@ class Turns:
             sync.step(optimizer)
             return True
 
-        if self._call(act, "optimizer.step") and self.undo is not None:
+        if self._call(act, "optimizer.step") and self.undo is not None and self._leader is not None:
             self.undo.stepped()
         self.backward.seconds += time.perf_counter() - began
 
@@ -357,8 +357,8 @@ class Turns:
             return agreement.attempt(act, what)
         try:
             return act()  # which is of several calls
-        except Voided:
-            self.backward.void()
+        except Voided as error:
+            self.backward.void(error)
             return None
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:

@@ -248,9 +248,7 @@ class Backward:
                     tap.owed = None
                 return found
             except Voided as error:
-                if not self.scene.moment.cut:
-                    text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
-                    raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
+                self._check_cut(error)
         self._fail()
         return [(tap.number, torch.zeros_like(tap.parameter)) for tap in self.taps if tap.touched]
 
@@ -265,8 +263,14 @@ class Backward:
         for tap in self.taps if first else ():
             tap.before = tap.prior if tap.touched or tap.parameter.grad is None else tap.parameter.grad.clone()
 
-    def void(self) -> None:
-        """An optimizer can't step any more in this turn, on any worker."""
+    def _check_cut(self, error: Voided) -> None:
+        if not self.scene.moment.cut:
+            text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
+            raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
+
+    def void(self, error: Voided) -> None:
+        """An optimizer can't step any more in this turn, on any worker. Raises `WorkerLost` where no turn comes again."""
+        self._check_cut(error)
         if not self.failed:
             self.failed = True
             self.sync.abort()
