@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,14 @@ _SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5  # between two looks at the children of the workers
 _CLOSE_LOOK_SECONDS, _YOUNG_SECONDS = 0.05, 5.0  # while one of them is so young that it may be about to make its temporary folder
 _SECOND_LOOK = 0.05  # seconds
-_FOLDERS = ("pymp-", "paceline-sockets-")  # how multiprocessing and our servers call the folders that they listen in
+_SERVERS = "paceline-sockets-"
+_FOLDERS = ("pymp-", _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
 _ROUNDS = 20  # sweeps: a process may fork between two looks
+
+
+def sockets(mark: str) -> str:
+    """How the folders begin that the servers of a job listen in: one that was killed is looked for by name, as nobody may have seen it."""
+    return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
 def end_group(group: int) -> None:
@@ -128,6 +135,7 @@ def sweep(mark: str, groups: list[int]) -> set[int]:
         _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
+    clear([*Path(tempfile.gettempdir()).glob(sockets(mark) + "*")])
     return ended
 
 

@@ -52,7 +52,7 @@ class Serving:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
         self._found: dict[int, Any] = {}  # what came of it
-        self._folders: dict[subprocess.Popen[bytes], str] = {}  # where each of mine listens
+        self._folders: list[str] = []
         self._told: list[Callable[[PacelineError], None]] = []
         self._closing = False
         self._next = 0  # number
@@ -135,7 +135,7 @@ class Serving:
         if not line:
             raise ResourceError(f"a server could not begin: it {_ended(process)}; its own output says more")
         found: list[str] = json.loads(line)
-        self._folders[process] = os.path.dirname(found[-1].removeprefix("ipc://"))
+        self._folders.append(os.path.dirname(found[-1].removeprefix("ipc://")))
         return found
 
     def _watch(self, numbers: list[int]) -> None:
@@ -158,12 +158,13 @@ class Serving:
         for process in self._processes:
             process.wait()
         self.leave()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     # ---- where losses are survived (`House`)
 
     def leave(self) -> None:
         """See `House`."""
-        self._tidy()
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
@@ -185,14 +186,7 @@ class Serving:
     def lose(self, numbers: Collection[int]) -> Room:
         """See `House`."""
         self._known = [each for each in self._known if each.number not in numbers]
-        self._tidy()
         return self._room()
-
-    def _tidy(self) -> None:
-        """Remove the folders of those that have ended: who was killed can't."""
-        for process, folder in self._folders.items():
-            if process.poll() is not None:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def spawn(self, shard: int, *, mine: bool) -> int:
         """See `House`."""

@@ -38,6 +38,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline.cluster.guard import sockets
 from paceline.cluster.snapshot import loads, pack
 from paceline.cluster.worker import preparation
 from paceline.comm.buckets import Shape
@@ -345,7 +346,7 @@ def main() -> None:
         prepare()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    folder = tempfile.mkdtemp(prefix="paceline-sockets-")
+    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")))
     poll = select.poll()
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:

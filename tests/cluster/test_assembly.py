@@ -98,9 +98,9 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[Assembly], gone: 
 
 @pytest.mark.slow
 def test_a_launcher_that_says_nothing_is_left_out(three: list[Assembly]) -> None:
-    began = time.monotonic()
+    heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
-    assert SILENT_SECONDS <= time.monotonic() - began < SILENT_SECONDS + 2
+    assert time.monotonic() - heard >= SILENT_SECONDS
 
 
 def test_who_is_cut_off_stops_and_says_so(three: list[Assembly]) -> None:

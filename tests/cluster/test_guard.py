@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,3 +100,12 @@ def test_a_deputy_that_is_told_so_does_nothing():
     assert job.poll() is None
     job.kill()
     job.wait()
+
+
+def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
+    """By name: who started a killed server may have been killed with it. Those of another job stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, other = (Path(tempfile.mkdtemp(prefix=guard.sockets(mark * 16))) for mark in ("ab", "ac"))
+    (mine / "server").touch()
+    guard.sweep("ab" * 16, [])
+    assert not mine.exists() and other.exists()
