@@ -25,7 +25,7 @@ from paceline.comm.messages import Caller, Message
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError, WorkerLost
 from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.copies import Bill, Copies
-from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
+from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale, shrink
 from paceline.sync.parcels import Layout, Parcel, packed, part, rows, whole
 from paceline.sync.pieces import Piece
 from paceline.sync.server import write
@@ -188,6 +188,7 @@ class Client:
     def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""
         self._await([parcel])  # its memory may be on its way still
+        self.pace.pushing(parcel.optimizer)
         weight = self.pace.weight(self._part)
         used = parcel.pack(self.slots, grads, weight)
         sent = self.wrapper.encode(parcel, used, counts=weight > 0 or not self.pace.free)
@@ -318,10 +319,10 @@ class Client:
                 "with ParameterServer run.clip takes all parameters of an optimizer together, as only servers have the gradients of all "
                 "workers: give it the model that the optimizer was made for"
             )
-        norms = self.pace.norms(numbers, norm_type)
+        norms = self.pace.norms(numbers, norm_type, max_norm)
         total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
         for number in numbers:
-            self.factors[number] = min(1.0, max_norm / (total + 1e-6))
+            self.factors[number] = shrink(total, max_norm)
         return torch.tensor(total)
 
     def stepped(self, optimizer: Optimizer) -> None:

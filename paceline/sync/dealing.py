@@ -4,7 +4,7 @@ deal(batches)     begin an epoch, or the next part of one       leave           
 take(most)        my next samples, once there are some          slowest            turns that all have completed
 tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
 arrive(step)      once it is decided who makes a step           post               a letter to the first worker
-gather(number)    once it is decided in which step I am
+gather(number)    once it is decided in which step I am; or that I go on
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.comm.messages import Message
 from paceline.errors import UsageError
+from paceline.sync.gathering import Open
 from paceline.sync.keeper import Decision, Keeper
 
 LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a letter
@@ -85,13 +86,17 @@ class Dealing:
 
     def _gather(self, message: Message) -> bool:
         body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
-        made = self.keeper.gather(message.sender, int(body["optimizer"]), int(body["number"]), body["said"], bound=bound, now=now)
+        optimizer, number, part = int(body["optimizer"]), int(body["number"]), bool(body["part"])
+        made = self.keeper.gather(message.sender, optimizer, number, body["said"], bound=bound, now=now, part=part)
         if made is None:
             return False
-        told = list(made.came.values())
+        slowest = self.keeper.slowest
+        if isinstance(made, Open):
+            return self._answer(message, {"open": True, "step": made.after, "slowest": slowest}, ())
+        told, mine = list(made.came.values()), message.sender in made.takers
         parts = math.fsum(float(said["part"]) for said in told)
-        facts = {"step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "slowest": self.keeper.slowest}
-        return self._answer(message, facts, ())
+        facts = {"open": False, "step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "mine": mine}
+        return self._answer(message, {**facts, "slowest": slowest}, ())
 
     def patience(self, most: float) -> float:
         """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""

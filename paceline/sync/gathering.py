@@ -1,14 +1,15 @@
 """Which gradients make a step together, where a worker may be late: those of all who are on time, and whatever has come late.
 
-    worker 0   turn | turn | turn    | turn        comes to a step, and goes on once it is made
-    worker 1   turn | turn | turn    | turn
-    worker 2   turn | slow turn ---- | turn        late: the second step is made without it, its gradient is in the third
-    step            1      2         3
+    worker 0   turn | turn | turn | turn |          comes to a step, and goes on once it is made
+    worker 1   turn | turn | turn | turn |
+    worker 2   turn | slow turn - turn - turn       late: the second step is made without it, its gradient is in the third; it goes on
+    step            1      2      3      4          at once, its next one is in the fourth
 
 A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by who
 has come once all others are late; who is late is not waited for again until it comes, to whichever step is open then (after the partial
-collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). So nothing that
-was pushed is lost, and where nobody is late each step is that of lockstep.
+collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). It goes on at
+once then, out of phase with the others (`part`), until it comes as the others do. So nothing that was pushed is lost, each step has a
+gradient of nearly everybody, and where nobody is late it is that of lockstep.
 
 Nothing here waits or sends, and the time is told.
 """
@@ -26,6 +27,7 @@ from paceline.errors import Mismatch
 SPANS = 4  # turns of each worker whose times are remembered
 LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
 TOGETHER = 2.0  # times as long, when all are slow at once
+SHORT = 0.25  # of a median turn: for so long who is late waits for the others, to be in phase again
 
 
 class Made(NamedTuple):
@@ -33,6 +35,13 @@ class Made(NamedTuple):
 
     number: int
     came: dict[int, Any]
+    takers: frozenset[int] = frozenset()  # of those, who waits for it: it is theirs to have it taken
+
+
+class Open(NamedTuple):
+    """A step that is open, of which who has come late doesn't wait for the end: how many were made before."""
+
+    after: int
 
 
 class Gathering:
@@ -41,6 +50,7 @@ class Gathering:
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
         self.steps = 0  # that were made
         self.came: dict[int, Any] = {}  # by worker, what it said: who makes the next one
+        self.takers: set[int] = set()  # of those, who waits for it
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
@@ -48,13 +58,16 @@ class Gathering:
         self._began = dict(began or {})  # by worker: when its turn did
         self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
+        self._apart: set[int] = set()  # who has come late to the open step, and has gone on
+        self._from: dict[int, int] = {}  # by who has come: the steps that were made before its turn
         self._spans: deque[float] = deque()  # seconds that turns took
         self._prompt: list[float] = []  # of those who have come on time to the open step
 
     def begin(self, worker: int, now: float) -> None:
         """A worker begins a turn."""
         self._began[worker], self._seen[worker] = now, self.steps
-        self._late.discard(worker)
+        if worker not in self._apart:
+            self._late.discard(worker)
 
     def rest(self) -> None:
         """An epoch begins: nobody knows how long its first turns take, as readers start with them."""
@@ -70,11 +83,26 @@ class Gathering:
         if number != before + 1:
             raise Mismatch(f"gradient {number} of worker {worker} can't come after its gradient {before}")
         if worker not in self.came:
-            self.came[worker] = said
+            self.came[worker], self._from[worker] = said, self._seen.get(worker, 0)
             if worker in self._began:
                 self._clock(now - self._began[worker], late=worker in self._late)
-            self._late.discard(worker)
         return None
+
+    def part(self, worker: int, absent: Collection[int], now: float) -> bool:
+        """Whether who has come goes on at once: it is late, nobody waits yet, and others are on time, though not soon.
+
+        Otherwise it waits, now or when it asks again.
+        """
+        on_time = [other for other in absent if other not in self._late]
+        first = worker not in self._apart and worker not in self.takers
+        if first and worker in self._late and on_time and not self.takers:
+            begun = [self._began[other] for other in on_time if other in self._began]
+            median = statistics.median_low(self._spans)
+            if len(begun) < len(on_time) or max(begun) + (1 - SHORT) * median > now:
+                self._apart.add(worker)
+                return True
+        self.takers.add(worker)
+        return False
 
     def _clock(self, span: float, *, late: bool) -> None:
         self._spans.append(span)
@@ -93,7 +121,7 @@ class Gathering:
         median = statistics.median_low(self._spans)
         spread = statistics.median_low(abs(span - median) for span in self._spans)
         usual = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
-        came, half = sorted(self._prompt), (len(self._prompt) + absent + 1) // 2
+        came, half = sorted(self._prompt), max((len(self._prompt) + absent) // 2, 1)
         pace = came[half - 1] / median if half <= len(came) else TOGETHER
         first = came[0] * (1 + LEAST) if came else 0.0
         return max(usual * min(max(pace, 1.0), TOGETHER), first)
@@ -114,11 +142,12 @@ class Gathering:
     def make(self, absent: Collection[int]) -> Made:
         """The next step is made by those who have come; who is absent is late."""
         self.steps += 1
-        made = Made(self.steps, {worker: self.came[worker] for worker in sorted(self.came)})
+        made = Made(self.steps, {worker: self.came[worker] for worker in sorted(self.came)}, frozenset(self.takers))
         self.sizes[len(made.came)] += 1
         for worker in made.came:
-            self.ages[self.steps - 1 - self._seen.get(worker, 0)] += 1
+            self.ages[self.steps - 1 - self._from[worker]] += 1
             self._made[worker] = self._made.get(worker, (0, made))[0] + 1, made
+        self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
         self.came, self._prompt, self.due = {}, [], math.inf
-        self._late |= {*absent}
+        self._apart, self.takers = set(), set()
         return made

@@ -5,7 +5,7 @@
     keeper     deals each global batch of an epoch piece by piece, to whoever asks; knows whose pieces are under way
 
 With backup workers the first who have come to a step make it (`arrive`); a piece of who comes later is dropped, and may be dealt again.
-Within a bound, who is on time makes it, and who comes later is in the next (`gather`).
+Within a bound, who is on time makes it, and who comes later is in the next (`gather`), and may go on before that is made.
 
 Nothing here waits or sends: what can't be answered yet is None, and asked again.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.sync.gathering import Gathering, Made
+from paceline.sync.gathering import Gathering, Made, Open
 
 SHOWN = 1000  # dropped pieces that are told one by one
 
@@ -69,6 +69,7 @@ class Keeper:
         self._decisions: dict[tuple[int, int], Decision] = {}  # by optimizer and step
         self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
         self._gatherings: dict[int, Gathering] = {}  # by optimizer
+        self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
         self._posts: list[tuple[int, Tensor]] = []
@@ -92,6 +93,7 @@ class Keeper:
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
         self._began.clear()
+        self._apart.clear()
         for gathering in self._gatherings.values():
             gathering.rest()
         latest = max(self.clocks.values(), default=0)
@@ -166,8 +168,12 @@ class Keeper:
     @property
     def slowest(self) -> int:
         """The turns that every worker has completed which has turns to take now."""
-        running = self._active - self._parked
-        return min((self.clocks[worker] for worker in running), default=max(self.clocks.values(), default=0))
+        return min((self._whole(worker) for worker in self._active - self._parked), default=max(self.clocks.values(), default=0))
+
+    def _whole(self, worker: int) -> int:
+        """Its turns that are completed, and all of which is in steps."""
+        open_ones = [before for (_, other), before in self._apart.items() if other == worker]
+        return min([self.clocks[worker], *open_ones])
 
     def may(self, worker: int, bound: float) -> bool:
         """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
@@ -190,7 +196,7 @@ class Keeper:
     def behind(self, worker: int) -> list[tuple[int, int]]:
         """Who this one waits for, and the turns that those have completed."""
         slowest = self.slowest
-        found = [(other, self.clocks[other]) for other in sorted(self._active - self._parked) if other != worker]
+        found = [(other, self._whole(other)) for other in sorted(self._active - self._parked) if other != worker]
         return [(other, clock) for other, clock in found if clock == slowest]
 
     # ---- who makes a step, with backup workers
@@ -231,24 +237,33 @@ class Keeper:
 
     # ---- who makes a step, within a bound
 
-    def gather(self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float) -> Made | None:
+    def gather(
+        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False
+    ) -> Made | Open | None:
         """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
 
         A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
+        `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
         """
         gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
         made = gathering.come(worker, number, said, now)
-        if made is None and not self._stuck(gathering, bound):
-            elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.came}
-            absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
-            if not gathering.awaited(absent, now):
-                made = gathering.make(absent)
+        if made is not None:
+            return made
+        elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.takers}
+        absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
+        if gathering.part(worker, absent if part else (), now):
+            self._apart[optimizer, worker] = self.clocks[worker]
+            return Open(gathering.steps)
+        if not self._stuck(gathering, bound) and not gathering.awaited(absent, now):
+            made = gathering.make(absent)
+            for other in made.came:
+                self._apart.pop((optimizer, other), None)
         return made
 
     def _stuck(self, gathering: Gathering, bound: float) -> bool:
         """Whether all who have come to a step would be too far ahead of the slowest with it."""
         gathering.due = math.inf
-        clocks = {worker: self.clocks[worker] + (worker in gathering.came) for worker in self._active - self._parked}
+        clocks = {worker: self._whole(worker) + (worker in gathering.came) for worker in self._active - self._parked}
         slowest = min(clocks.values(), default=0)
         return all(worker in clocks and clocks[worker] - slowest > bound for worker in gathering.came)
 

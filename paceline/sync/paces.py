@@ -3,7 +3,7 @@
     Lockstep    all push, all close: one step with the sum of all             everybody in the same step
     Backup      all push; the first who come make the step                    who is late takes its result, and goes on with the next
     Stale       all push; those who are on time make the step                 at most `staleness` turns ahead of the slowest;
-                                                                              who is late is in the next step, nothing is dropped
+                                                                              who is late is in the next step, and goes on before it
     Eager       each applies what it has pushed as a step of its own          nobody waits
 
 But for the first each worker takes its samples when it is ready for them (`Counter`).
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from paceline.sync.parameterserver import ParameterServer
 
 
+def shrink(norm: float, limit: float) -> float:
+    """What gradients of such a norm are multiplied by, clipped (as `nn.utils.clip_grad_norm_` does it)."""
+    return min(1.0, limit / (norm + 1e-6))
+
+
 class Pace(Protocol):
     """What differs between them. Optimizers are known by their numbers."""
 
@@ -41,12 +46,16 @@ class Pace(Protocol):
         """What my gradient is multiplied by when it is pushed; my part of the global batch is `part`."""
         ...
 
+    def pushing(self, number: int) -> None:
+        """A gradient of an optimizer is about to be pushed."""
+        ...
+
     def step(self, number: int) -> None:
         """An optimizer steps."""
         ...
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
-        """The norms of parts of the gradients that will make the next steps of these optimizers."""
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """The norms of parts of the gradients that will make the next steps of these optimizers, clipped to `limit` together."""
         ...
 
     def commit(self) -> None:
@@ -71,6 +80,9 @@ class Lockstep:
         """See `Pace`."""
         return part
 
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
     def step(self, number: int) -> None:
         """See `Pace`."""
         client = self._client
@@ -89,7 +101,7 @@ class Lockstep:
         client.take_in(parcels, reads)
         self._told[number], client.steps_taken[number] = now, step
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`."""
         client, found = self._client, []
         for number in numbers:
@@ -135,6 +147,8 @@ class Counter:
         client = self._client
         if self.open and client.callers:
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
+                for number in range(len(client.optimizers)):
+                    client.pace.pushing(number)  # or what I had pushed last might be in no step
                 client.callers[0].call("leave", seconds=client.seconds)
 
     @contextlib.contextmanager
@@ -170,6 +184,9 @@ class Loose:
     def begin(self) -> None:
         """See `Pace`."""
 
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
     def _check(self) -> None:
         if not self.desk.open and len(self._client.workers) > 1:
             raise UsageError(
@@ -189,9 +206,9 @@ class Loose:
         client.wires.waited += time.perf_counter() - began
         return found
 
-    def _close(self, number: int, step: int, found: Mapping[str, Any], **more: Any) -> None:
-        """This step of an optimizer is made by those who were found, with the mean of their gradients."""
-        client, parcels = self._client, self._client.units(number)
+    def _close(self, number: int, step: int, found: Mapping[str, Any], *, read: bool = True, **more: Any) -> None:
+        """This step of an optimizer is made by those who were found, with the mean of their gradients. `read`: what comes of it."""
+        client, parcels = self._client, self._client.units(number) if read else []
         body = {
             "workers": found["workers"],
             "factor": client.factors.pop(number, 1.0) / found["parts"],
@@ -202,7 +219,8 @@ class Loose:
         closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
         for caller, message in closes:
             caller.wait(message, client.seconds)
-        client.take_in(parcels, reads)
+        if read:
+            client.take_in(parcels, reads)
         client.steps_taken[number] = step
 
     def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
@@ -252,7 +270,7 @@ class Eager(Loose):
         client.take_in(parcels, reads)
         client.steps_taken[number] = step
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`: of my own gradients."""
         client = self._client
         return [client.norm(numbers, kind)]
@@ -264,7 +282,10 @@ class Eager(Loose):
 
 
 class Stale(Loose):
-    """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before."""
+    """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before.
+
+    Who is late doesn't wait for the step that is open, but goes on with what there is; before it pushes more, that step has been made.
+    """
 
     drops = False
 
@@ -274,18 +295,27 @@ class Stale(Loose):
         self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
+        self._open: set[int] = set()  # optimizers of which the step of my last gradient had not been made when I went on
+        self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
 
     def weight(self, part: float) -> float:
         """See `Pace`."""
         return part
 
-    def _decide(self, number: int) -> dict[str, Any]:
-        """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed."""
+    def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
+        count = self._asked[number]
+        return self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound, "part": part})
+
+    def _decide(self, number: int, *, part: bool = True) -> Mapping[str, Any]:
+        """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed.
+
+        With `part`, perhaps that it is "open" still, and the last "step" before it, where I go on.
+        """
         if number not in self._decided:
             self._client.settle(number)
-            count = self._asked[number] = self._asked.get(number, 0) + 1
-            self._decided[number] = self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound})
-        found: dict[str, Any] = self._decided[number]
+            self._asked[number] = self._asked.get(number, 0) + 1
+            self._decided[number] = self._gather(number, part=part)
+        found: Mapping[str, Any] = self._decided[number]
         return found
 
     def step(self, number: int) -> None:
@@ -294,13 +324,41 @@ class Stale(Loose):
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
         del self._decided[number]
-        self._close(number, found["step"], found, part=found["parts"], keep=True)
+        if found["open"]:
+            self._open.add(number)
+            client.factors.pop(number, None)
+            parcels = client.units(number)
+            client.take_in(parcels, client.ask_for(parcels, found["step"]))
+            client.steps_taken[number] = found["step"]
+        else:
+            self._close(number, found["step"], found, part=found["parts"], keep=True)
         self._known[number] = found["slowest"]
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
-        """See `Pace`: of the gradients that make the step."""
-        found = [(number, self._decide(number)) for number in numbers]
-        return [self._norm(number, told["step"], told, kind) for number, told in found]
+    def pushing(self, number: int) -> None:
+        """See `Pace`: what I had pushed before is in a step, and the servers have taken it."""
+        if number not in self._open:
+            return
+        client, found, clip = self._client, self._gather(number, part=False), self._clips.pop(number, None)
+        self._open.remove(number)
+        if found["mine"]:
+            if clip is not None:
+                client.factors[number] = shrink(self._norm(number, found["step"], found, clip[0]), clip[1])
+            self._close(number, found["step"], found, read=False, part=found["parts"], keep=True)
+        else:
+            for caller, message in client.everywhere("taken", number, found["step"], {}):
+                client.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
+        norms = list[float]()
+        for number in numbers:
+            found = self._decide(number, part=len(numbers) == 1)
+            if found["open"]:
+                self._clips[number] = kind, limit
+                norms.append(self._client.norm([number], kind))
+            else:
+                norms.append(self._norm(number, found["step"], found, kind))
+        return norms
 
     def commit(self) -> None:
         """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
@@ -358,7 +416,7 @@ class Backup(Loose):
         else:
             self._close(number, step, found)
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
         client, norms = self._client, list[float]()
         for number in numbers:

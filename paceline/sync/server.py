@@ -107,6 +107,7 @@ class Server:
             "push": self._push,
             "norm": self._norm,
             "close": self._close,
+            "taken": self._taken,
             "read": self._read,
             "level": self._level,
             "echo": lambda message: self._answer(message, tensors=message.tensors),
@@ -267,6 +268,9 @@ class Server:
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self._answer(message)
+
+    def _taken(self, message: Message) -> bool:
+        return message.body["step"] <= self._kept.steps[message.body["optimizer"]] and self._answer(message)
 
     def _same(self, optimizer: int, step: int, body: Mapping[str, Any]) -> None:
         mine = step, body["factor"], body["settings"]

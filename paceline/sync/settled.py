@@ -59,6 +59,9 @@ class Settled:
         """See `Pace`."""
         return part
 
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
     def _settle(self, number: int) -> None:
         """What this step is made of is on all servers, for all workers. Raises `Voided`, on all, if that can't be any more."""
         client = self._client
@@ -99,7 +102,7 @@ class Settled:
         if begun:
             self._take_in(begun)
 
-    def norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`. Raises `Voided` where the turn comes again."""
         client = self._client
         for number in numbers:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline.errors import Mismatch
-from paceline.sync.gathering import LEAST, MOST, SPANS, TOGETHER, Gathering
+from paceline.sync.gathering import LEAST, MOST, SHORT, SPANS, TOGETHER, Gathering
 
 ALL = {0, 1, 2, 3}
 
@@ -97,6 +97,54 @@ class TestWhoIsWaitedFor:
         for _ in range(SPANS):
             assert come(made, 0, 1, 2, 3, now=9.0)
         assert not come(made, 0, 1, 2, now=9.0) and made.due == pytest.approx(9 * (1 + LEAST))
+
+
+class TestWhoGoesOn:
+    def late(self) -> Gathering:
+        """The last worker has not come to the step that the others have made."""
+        made = gathering()
+        assert not come(made, 0, 1, 2, now=1.0) and come(made, now=1.0 + LEAST)
+        for worker in (0, 1, 2):
+            made.begin(worker, 1.0)
+        return made
+
+    def test_who_is_late_and_nobody_waits(self):
+        made = self.late()
+        made.come(3, SPANS + 1, "", 1.5)
+        assert made.part(3, {0, 1, 2}, 1.5) and 3 in made.came and not made.takers
+        made.begin(3, 1.5)
+        made.come(0, SPANS + 2, "", 2.0)
+        assert not made.part(0, {1, 2}, 2.0) and made.takers == {0}, "it is on time"
+        assert not made.part(3, {1, 2}, 2.0) and made.takers == {0, 3}, "it has come to push more"
+        step = made.make({1, 2})
+        assert step.came.keys() == step.takers == {0, 3} and made.come(3, SPANS + 1, "", 2.1) is step
+        made.come(3, SPANS + 2, "", 2.2)
+        assert not made.part(3, {0, 1, 2}, 2.2 - SHORT), "who is on time is about to come"
+
+    def test_who_is_on_time_waits(self):
+        made = gathering()
+        made.come(0, SPANS + 1, "", 0.5)
+        assert not made.part(0, {1, 2, 3}, 0.5) and made.takers == {0}
+
+    def test_who_is_late_waits_with_who_waits(self):
+        made = self.late()
+        made.come(0, SPANS + 2, "", 1.4)
+        assert not made.part(0, {1, 2, 3}, 1.4)
+        made.come(3, SPANS + 1, "", 1.5)
+        assert not made.part(3, {1, 2}, 1.5) and made.takers == {0, 3}
+        made.make({1, 2})
+        made.begin(3, 2.0)
+        assert 3 not in made._late, "it is in phase again"
+
+    def test_who_is_late_waits_a_short_time(self):
+        made = self.late()
+        made.come(3, SPANS + 1, "", 2 - SHORT + 0.01)
+        assert not made.part(3, {0, 1, 2}, 2 - SHORT + 0.01)
+
+    def test_who_is_late_waits_where_all_are(self):
+        made = self.late()
+        made.come(3, SPANS + 1, "", 1.5)
+        assert not made.part(3, (), 1.5) and made.make(()).takers == {3}
 
 
 class TestOnce:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import Mismatch
+from paceline.sync.gathering import Made, Open
 from paceline.sync.keeper import SHOWN, Decision, Keeper, Piece
 
 
@@ -253,40 +254,87 @@ class TestWhoIsInAStepWithinABound:
     def test_one_alone(self):
         assert all(Keeper().gather(0, 0, 1, "", bound=1, now=now) is not None for now in (0.0, 1.0))
 
+    def test_who_is_late_goes_on_and_is_in_the_open_step(self):
+        made = self.begun()
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        late = {"bound": 2, "part": True}
+        assert made.gather(2, 0, 5, 2, now=1.5, **late) == Open(5) and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None, "it is open"
+        made.tick(2, 5)
+        assert made.slowest == 4, "nobody has its gradient yet"
+        made.went(2, 1.5)
+        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest == 5, "who goes on isn't waited for"
+        step = made.gather(2, 0, 5, 2, bound=2, now=2.5)
+        assert step is not None and list(step.came) == [0, 1, 2] and step.takers == {0, 1, 2}
+        assert made.gather(2, 0, 6, 2, now=2.5, **late) == Open(6), "it stays out of phase"
+        made.tick(2, 6)
+        made.went(2, 2.5)
+        assert made.gather(0, 0, 7, 0, now=3.2, **late) is None, "who is on time waits for the others"
+        step = made.gather(1, 0, 7, 1, now=3.2, **late)
+        assert step.number == 7 and step.takers == {0, 1} and list(step.came) == [0, 1, 2], "the two make it, and have it taken"
+        assert made.facts()["steps_late"] == {"0": 18, "1": 2}
+
+    def test_who_is_late_waits_where_others_are_about_to_come_or_nobody_would(self):
+        made = self.begun()
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        late = {"bound": 2, "part": True}
+        assert made.gather(2, 0, 5, 2, now=1.2 + 0.8, **late) is None, "it is in phase again"
+        made = self.begun()
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
+        made.leave(0)
+        made.leave(1)
+        assert made.gather(2, 0, 5, 2, now=1.3, **late).takers == {2}
+
     @given(seed=st.integers(0, 10_000), bound=st.integers(1, 4))
     def test_any_times_keep_the_bound_and_end(self, seed, bound):
-        """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead, and all is trained."""
+        """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead of what is in steps, and all is trained."""
         chance, workers, turns = random.Random(seed), 3, 15
         made, now, ends = keeper(*[1] * turns * workers, workers=workers), 0.0, dict[int, float]()
-        number, waits, ticks = dict.fromkeys(range(workers), 0), set[int](), set[int]()
+        number, in_steps = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), 0)
+        modes = dict.fromkeys(range(workers), "take")
+        behind = set[int]()  # who has gone on, and has to ask what became of its gradient before it comes with the next one
 
-        def take(worker: int) -> None:
-            assert made.clocks[worker] - made.slowest <= bound
-            if made.take(worker, 1) and worker not in ends:
+        def gathers(worker: int, part: bool) -> Made | Open | None:
+            found = made.gather(worker, 0, number[worker], number[worker], bound=bound, now=now, part=part)
+            if isinstance(found, Made):
+                assert found.takers <= found.came.keys() and found.came[worker] == number[worker]
+                in_steps.update({other: max(told, in_steps[other]) for other, told in found.came.items()})
+            return found
+
+        def goes_on(worker: int) -> str:
+            """What it does next."""
+            mode = modes[worker]
+            if mode == "take" and (found := made.take(worker, 1)) is not None:
+                assert not found or made.clocks[worker] - min(in_steps[other] for other in made._active - made._parked) <= bound
                 made.starts(worker, now)
                 ends[worker] = now + chance.choice([0.01, 1.0, 1.0, 6.0]) * (1 + 0.1 * chance.random())
-
-        for worker in range(workers):
-            take(worker)
-        while ends or waits or ticks:
-            now = min([*ends.values(), made.due])
-            assert now < math.inf, "nobody would come any more"
-            for worker in [worker for worker in ends if ends[worker] <= now]:
-                del ends[worker]
+                return "turn" if found else "last" if worker in behind else "rest"
+            if mode == "turn" and ends[worker] <= now:
+                return "join" if worker in behind else "come"
+            if mode in {"join", "last"} and gathers(worker, False):
+                behind.remove(worker)
+                return "come" if mode == "join" else "rest"
+            if mode == "come":
                 number[worker] += 1
-                waits.add(worker)
-            for worker in [*sorted(waits), *sorted(waits)]:
-                if worker in waits and made.gather(worker, 0, number[worker], 0, bound=bound, now=now):
-                    waits.discard(worker)
-                    made.tick(worker, number[worker])
-                    ticks.add(worker)
-            for worker in [*sorted(ticks), *sorted(ticks)]:
-                if worker in ticks and made.may(worker, bound):
-                    ticks.discard(worker)
-                    made.went(worker, now)
-                    take(worker)
+                return "gather"
+            if mode == "gather" and (told := gathers(worker, chance.random() < 0.8)):
+                behind.update({worker} if isinstance(told, Open) else ())
+                made.tick(worker, number[worker])
+                return "tick"
+            if mode == "tick" and made.may(worker, bound):
+                made.went(worker, now)
+                return "take"
+            return mode
+
+        while {*modes.values()} != {"rest"}:
+            before = None
+            while before != modes:
+                before = dict(modes)
+                for worker in range(workers):
+                    modes[worker] = goes_on(worker)
+            now = min([*(ends[worker] for worker in ends if modes[worker] == "turn"), made.due])
+            assert now < math.inf or {*modes.values()} == {"rest"}, f"nobody would come any more: {modes}"
         facts = made.facts()
-        assert sum(number.values()) == turns * workers == sum(facts["steps_late"].values())
+        assert sum(number.values()) == turns * workers == sum(facts["steps_late"].values()) and in_steps == number
         assert sum(int(size) * count for size, count in facts["steps_by_workers"].items()) == turns * workers
 
 

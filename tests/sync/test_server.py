@@ -228,7 +228,7 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
     """The one who waits is answered in time, and with the other only if that one comes."""
     begun(0, "deal", {"epoch": 0, "first": 0, "workers": [0, 1]}, torch.ones(99, dtype=torch.int64))
     begun(1, "deal", {"epoch": 0, "first": 0, "workers": [0, 1]}, torch.ones(99, dtype=torch.int64))
-    body = {"optimizer": 0, "said": {"part": 0.5}, "bound": 3}
+    body = {"optimizer": 0, "said": {"part": 0.5}, "bound": 3, "part": True}
     sent = [(worker, begun.caller(worker).send("gather", body={**body, "number": 1}, seconds=SECONDS)) for worker in (0, 1)]
     for worker, message in sent:
         assert begun.caller(worker).wait(message, SECONDS).body["workers"] == [0, 1], "nobody knows yet how long a turn takes"
@@ -253,7 +253,7 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
     bodies = [0, -1, 1, 1 << 40, "x", None, b"\1", [], [1], {}, 1.5, True]
     tensors = [torch.ones(16), torch.ones(3), torch.ones(0), torch.ones(2, 2, dtype=torch.int8), torch.tensor(1.0)]
     tensors += [torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8) for size in (16, 16, 20, 20, 24)]
-    kinds = ["plan", "fill", "remember", "push", "push", "norm", "close", "read", "memories", "level", "echo", "", "PUSH"]
+    kinds = ["plan", "fill", "remember", "push", "push", "norm", "close", "taken", "read", "memories", "level", "echo", "", "PUSH"]
     names = ["unit", "used", "optimizer", "step", "workers", "factor", "settings", "kind", "turn", "has"]
     for _ in range(count):
         body = {name: chance.choice(bodies) for name in names if chance.random() < 0.8}
