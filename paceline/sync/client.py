@@ -285,9 +285,10 @@ class Client:
             for parcel, message in zip(parcels, messages, strict=True):
                 parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
 
-    def catch_up(self) -> None:
-        """Parameters are what servers have now."""
-        self.take_in(self._layout.parcels, self.ask_for(self._layout.parcels, 0), stepped=False)
+    def catch_up(self, steps: Mapping[int, int]) -> None:
+        """Parameters are what servers have now, or once they have taken so many `steps` of an optimizer."""
+        reads = [self.ask_for([parcel], steps.get(parcel.optimizer, 0))[0] for parcel in self._layout.parcels]
+        self.take_in(self._layout.parcels, reads, stepped=False)
 
     def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
@@ -354,7 +355,7 @@ class Client:
         if self.free and self.slots and isinstance(self.pace, Loose) and self.pace.desk.open:
             self.pace.desk.open = False
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
-            self.catch_up()
+            self.catch_up({})
             self.scene.agreement.meet("servers are read")  # and nobody again before all have read
         elif self.wrapper.coded and self._leveled != self.steps_taken:
             self.scene.agreement.repeat(self._level, what="servers tell all")

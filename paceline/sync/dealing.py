@@ -67,7 +67,7 @@ class Dealing:
         if not self.keeper.may(message.sender, math.inf if bound < 0 else bound):
             return False
         self.keeper.went(message.sender, time.monotonic())
-        return self._answer(message, None, ())
+        return self._answer(message, {"made": self.keeper.made()}, ())
 
     def _slowest(self, message: Message) -> bool:
         return self._answer(message, {"clock": self.keeper.slowest}, ())

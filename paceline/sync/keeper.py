@@ -260,6 +260,10 @@ class Keeper:
                 self._apart.pop((optimizer, other), None)
         return made
 
+    def made(self) -> list[list[int]]:
+        """The steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
+        return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
+
     def _stuck(self, gathering: Gathering, bound: float) -> bool:
         """Whether all who have come to a step would be too far ahead of the slowest with it."""
         gathering.due = math.inf

@@ -370,10 +370,10 @@ class Stale(Loose):
         if self.desk.clock - known > self._bound:
             began = time.perf_counter()
             assert self.going is not None
-            client.wait(client.callers[0], self.going, f"turn {self.desk.clock + 1}", ("behind", {}))
+            told = client.wait(client.callers[0], self.going, f"turn {self.desk.clock + 1}", ("behind", {})).body["made"]
             self.going = None
             client.wires.waited += time.perf_counter() - began
-            client.catch_up()
+            client.catch_up(dict(told))
             self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
 
 

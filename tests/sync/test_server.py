@@ -234,7 +234,7 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
         assert begun.caller(worker).wait(message, SECONDS).body["workers"] == [0, 1], "nobody knows yet how long a turn takes"
     for worker in (0, 1):
         begun(worker, "take", {"most": 1})
-        begun(worker, "tick", {"clock": 1, "dropped": "", "bound": 3})
+        assert begun(worker, "tick", {"clock": 1, "dropped": "", "bound": 3}).body["made"] == [[0, 1]], "it may not have been taken yet"
     waits = begun.caller(0).send("gather", body={**body, "number": 2}, seconds=SECONDS)
     if how == "late":
         found = begun.caller(0).wait(waits, SECONDS).body
