@@ -72,8 +72,9 @@ class Simulation:
                 before = dict(self._modes)
                 for worker in before:
                     self._modes[worker] = self._goes_on(worker)
-            self.now = min([*(self._ends[worker] for worker, mode in before.items() if mode == "turn"), self._keeper.due])
-            assert self.now < math.inf or {*before.values()} == {"rest"}, f"nobody would come any more: {before}"
+            after = min([*(self._ends[worker] for worker, mode in before.items() if mode == "turn"), self._keeper.due])
+            assert after < math.inf or {*before.values()} == {"rest"}, f"nobody would come any more: {before}"
+            self.now = after if after < math.inf else self.now
         return self._loss()
 
     def _goes_on(self, worker: int) -> str:

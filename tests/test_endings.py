@@ -59,7 +59,7 @@ class TestAWorkerGoes:
         launched.worker(rank).kill()
         began = time.monotonic()
         ended = launched.end(20)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 15
         assert ended.code == 137 and ended.last.startswith(f"paceline: rank {rank} on {HOST} was killed by SIGKILL"), ended.err
         assert not job.left(0.5)
 
@@ -107,7 +107,7 @@ class TestTheLauncherGoes:
         launched.process.send_signal(number)
         began = time.monotonic()
         ended = launched.end(20)
-        assert ended.code == 128 + number and time.monotonic() - began < 8, ended.err
+        assert ended.code == 128 + number and time.monotonic() - began < 15, ended.err
         assert not job.left(0.5)
 
     @pytest.mark.slow
@@ -121,7 +121,7 @@ class TestTheLauncherGoes:
         launched.process.send_signal(signal.SIGINT)
         began = time.monotonic()
         ended = launched.end(20)
-        assert ended.code == 130 and time.monotonic() - began < 3, ended.err
+        assert ended.code == 130 and time.monotonic() - began < 8, ended.err
 
     @pytest.mark.slow
     @pytest.mark.preloaded
@@ -139,7 +139,7 @@ store.wait(["never"], timedelta(seconds=600))
         launched.process.send_signal(signal.SIGINT)
         began = time.monotonic()
         ended = launched.end(20)
-        assert ended.code == 130 and 2.5 < time.monotonic() - began < 6, ended.err
+        assert ended.code == 130 and 2.5 < time.monotonic() - began < 12, ended.err
 
 
 @pytest.mark.preloaded
@@ -152,7 +152,7 @@ class TestAWorkerHangs:
         launched.worker(1).suspend()
         began = time.monotonic()
         ended = launched.end(30)
-        assert time.monotonic() - began < 2 + 5 + 3  # the stopped one is killed after another 2.5 s
+        assert time.monotonic() - began < 2 + 5 + 8  # the stopped one is killed after another 2.5 s
         self.named(ended)
 
     def named(self, ended: Ended) -> None:

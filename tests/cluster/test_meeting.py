@@ -113,7 +113,7 @@ class TestAssemble:
         start = time.monotonic()
         for future in gather(invitation("a", port), invitation("b", port, secret=b"another secret!!"), pause=0.1):
             assert isinstance(future.exception(), SecretError)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
 
     def test_who_does_not_come_is_missed(self):
         with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
@@ -130,7 +130,7 @@ class TestAssemble:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"127.0.0.1:\d+ could not be reached from a within 1 s \(Connection refused\)"):
             assemble(invitation("a", free_port(), deadline=1.0))
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
 
     def test_a_forwarder_hangs_up_until_somebody_is_there(self, monkeypatch):
         monkeypatch.setattr(network, "local", lambda address: False)
@@ -366,7 +366,7 @@ class TestLaunchers:
         body = JOINED + "if rank == 1: raise ValueError('boom')\ntime.sleep(0.1)\nraise WorkerLost('rank 1 is gone')"
         start = time.monotonic()
         ended = [launched.end() for launched in both(body)]
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 14
         assert [code for code, _, _ in ended] == [1, 1]
         for _, _, err in ended:
             lines = err.splitlines()
@@ -420,7 +420,7 @@ class TestLaunchers:
     def test_the_deadline_can_be_set(self, script, launch):
         start = time.monotonic()
         code, _, err = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{free_port()}", deadline=1.0, **ENVIRON).end(10)
-        assert code == 2 and "1 of 2 hosts came" in err and time.monotonic() - start < 4
+        assert code == 2 and "1 of 2 hosts came" in err and time.monotonic() - start < 10
 
     def test_ctrl_c_while_waiting(self, script, launch):
         port = free_port()

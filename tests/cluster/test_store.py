@@ -122,7 +122,7 @@ def test_a_wait_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"paceline/x/k .* 0\.2 s"):
         stores.memory().sub("x").take("k", 0.2)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
 
 
 def test_nobody_serves():
@@ -131,7 +131,7 @@ def test_nobody_serves():
     with pytest.raises(DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}") as caught:
         stores.connect(place, deadline=0.5)
     assert caught.value.missing == (0,)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_a_name_that_means_nothing():

@@ -293,7 +293,7 @@ def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[tuple[int, ...],
         whole.all_reduce_agreed(torch.ones(600_000)).wait()
     seconds = time.monotonic() - start
     whole.close()
-    assert time.monotonic() - start < seconds + 2
+    assert time.monotonic() - start < seconds + 8
     return caught.value.ranks, seconds
 
 

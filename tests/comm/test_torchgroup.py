@@ -238,7 +238,7 @@ def _killed(group: TorchGroup, how: str) -> tuple[str, tuple[int, ...], float]:
             group.barrier().wait()
         start = time.monotonic()
         group.close()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 10
         return str(error), error.ranks, seconds
     raise AssertionError("nothing was raised")
 
@@ -265,7 +265,7 @@ def _stopped(group: TorchGroup) -> tuple[str, tuple[int, ...]]:
         group.all_reduce_agreed(torch.ones(100_000)).wait()
     start = time.monotonic()
     group.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     return str(caught.value), caught.value.missing
 
 
@@ -388,7 +388,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="have not come") as caught:
         TorchGroup.from_store(HashStore(), 1, 3, deadline=0.3)
-    assert caught.value.missing == (0, 2) and time.monotonic() - start < 3
+    assert caught.value.missing == (0, 2) and time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ class TestRun:
         cluster, began = pair(), time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"has not ended within 2 s; still running on host0, host1\. Last output:\n(?s:.*) up"):
             cluster.run(self.write(tmp_path, "print('up', flush=True)\ntime.sleep(60)"), deadline=2)
-        assert time.monotonic() - began < 8 and cluster.processes(0) == cluster.processes(1) == []
+        assert time.monotonic() - began < 15 and cluster.processes(0) == cluster.processes(1) == []
 
     @pytest.mark.slow
     def test_mistakes(self, pair, tmp_path):

@@ -623,7 +623,7 @@ def test_an_error_leaves_no_summary_and_ends_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Stopped):
         workers(2, body, folder=tmp_path)
-    assert time.monotonic() - started < 3 and not (tmp_path / "test/summary.json").exists()
+    assert time.monotonic() - started < 10 and not (tmp_path / "test/summary.json").exists()
 
 
 def test_close_twice_and_after_use() -> None:
@@ -696,7 +696,7 @@ def test_what_one_worker_does_alone_is_named_on_all(call: Any, named: str) -> No
     started = time.monotonic()
     with pytest.raises(PacelineError):
         workers(3, body)
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 10
     assert sorted(caught) == [0, 1, 2]
     assert all(named in text and "1" in text for text in caught.values()), caught
     assert any(text.startswith("Mismatch") for text in caught.values()), caught
