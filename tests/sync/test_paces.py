@@ -153,6 +153,7 @@ class TestTheBound:
                 mine = done[me] - min(bound, 1)  # who is late goes on before its gradient is in a step
                 least = max(mine, 0) + sum(max(done[me] - bound, 0) for rank in range(size) if rank != me and not left[rank])
                 assert sent > least - 1e-6, f"worker {me} at {done[me]} has {sent:g} gradients, and should have {least}"
+                assert bound or abs(sent - size * done[me]) < 1e-9, f"worker {me} at {done[me]} has {sent:g} gradients in lockstep"
                 stalls = seed == me == 0 < bound and done[me] == 8  # so that the bound is reached in one run at least
                 time.sleep(0.6 if stalls else chance[me].choice([0.0, 0.0, 0.0, 0.01]))
                 ready(torch.ones(len(ids), 1).double()).mean().backward()
