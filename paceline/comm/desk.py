@@ -27,5 +27,5 @@ class Desk(Protocol):
         ...
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: ranks and letters."""
+        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: whose, and letters."""
         ...

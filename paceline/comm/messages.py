@@ -30,6 +30,7 @@ from zmq.utils import z85
 
 from paceline.cluster.secret import derive
 from paceline.cluster.snapshot import raw
+from paceline.comm.breaker import Breaker
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 
 HEAD_BYTES = 1 << 16
@@ -326,6 +327,7 @@ class Caller:
         self._found: dict[int, Message] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
         self._broken: PacelineError | None = None
+        self.breaker: Breaker | None = None  # ends waits while it has tripped
         self.waited = 0.0  # seconds
         self.nbytes = 0  # of all that was sent
 
@@ -387,6 +389,8 @@ class Caller:
                 if self.gone:
                     assert self._broken is not None
                     raise self._broken
+                if self.breaker is not None and self.breaker.error is not None:
+                    raise self.breaker.error
                 left = end - time.monotonic()
                 if self._socket.poll(round(1000 * max(0.0, min(left, _LOOK_SECONDS))), event):
                     return

@@ -121,6 +121,24 @@ class Agreement:
         finally:
             self.since = None
 
+    def lasting(self, act: Callable[[], T]) -> T:
+        """`act`, which is no call of all, begun anew after each loss."""
+        while True:
+            try:
+                return act()
+            except LOSSES as error:
+                if self.recovery is None or self._inside:
+                    raise
+                since, self.since = self.since, None
+                found = self.recovery(error)
+                assert found is None, "who is in no call of all can't have been cut off in one"
+                self.since = None if since is None else time.monotonic()
+
+    def call_all(self, why: PacelineError) -> None:
+        """Have all come together as they do after a loss, though nobody is lost."""
+        assert self.recovery is not None and not self._inside
+        self.recovery(why)
+
     def _name(self, what: str) -> None:
         if what:
             self.what = f"{what} of step {self._step()}"

@@ -86,6 +86,10 @@ class Demand(Indexed):
         self._epoch = 0
         self._taking = False
 
+    @property
+    def apart(self) -> bool:
+        return self.terms.training and self._taking
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         self._epoch = epoch
         self.at_once = PART if self.terms.training else None

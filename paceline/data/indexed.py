@@ -81,6 +81,10 @@ class Indexed:
         self._held: tuple[int, tuple[Part, Any]] | None = None  # what was read ahead for `peek`, and its round
         self.at_once: int | None = None  # see `Indices`
 
+    @property
+    def apart(self) -> bool:
+        return False
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
         the same order is drawn again, from the same generators, and skipped."""

@@ -237,6 +237,9 @@ class ShareLoader:
         """Deal to the workers that there are now; whether they have become others."""
         found = False
         while (now := self.hooks.generation(self)) != self._generation:
+            if self._pipeline.apart:
+                self._generation, self.terms.shares = now, policy(self.terms.reshared(), self.terms.agreement.group.size)
+                continue
             self._generation, found = now, True
             self._again = self._stale = False
             self.regroup(self.terms.agreement, self.terms.reshared())

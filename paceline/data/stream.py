@@ -88,6 +88,10 @@ class Stream:
         self._index = 0
         self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
 
+    @property
+    def apart(self) -> bool:
+        return False
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         loader, terms = self.terms.loader, self.terms
         self.end()

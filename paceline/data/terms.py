@@ -100,6 +100,11 @@ class Step:
 class Pipeline(Protocol):
     """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step."""
 
+    @property
+    def apart(self) -> bool:
+        """Whether workers may be at different places of the epoch, where nothing can be called together."""
+        ...
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
         ...

@@ -16,10 +16,11 @@ from paceline.fault.replicate import Replicate
 from paceline.session.buddies import Buddies
 from paceline.session.cast import Cast
 from paceline.session.comparing import Comparing
+from paceline.session.groups import reap
 from paceline.session.mirrored import own_buffers
 from paceline.session.state import Own, Progress
 from paceline.session.step import Turns
-from paceline.session.survival import Founded, reap
+from paceline.session.survival import Founded
 from paceline.sync.base import Scene, Steps, Sync
 
 VERSION = 2  # of what is handed over
@@ -47,10 +48,10 @@ class Body:
         around, scene = founded.around, self._scene
         old = [*scene.sides, scene.group]
         scene.leave()
-        scene.group, scene.hosts, scene.native = founded.group, around.cluster.where(), around.native
+        scene.group, scene.hosts, scene.native, scene.breaker = founded.group, around.cluster.where(), around.native, around.breaker
         scene.agreement.regroup(founded.group, around.cluster.names(), founded.origins)
         self.moved(founded)
-        self._turns.cut_turn(founded.turn)
+        self._turns.cut_turn(0 if self._turns.apart else founded.turn)
         self._cast.regroup()
         self._sync.regroup(scene, founded.layout)
         self.buddies.regroup(founded.members)
@@ -80,6 +81,10 @@ class Body:
     def servers_lost(self) -> list[str]:
         """See `Heart.servers_lost`."""
         return self._sync.servers_lost() if isinstance(self._sync, Steps) else []
+
+    def servers_begun(self) -> list[str]:
+        """See `Heart.servers_begun`."""
+        return self._sync.servers_begun() if isinstance(self._sync, Steps) else []
 
     def layout(self) -> Any:
         """See `Heart.layout`."""

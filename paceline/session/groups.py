@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -196,3 +198,13 @@ def _over_hosts(around: Surroundings) -> Group:
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.sub(leaders)
     return HostsGroup(inner, outer, flat, cluster.where(), deadline=around.deadline, trace=around.trace)
+
+
+def reap(groups: list[Any]) -> None:
+    """Let go of groups that have broken, without anyone waiting for it."""
+
+    def close() -> None:
+        for group in groups:
+            group.close()
+
+    threading.Thread(target=close, name="paceline reaper", daemon=True).start()

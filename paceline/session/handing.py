@@ -28,7 +28,7 @@ class Handing:
 
     def __init__(self, turns: Turns, cast: Cast, scene: Scene, event: Callable[[str], None]) -> None:
         self._turns, self._cast, self._scene, self._event = turns, cast, scene, event
-        self._known: dict[int, bytes] = {}  # of each rank, how far its records are here, where they come by letter
+        self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
         self.survival: Survival | None = None
         self.next = 1  # the step after which it happens next
         self.asked = False  # this worker wants to stop
@@ -85,14 +85,15 @@ class Handing:
         self._read(self.desk.post(self.log.drain(), stop=self.asked))
 
     def _read(self, letters: list[tuple[int, bytes]]) -> None:
-        """Take in what has come, on the first worker."""
-        ranks = range(self._scene.group.size)
-        for rank, letter in letters:
-            bodies = [self._known.get(other, _NOTHING) for other in ranks]
-            bodies[rank] = letter
-            reason = self.log.absorb(bodies, None, self._scene.agreement.hosts)
+        """Take in what has come, on the first worker. Some may be of workers that were lost since."""
+        agreement = self._scene.agreement
+        for worker, letter in letters:
+            gone = [] if worker in agreement.origins else [worker]
+            names = [*agreement.origins, *gone]
+            bodies = [letter if name == worker else self._known.get(name, _NOTHING) for name in names]
+            reason = self.log.absorb(bodies, names, () if gone else agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
-            self._known[rank] = msgpack.packb([upto, bad, []])
+            self._known[worker] = msgpack.packb([upto, bad, []])
             self._say(reason)
             if reason is not None and not self.asked:
                 self.asked = True  # all stop at the end of this epoch, which is now

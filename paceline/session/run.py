@@ -83,10 +83,6 @@ class Run:
         """Go on when workers are lost: from the first epoch on."""
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
-        if isinstance(self._backward.sync, Steps) and not self._backward.sync.survives:
-            raise UsageError(
-                "ParameterServer with staleness or backup_workers can't go on yet when workers are lost: leave those out, or --min-workers"
-            )
         body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
         survival = self._survival = self._handing.survival = Survival(around, self._agreement, body)
@@ -189,7 +185,7 @@ class Run:
         if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
             self._depart()
         training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
-        if training == [loader] and self._turns.turn is None:
+        if training == [loader] and self._turns.turn is None and not self._turns.apart:
             if self._survival.short and not self._survival.pending:
                 self._wait_for_others()
             if self._survival.pending:

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +102,10 @@ class Heart(Protocol):
 
     def servers_lost(self) -> list[str]:
         """The names of the servers that were lost since this was asked last."""
+        ...
+
+    def servers_begun(self) -> list[str]:
+        """The names of those that have begun in their place, where everybody came together for it."""
         ...
 
     def layout(self) -> Any:
@@ -225,7 +228,9 @@ class Survival:
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
         names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
         were = "were" if len(gone) > 1 or len(names) > 1 else "was"
-        who = f"{', '.join(names)} {were} lost" if names else f"a connection broke ({error})"
+        begun = self._heart.servers_begun()
+        others = f"{' and '.join(begun)} {'have' if len(begun) > 1 else 'has'} begun" if begun else f"a connection broke ({error})"
+        who = f"{', '.join(names)} {were} lost" if names else others
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
@@ -438,13 +443,3 @@ def _serve(place: Place) -> Any:
     descriptor = os.dup(place.store_fd)
     where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
     return TCPStore(*where, None, True, seconds, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
-
-
-def reap(groups: list[Any]) -> None:
-    """Let go of groups that have broken, without anyone waiting for it."""
-
-    def close() -> None:
-        for group in groups:
-            group.close()
-
-    threading.Thread(target=close, name="paceline reaper", daemon=True).start()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.comm.breaker import Breaker
 from paceline.comm.desk import Desk
 from paceline.comm.group import Group, Traffic
 from paceline.comm.messages import Keys
@@ -80,6 +81,8 @@ class Scene:
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
     deadline: float = 30.0  # seconds, of waits that are no call of all
+    survives: bool = False  # the run goes on when workers are lost
+    breaker: Breaker | None = None  # trips when the workers become others
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
@@ -171,11 +174,6 @@ class Steps(Protocol):
         ...
 
     @property
-    def survives(self) -> bool:
-        """Whether it goes on when workers are lost."""
-        ...
-
-    @property
     def desk(self) -> Desk | None:
         """Where workers that are not in lockstep while they train get their samples; None where they are."""
         ...
@@ -194,6 +192,10 @@ class Steps(Protocol):
 
     def servers_lost(self) -> list[str]:
         """What those servers are called that were lost since this was asked last."""
+        ...
+
+    def servers_begun(self) -> list[str]:
+        """What those are called that have begun since in the place of others, where everybody came together for it."""
         ...
 
     def facts(self) -> list[dict[str, Any]]:

@@ -13,21 +13,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.cluster.snapshot import loads, pack
 from paceline.comm.desk import Desk
 from paceline.comm.messages import Caller, Message
-from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError, WorkerLost
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
+from paceline.sync import stocking
 from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.copies import Bill, Copies
+from paceline.sync.lasting import Lasting
 from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale, shrink
-from paceline.sync.parcels import Layout, Parcel, packed, part, rows, whole
-from paceline.sync.pieces import Piece
+from paceline.sync.parcels import Layout, Parcel, packed
+from paceline.sync.replacing import Replacing
 from paceline.sync.server import write
 from paceline.sync.settled import Settled
 from paceline.sync.shard import Plan
@@ -36,6 +37,14 @@ from paceline.trace import Served
 
 if TYPE_CHECKING:
     from paceline.sync.parameterserver import ParameterServer
+
+
+class Clip(NamedTuple):
+    """The next steps of these optimizers are clipped together: to at most this norm, of this kind."""
+
+    numbers: list[int]
+    most: float
+    kind: float
 
 
 class Client:
@@ -60,8 +69,8 @@ class Client:
         self._part = 0.0
         self._lost: PacelineError | None = None  # in a backward of this turn
         self.workers = list(range(scene.group.size))
-        kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
-        self.pace: Pace = kind(self, plan)
+        self.clips: dict[int, Clip] = {}  # what was asked for, of those
+        self.pace: Pace = _pace(self, plan)
         self.wrapper = Wrapper(scene, plan.codec, both=not self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
 
@@ -77,18 +86,18 @@ class Client:
 
     @property
     def free(self) -> bool:
-        """See `Steps.free`."""
-        return self.pace.free and len(self.workers) > 1
-
-    @property
-    def survives(self) -> bool:
-        """See `Steps.survives`."""
-        return not self.pace.free
+        """Whether workers are not in lockstep."""
+        return self.pace.free and (len(self.workers) > 1 or self.scene.survives)
 
     @property
     def desk(self) -> Desk | None:
         """See `Steps.desk`."""
-        return self.pace.desk if self.free and isinstance(self.pace, Loose) else None
+        return self.pace.desk if self.free and isinstance(self.pace, Loose | Lasting) else None
+
+    @property
+    def lasting(self) -> Settled | Lasting | None:
+        """The pace, where losses are survived."""
+        return self.pace if isinstance(self.pace, Settled | Lasting) else None
 
     @property
     def callers(self) -> list[Caller]:
@@ -123,7 +132,8 @@ class Client:
         assert self.scene.servers is not None
         room = self.scene.servers(self._spec.servers, self._spec.replicas)
         if room.house is not None:
-            self.pace = Settled(self, room.house, self._spec.replicas)
+            self.pace = self.pace if isinstance(self.pace, Lasting) else Settled(self)
+            self.pace.copies = Replacing(self, room.house, self._spec.replicas)
         elif self._spec.replicas > 1:
             raise UsageError(
                 f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
@@ -139,6 +149,7 @@ class Client:
 
     def _enter(self, room: Room) -> None:
         self._room = room
+        self.wires.follow(self.scene.breaker if self.free else None)
         self.wires.open(room, self.workers[self.scene.group.rank])
         ways = [self.wrapper.ways(slot) for slot in self.slots]
         self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
@@ -149,19 +160,9 @@ class Client:
         """Servers begin with the first worker's parameters, and with `memories` (None: what its optimizers remember). Collective."""
         mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in self.slots if slot.optimizer is not None]
         if self.wires.of and self.scene.group.rank == 0:
-            self._fill(mine if memories is None else memories)
+            stocking.fill(self, self._layout, mine if memories is None else memories)
         self.scene.agreement.meet("servers")
         self._leveled = [*self.steps_taken]
-
-    def _fill(self, memories: Sequence[Mapping[str, Any]]) -> None:
-        """Servers begin with my parameters, and with what optimizers remember of them."""
-        for parcel in self._layout.parcels:
-            for piece, view in parcel.members:
-                view.copy_(rows(self.slots[piece.slot].parameter.detach(), piece))
-            self.wires.tell(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat], self.seconds)
-        for server, plan in enumerate(self._layout.plans):
-            found = [part(memories[piece.slot], piece, self.slots[piece.slot].parameter) for piece in plan.pieces]
-            self.wires.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], self.seconds)
 
     # ---- backward: what is complete leaves
 
@@ -172,12 +173,13 @@ class Client:
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
         for parcel in self._layout.of.get(number, ()):
-            if not parcel.pushed and all(piece.slot in self._grads for piece, _ in parcel.members):
+            if self._lost is None and not parcel.pushed and all(piece.slot in self._grads for piece, _ in parcel.members):
                 try:
                     self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
                 except LOSSES as error:
-                    self._lost = error  # this backward won't be whole
-                    raise
+                    self._lost = error  # this backward won't be whole; or, if not in lockstep, it is pushed again when the optimizer steps
+                    if not isinstance(self.pace, Lasting):
+                        raise
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
@@ -224,7 +226,7 @@ class Client:
                     )
                 self._push(parcel, grads)
         if wait:
-            self._await([parcel for parcel in parcels if parcel.server or isinstance(self.pace, Settled)])
+            self._await([parcel for parcel in parcels if parcel.server or self.lasting is not None])
         return parcels
 
     # ---- a step
@@ -320,11 +322,15 @@ class Client:
                 "with ParameterServer run.clip takes all parameters of an optimizer together, as only servers have the gradients of all "
                 "workers: give it the model that the optimizer was made for"
             )
-        norms = self.pace.norms(numbers, norm_type, max_norm)
-        total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
-        for number in numbers:
-            self.factors[number] = shrink(total, max_norm)
-        return torch.tensor(total)
+        self.clips |= dict.fromkeys(numbers, Clip(numbers, max_norm, norm_type))
+        return torch.tensor(self.clip_by(self.clips[numbers[0]], self.pace.norms(numbers, norm_type, max_norm)))
+
+    def clip_by(self, asked: Clip, norms: Sequence[float]) -> float:
+        """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
+        total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), asked.kind))
+        for number in [number for number in asked.numbers if self.clips.get(number) is asked]:
+            self.factors[number] = shrink(total, asked.most)
+        return total
 
     def stepped(self, optimizer: Optimizer) -> None:
         """See `Sync.stepped`."""
@@ -340,10 +346,8 @@ class Client:
         """See `Sync.abort`."""
         self._grads.clear()
         self.wrapper.forget()
-        for parcel in self._layout.parcels if isinstance(self.pace, Settled) else ():
-            parcel.pushed = {}
-            parcel.sent.clear()
         if isinstance(self.pace, Settled):
+            self.release()
             self.pace.abort()
 
     def mirrored(self) -> dict[str, Tensor] | None:
@@ -352,10 +356,10 @@ class Client:
 
     def converge(self) -> None:
         """See `Sync.converge`."""
-        if self.free and self.slots and isinstance(self.pace, Loose) and self.pace.desk.open:
+        if self.free and self.slots and isinstance(self.pace, Loose | Lasting) and self.pace.desk.open:
             self.pace.desk.open = False
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
-            self.catch_up({})
+            self.scene.agreement.lasting(lambda: self.catch_up({}))
             self.scene.agreement.meet("servers are read")  # and nobody again before all have read
         elif self.wrapper.coded and self._leveled != self.steps_taken:
             self.scene.agreement.repeat(self._level, what="servers tell all")
@@ -372,22 +376,29 @@ class Client:
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
-        assert isinstance(self.pace, Settled) and self._room is not None and self._room.house is not None
-        return {"room": self._room.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": self.pace.layout()}
+        assert self.lasting is not None
+        copies = self.lasting.copies
+        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": copies.layout()}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
-        self.scene, self.workers, self._lost = scene, list(scene.agreement.origins), None
+        self.scene, self.workers = scene, list(scene.agreement.origins)
         scene.sides.append(Bill(self.wires))
-        if not isinstance(self.pace, Settled):
-            if self.slots:
-                raise WorkerLost("a worker was lost, and ParameterServer can't go on without it: resume from a checkpoint")
+        if not self.slots:
             return
+        assert self.lasting is not None
         if self._waiting:
             self._waiting = False
-            self._enter(self.pace.house.join(layout["room"]))
+            self._enter(self.lasting.copies.house.join(layout["room"]))
             self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
-        self.pace.regroup(None if layout is None else layout["anew"])
+        self._lost = None
+        self.lasting.regroup(None if layout is None else layout["anew"])
+
+    def release(self) -> None:
+        """What was pushed and is in no step is void."""
+        for parcel in self._layout.parcels:
+            parcel.pushed = {}
+            parcel.sent.clear()
 
     def inherit(self, state: dict[str, Any]) -> None:
         """See `Sync.inherit`: all there is lies on servers, or came with the parameters."""
@@ -416,11 +427,19 @@ class Client:
 
     def servers_lost(self) -> list[str]:
         """See `Steps.servers_lost`."""
-        return self.pace.take_lost() if isinstance(self.pace, Settled) else []
+        return [] if self.lasting is None else self.lasting.copies.take_lost()
+
+    def servers_begun(self) -> list[str]:
+        """See `Steps.servers_begun`."""
+        return self.pace.take_begun() if isinstance(self.pace, Lasting) else []
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
-        return [dict(self.wires.ask(server, "facts", self.seconds).body) for server in range(len(self.wires.of))]
+
+        def act() -> list[dict[str, Any]]:
+            return [dict(self.wires.ask(server, "facts", self.seconds).body) for server in range(len(self.wires.of))]
+
+        return self.scene.agreement.lasting(act)
 
     def served(self) -> list[Served]:
         """See `Steps.served`."""
@@ -431,20 +450,17 @@ class Client:
         kept = self.wrapper.state_dict(self.slots)
         if not self.callers or self.scene.group.rank:
             return {"memories": None, **kept}
-        found: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in self.slots]
-        for server, plan in enumerate(self._layout.plans):
-            body = self.wires.ask(server, "memories", self.seconds).tensors[0].numpy().tobytes()
-            for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
-                found[piece.slot].append((piece, memory))
-        return {"memories": [whole(parts) for parts in found], **kept}
+        return {"memories": stocking.memories(self, len(self.slots)), **kept}
 
     def adopt(self, states: Sequence[dict[str, Any]]) -> None:
         """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
         found = [state for state in states if state]
-        if any("memories" not in state for state in found):
-            raise UsageError("this checkpoint was written with another kind of strategy than ParameterServer; resume with that one")
-        memories = next((state["memories"] for state in found if state["memories"] is not None), None)
-        if memories is not None and len(memories) != len(self.slots):
-            raise UsageError(f"this checkpoint is of a model of {len(memories)} parameters, and here are {len(self.slots)}")
-        self._hand_over(memories)
+        self._hand_over(stocking.saved(found, len(self.slots)))
         self.wrapper.adopt(found)
+
+
+def _pace(client: Client, plan: ParameterServer) -> Pace:
+    if client.scene.survives and (plan.backup_workers or plan.staleness):
+        return Lasting(client, plan)
+    kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
+    return kind(client, plan)

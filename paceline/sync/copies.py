@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 from torch import Tensor
 
+from paceline.comm.breaker import Breaker
 from paceline.comm.group import Traffic
 from paceline.comm.messages import Caller, Message
 from paceline.errors import LOSSES, DeadlineExceeded, ServerLost
@@ -68,6 +69,7 @@ class Copies(Wires):
     def __init__(self) -> None:
         super().__init__()
         self.of: list[list[Caller]] = []
+        self.breaker: Breaker | None = None  # ends all waits when the workers become others
         self._by_number: dict[int, Caller] = {}
 
     @property
@@ -110,10 +112,17 @@ class Copies(Wires):
             self.of[shard].append(self._by_number[number])
         self.callers = list(self._by_number.values())
 
-    @staticmethod
-    def call(room: Room, me: int, place: int = 0) -> Caller:
+    def call(self, room: Room, me: int, place: int = 0) -> Caller:
         """An end to the server at this place of a room."""
-        return Caller(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
+        found = Caller(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
+        found.breaker = self.breaker
+        return found
+
+    def follow(self, breaker: Breaker | None) -> None:
+        """All waits end when this one trips."""
+        self.breaker = breaker
+        for caller in self.callers:
+            caller.breaker = breaker
 
     def know(self, number: int, caller: Caller | None) -> None:
         """This end is there already, if it is, for when that server comes to be reached."""

@@ -4,14 +4,15 @@ deal(batches)     begin an epoch, or the next part of one       leave           
 take(most)        my next samples, once there are some          slowest            turns that all have completed
 tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
 arrive(step)      once it is decided who makes a step           post               a letter to the first worker
-gather(number)    once it is decided in which step I am; or that I go on
+gather(number)    once it is decided in which step I am         resume(standing) after a loss: go on from there
+                  (or that I go on)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from paceline.comm.messages import Message
 from paceline.errors import UsageError
 from paceline.sync.gathering import Open
 from paceline.sync.keeper import Decision, Keeper
+from paceline.sync.standing import Standing
 
 LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a letter
 Answer = Callable[[Message, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
@@ -42,6 +44,7 @@ class Dealing:
             "behind": self._behind,
             "missing": self._missing,
             "post": self._post,
+            "resume": self._resume,
         }
 
     def _deal(self, message: Message) -> bool:
@@ -54,7 +57,10 @@ class Dealing:
 
     def _take(self, message: Message) -> bool:
         found = self.keeper.take(message.sender, int(message.body["most"]))
-        return found is not None and self._answer(message, {"piece": list(found) if isinstance(found, tuple) else None}, ())
+        if found is None:
+            return False
+        over = not self.keeper.takes(message.sender)
+        return self._answer(message, {"piece": list(found) if isinstance(found, tuple) else None, "over": over}, ())
 
     def _leave(self, message: Message) -> bool:
         self.keeper.leave(message.sender)
@@ -81,13 +87,14 @@ class Dealing:
         if isinstance(found, Decision):
             told = [found.came[worker] for worker in found.workers]
             parts = math.fsum(float(said["part"]) for said in told)
-            return self._answer(message, {"workers": found.workers, "said": told[0], "parts": parts}, ())
+            facts = {"workers": found.workers, "said": told[0], "parts": parts, **_came(found.workers, told)}
+            return self._answer(message, facts, ())
         return found is not None and self._answer(message, {"late": self.keeper.decided(optimizer)}, ())
 
     def _gather(self, message: Message) -> bool:
         body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
-        optimizer, number, part = int(body["optimizer"]), int(body["number"]), bool(body["part"])
-        made = self.keeper.gather(message.sender, optimizer, number, body["said"], bound=bound, now=now, part=part)
+        optimizer, number, alone, part = int(body["optimizer"]), int(body["number"]), bool(body.get("alone")), bool(body["part"])
+        made = self.keeper.gather(message.sender, optimizer, number, body["said"], bound=bound, now=now, alone=alone, part=part)
         if made is None:
             return False
         slowest = self.keeper.slowest
@@ -96,7 +103,7 @@ class Dealing:
         told, mine = list(made.came.values()), message.sender in made.takers
         parts = math.fsum(float(said["part"]) for said in told)
         facts = {"open": False, "step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "mine": mine}
-        return self._answer(message, {**facts, "slowest": slowest}, ())
+        return self._answer(message, {**facts, **_came([*made.came], told), "slowest": slowest}, ())
 
     def patience(self, most: float) -> float:
         """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
@@ -110,8 +117,19 @@ class Dealing:
         if len(body) > LONGEST:
             raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {len(body)}")
         if body:
-            self.keeper.post(message.sender, message.tensors[0])
+            self.keeper.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
         if message.body["stop"]:
             self.keeper.stop()
-        found = self.keeper.collect() if message.body["collect"] else []
+        found = self.keeper.collect(int(message.body["had"])) if message.body["collect"] else []
         return self._answer(message, {"workers": [worker for worker, _ in found]}, tuple(letter for _, letter in found))
+
+    def _resume(self, message: Message) -> bool:
+        self.keeper.resume(Standing.load(message.tensors[0].numpy().tobytes()))
+        return self._answer(message, None, ())
+
+
+def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:
+    """Of each who makes a step: which of its gradients, and the samples in it; where losses are survived."""
+    if any("pieces" not in said for said in told):
+        return {}
+    return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, told, strict=True)]}

@@ -54,7 +54,7 @@ class Gathering:
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
-        self._made: dict[int, tuple[int, Made]] = {}  # by worker: how often it had come, and what came of it
+        self._made: dict[int, tuple[int, Made | None]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
         self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
@@ -74,6 +74,15 @@ class Gathering:
         self._began.clear()
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
+
+    def resume(self, steps: int, numbers: Mapping[int, int]) -> None:
+        """Somebody was lost. So many steps have been made, with so many gradients of each who lives; who had come since comes again."""
+        self.steps, self.came, self._prompt, self.due = steps, {}, [], math.inf
+        self._apart, self.takers = set(), set()
+        self._made = {worker: (number, None) for worker, number in numbers.items()}
+        self._late &= numbers.keys()
+        self._began = {worker: began for worker, began in self._began.items() if worker in numbers}
+        self._seen = {worker: min(self._seen.get(worker, steps), steps) for worker in numbers}
 
     def come(self, worker: int, number: int, said: Any, now: float) -> Made | None:
         """A worker has pushed all of its gradient number `number`, from 1 on; what came of it, once its step has been made."""
@@ -146,7 +155,7 @@ class Gathering:
         self.sizes[len(made.came)] += 1
         for worker in made.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1
-            self._made[worker] = self._made.get(worker, (0, made))[0] + 1, made
+            self._made[worker] = self._made.get(worker, (0, None))[0] + 1, made
         self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
         self.came, self._prompt, self.due = {}, [], math.inf
         self._apart, self.takers = set(), set()

@@ -16,12 +16,15 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from paceline.errors import Mismatch
 from paceline.sync.gathering import Gathering, Made, Open
+
+if TYPE_CHECKING:
+    from paceline.sync.standing import Standing
 
 SHOWN = 1000  # dropped pieces that are told one by one
 
@@ -73,6 +76,7 @@ class Keeper:
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
         self._posts: list[tuple[int, Tensor]] = []
+        self._posted: dict[int, int] = {}  # by worker: the number of its last letter
         self._stopped = False
 
     # ---- samples
@@ -131,6 +135,26 @@ class Keeper:
         self._next = (number, stop) if stop < self._sizes[number] else (number + 1, 0)
         return Piece(self._part[1] + number, start, stop)
 
+    def resume(self, found: Standing) -> None:
+        """Somebody was lost, perhaps the keeper before this one: go on from where the living stand."""
+        if self._part is None:  # what was counted went with the one before
+            for epoch, piece in found.dropped:
+                self._drop(epoch, piece)
+        self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
+        self._next, self._again = (len(found.sizes), 0), deque(found.todo)
+        self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
+        self._active, self._parked, self._held = {*found.under_way}, set(), {*found.held}
+        self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
+        self._decisions.clear()
+        self._apart.clear()
+        self._decided = dict(enumerate(found.steps))
+        for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
+            self._gatherings.setdefault(optimizer, Gathering(self._began)).resume(found.steps[optimizer], numbers)
+
+    def takes(self, worker: int) -> bool:
+        """Whether it has turns to take, or may have."""
+        return worker in self._active
+
     def leave(self, worker: int) -> None:
         """It begins no more turns in this epoch; nobody waits for it."""
         self._active.discard(worker)
@@ -140,12 +164,11 @@ class Keeper:
         """No more pieces in this epoch."""
         self._stopped = True
 
-    def _drop(self, piece: Piece) -> None:
-        assert self._part is not None
+    def _drop(self, epoch: int, piece: Piece) -> None:
         self.tally.dropped += 1
         self.tally.samples += piece.stop - piece.start
         if len(self.tally.pieces) < SHOWN:
-            self.tally.pieces.append((self._part[0], piece))
+            self.tally.pieces.append((epoch, piece))
 
     # ---- clocks
 
@@ -163,7 +186,8 @@ class Keeper:
             self.tally.dropped += 1
             self.tally.requeued += piece.stop - piece.start
         elif dropped:
-            self._drop(piece)
+            assert self._part is not None
+            self._drop(self._part[0], piece)
 
     @property
     def slowest(self) -> int:
@@ -238,17 +262,19 @@ class Keeper:
     # ---- who makes a step, within a bound
 
     def gather(
-        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False
+        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False, alone: bool = False
     ) -> Made | Open | None:
         """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
+
+        `alone`: it makes a step by itself, at once.
 
         A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
         `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
         """
         gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
         made = gathering.come(worker, number, said, now)
-        if made is not None:
-            return made
+        if made is not None or alone:
+            return made or gathering.make(())
         elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.takers}
         absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
         if gathering.part(worker, absent if part else (), now):
@@ -278,14 +304,16 @@ class Keeper:
 
     # ---- letters to the first worker
 
-    def post(self, worker: int, letter: Tensor) -> None:
-        """Keep a letter for the first worker."""
-        self._posts.append((worker, letter))
+    def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
+        """Keep a letter for the first worker, its `number` from 1 on; one that comes again is not kept twice."""
+        if not number or number > self._posted.get(worker, 0):
+            self._posts.append((worker, letter))
+            self._posted[worker] = number
 
-    def collect(self) -> list[tuple[int, Tensor]]:
-        """All letters that have come since."""
-        found, self._posts = self._posts, []
-        return found
+    def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
+        """All letters that have come since, but for the first so many: those have arrived."""
+        del self._posts[:had]
+        return list(self._posts)
 
     def facts(self) -> dict[str, Any]:
         """For the summary."""

@@ -125,6 +125,7 @@ class Counter:
         self._client = client
         self.clock = 0
         self.open = False  # an epoch is under way
+        self._had = 0  # letters that came last
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         """Deal these global batches, from number `first` of the epoch on. All workers call it."""
@@ -162,13 +163,13 @@ class Counter:
             agreement.entering = entering
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: ranks and letters."""
+        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: whose, and letters."""
         client = self._client
         letter = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
-        asked = {"stop": stop, "collect": client.scene.group.rank == 0}
+        asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had}
         found = client.callers[0].call("post", body=asked, tensors=[letter], seconds=client.seconds)
-        ranks = [client.workers.index(worker) for worker in found.body["workers"]]
-        return [(rank, letter.numpy().tobytes()) for rank, letter in zip(ranks, found.tensors, strict=True)]
+        self._had = len(found.tensors)
+        return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
 
 
 class Loose:

@@ -69,8 +69,6 @@ class ParameterServer:
             raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
-        if self.replicas > 1 and (self.staleness or self.backup_workers):
-            raise UsageError("replicas are kept equal in lockstep only: leave out staleness and backup_workers, or replicas")
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 

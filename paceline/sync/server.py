@@ -13,7 +13,8 @@
     alive, back      ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
     state, become    ------------->    all that is kept, for a copy that has begun
 
-Where workers are not in lockstep, the first server deals them their samples too (`dealing`).
+Where workers are not in lockstep, the first server deals them their samples too (`dealing`), and each knows what the living ask for
+after a loss (`reckoning`).
 What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
 """
 
@@ -47,6 +48,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.sync import phases
 from paceline.sync.dealing import Dealing
 from paceline.sync.pieces import Piece
+from paceline.sync.reckoning import Reckoning
 from paceline.sync.shard import Plan, Shard
 from paceline.sync.tables import Tables
 from paceline.trace import Trace
@@ -110,10 +112,10 @@ class Server:
             "taken": self._taken,
             "read": self._read,
             "level": self._level,
-            "echo": lambda message: self._answer(message, tensors=message.tensors),
+            "echo": lambda message: self.answer(message, tensors=message.tensors),
             "apply": self._apply,
             "absent": self._absent,
-            "alive": lambda message: self._answer(message, {"clock": time.perf_counter_ns()}),
+            "alive": lambda message: self.answer(message, {"clock": time.perf_counter_ns()}),
             "timeline": self._timeline,
             "back": self._back,
             "state": self._state,
@@ -122,8 +124,8 @@ class Server:
             "facts": self._facts,
             "end": self._end,
         }
-        self._dealing, tables = Dealing(self._answer), Tables(self._answer)
-        self._kinds |= self._dealing.kinds | tables.kinds
+        self._dealing, self._reckoning, tables = Dealing(self.answer), Reckoning(self), Tables(self.answer)
+        self._kinds |= self._dealing.kinds | self._reckoning.kinds | tables.kinds
         self._first = {"plan", "end", "alive", "echo", *tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
@@ -166,6 +168,7 @@ class Server:
             self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
             return True
         try:
+            self._reckoning.check(message)
             return act(message)
         except PacelineError as error:
             self._receiver.refuse(message, str(error))
@@ -173,12 +176,14 @@ class Server:
             self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {error})")
         return True
 
-    def _answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+    def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+        """Answer a message."""
         self._receiver.answer(message, message.kind, body, tensors)
         return True
 
     @property
-    def _kept(self) -> Shard:
+    def shard(self) -> Shard:
+        """What it keeps."""
         assert self._shard is not None
         return self._shard
 
@@ -191,38 +196,38 @@ class Server:
             self._shard, self._digest = Shard(read(packed)), digest
         elif digest != self._digest:
             raise UsageError("another plan is in use here: workers have prepared different things")
-        return self._answer(message)
+        return self.answer(message)
 
     def _fill(self, message: Message) -> bool:
-        self._kept.fill(message.body["unit"], message.tensors[0])
-        return self._answer(message)
+        self.shard.fill(message.body["unit"], message.tensors[0])
+        return self.answer(message)
 
     def _remember(self, message: Message) -> bool:
         found = loads(message.tensors[0].numpy().tobytes()).unpack()
-        self._kept.remember(found["memories"])
-        return self._answer(message)
+        self.shard.remember(found["memories"])
+        return self.answer(message)
 
     def _memories(self, message: Message) -> bool:
-        packed = pack({"memories": self._kept.memories()}, copy=False).dumps()
-        return self._answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+        packed = pack({"memories": self.shard.memories()}, copy=False).dumps()
+        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
 
     # ---- steps
 
     def _push(self, message: Message) -> bool:
         body = message.body
-        if not body.get("late") or self._kept.in_time(body["unit"], message.body["step"]):
+        if not body.get("late") or self.shard.in_time(body["unit"], message.body["step"]):
             keep, turn = bool(body.get("keep")), body.get("turn", 0)
-            self._kept.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=keep, turn=turn)
-        return self._answer(message)
+            self.shard.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=keep, turn=turn)
+        return self.answer(message)
 
     def _apply(self, message: Message) -> bool:
         body = message.body
         factor, part = float(body["factor"]), float(body["part"])
-        self._kept.apply(body["optimizer"], message.sender, message.body["step"], factor=factor, part=part, settings=dict(body["settings"]))
-        return self._answer(message)
+        self.shard.apply(body["optimizer"], message.sender, message.body["step"], factor=factor, part=part, settings=dict(body["settings"]))
+        return self.answer(message)
 
     def _norm(self, message: Message) -> bool:
-        body, shard = message.body, self._kept
+        body, shard = message.body, self.shard
         if not body.get("decided"):
             self._next(body["optimizer"], message.body["step"])
             asking = self._closing.setdefault((body["optimizer"], -message.body["step"]), {})
@@ -231,23 +236,25 @@ class Server:
                 return False  # somebody may push something else yet
         elif message.step > shard.steps[body["optimizer"]] + 1:
             return False  # the step before has been decided, too
+        elif message.step <= shard.steps[body["optimizer"]] and (body["optimizer"], message.step) not in self._norms:
+            raise UsageError(f"step {message.step} of optimizer {body['optimizer']} has been made, and its norm is not known here")
         kind, key = math.inf if body["kind"] is None else float(body["kind"]), (body["optimizer"], body["step"])
         found = self._norms.setdefault(key, {}).get(kind)  # another may have closed the step meanwhile
         if found is None:
             found = self._norms[key][kind] = shard.norm(body["optimizer"], body["workers"], kind)
         self._norms.pop((body["optimizer"], body["step"] - KEPT), None)
-        return self._answer(message, {"norm": found})
+        return self.answer(message, {"norm": found})
 
     def _next(self, optimizer: int, step: int) -> None:
-        if step != self._kept.steps[optimizer] + 1:
-            raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self._kept.steps[optimizer]}")
+        if step != self.shard.steps[optimizer] + 1:
+            raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self.shard.steps[optimizer]}")
 
     def _close(self, message: Message) -> bool:
-        body, shard = message.body, self._kept
+        body, shard = message.body, self.shard
         optimizer, step, workers = body["optimizer"], message.body["step"], body["workers"]
         if step <= shard.steps[optimizer]:
             self._same(optimizer, step, body)
-            return self._answer(message)
+            return self.answer(message)
         if body.get("decided") and step > shard.steps[optimizer] + 1:
             return False  # the step before has been decided, too
         self._next(optimizer, step)
@@ -257,7 +264,9 @@ class Server:
             more: dict[str, Any] = {"undo": bool(body.get("undo")), "turn": body["turn"] if body.get("same") else None}
             shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, **more)
             self._told[optimizer] = step, body["factor"], body["settings"]
-            return self._answer(message)
+            if "came" in body:
+                self._reckoning.ledger.made(body)
+            return self.answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
         closing[message.sender] = body["factor"], body["settings"]
         if any(worker not in closing for worker in workers):
@@ -267,10 +276,10 @@ class Server:
             raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
-        return self._answer(message)
+        return self.answer(message)
 
     def _taken(self, message: Message) -> bool:
-        return message.body["step"] <= self._kept.steps[message.body["optimizer"]] and self._answer(message)
+        return message.body["step"] <= self.shard.steps[message.body["optimizer"]] and self.answer(message)
 
     def _same(self, optimizer: int, step: int, body: Mapping[str, Any]) -> None:
         mine = step, body["factor"], body["settings"]
@@ -281,48 +290,56 @@ class Server:
 
     def _read(self, message: Message) -> bool:
         unit, step = message.body["unit"], message.body["step"]
-        flat = self._kept.read(unit)
-        done = self._kept.steps[self._kept.units[unit].optimizer]
+        flat = self.shard.read(unit)
+        done = self.shard.steps[self.shard.units[unit].optimizer]
         if step > done + 1 and not message.body.get("copy"):
             raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
         if step > done:
             return False
-        coded = self._kept.units[unit].coded
+        coded = self.shard.units[unit].coded
         if coded is not None and "has" in message.body:
-            return self._answer(message, *coded.read(message.body["has"]))
-        return self._answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
+            return self.answer(message, *coded.read(message.body["has"]))
+        return self.answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
 
     def _level(self, message: Message) -> bool:
-        self._kept.level()
-        return self._answer(message)
+        self.shard.level()
+        return self.answer(message)
 
     def _absent(self, message: Message) -> bool:
         optimizer, step = message.body["optimizer"], message.body["step"]
         came = self._closing.get((optimizer, step), {})
-        missing = [(worker, self._kept.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
-        return self._answer(message, {"missing": missing})
+        missing = [(worker, self.shard.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
+        return self.answer(message, {"missing": missing})
 
     # ---- losses
 
     def _back(self, message: Message) -> bool:
         """A turn comes again: void is what this worker has pushed for it, and steps that were made in it go back, if they haven't yet."""
         for optimizer, step in message.body["steps"]:
-            self._kept.back(optimizer, step)
-        self._kept.drop(message.sender)
+            self.shard.back(optimizer, step)
+        self.shard.drop(message.sender)
         self._norms.clear()
-        return self._answer(message)
+        return self.answer(message)
 
     def _state(self, message: Message) -> bool:
-        whole = torch.frombuffer(bytearray(pack(self._kept.state_dict(), copy=False).dumps()), dtype=torch.uint8)
-        return self._answer(message, tensors=whole.split(CHUNK))
+        kept = {**self.shard.state_dict(), "ledger": self._reckoning.ledger.dump()}
+        whole = torch.frombuffer(bytearray(pack(kept, copy=False).dumps()), dtype=torch.uint8)
+        return self.answer(message, tensors=whole.split(CHUNK))
 
     def _become(self, message: Message) -> bool:
-        self._kept.load_state_dict(loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack())
-        return self._answer(message)
+        state = loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack()
+        self.shard.load_state_dict(state)
+        self._reckoning.ledger.load(state["ledger"])
+        return self.answer(message)
+
+    def clear(self) -> None:
+        """What was put off is void, and norms of steps that may come to be others."""
+        self._later.clear()
+        self._norms = {key: found for key, found in self._norms.items() if key[1] <= self.shard.steps[key[0]]}
 
     def _timeline(self, message: Message) -> bool:
         packed = msgpack.packb([[list(span) for span in self._trace.spans()], list(self._waiting)])
-        return self._answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
 
     def _facts(self, message: Message) -> bool:
         facts = {
@@ -331,14 +348,14 @@ class Server:
             "busy_seconds": self._busy,
             "bytes": self._receiver.nbytes,
             "bytes_sent": self._receiver.sent,
-            "memory_bytes": self._kept.nbytes,
+            "memory_bytes": self.shard.nbytes,
             **self._dealing.keeper.facts(),
         }
-        return self._answer(message, facts)
+        return self.answer(message, facts)
 
     def _end(self, message: Message) -> bool:
         self._ended = True
-        return self._answer(message)
+        return self.answer(message)
 
 
 def main() -> None:

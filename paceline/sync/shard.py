@@ -318,6 +318,12 @@ class Shard:
             unit.total = None
             unit.pushed.pop(worker, None)
 
+    def void(self) -> None:
+        """What has been pushed and is not applied is void, whoever has pushed it."""
+        for unit in self.units:
+            unit.total = None
+            unit.pushed.clear()
+
     # ---- state
 
     def memories(self) -> list[dict[str, Any]]:

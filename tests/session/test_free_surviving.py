@@ -1,0 +1,200 @@
+"""Workers and servers are killed where workers are not in lockstep: every sample is in one step, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.launches import Job, Jobs
+from tests.session.test_servers_surviving import servers
+from tests.survivors import gap, pause, trains
+
+pytestmark = pytest.mark.preloaded
+SOAK = pytest.mark.soak
+
+SSP, ASP, BACKUP = "staleness=2", "staleness=inf", "backup_workers=1"
+REQUEUE = "backup_workers=1, requeue=True"
+MODES = [SSP, ASP, BACKUP, REQUEUE]
+EPOCHS, SAMPLES, BATCH = 3, 96, 8
+
+# The loss is linear, so the order of steps is of no matter: each weight tells whether its sample was in one of that epoch, and by what.
+SCRIPT = """
+import json, os, random, signal
+from pathlib import Path
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return {samples}
+    def __getitem__(self, index):
+        return index
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.zeros({samples}, {epochs}, dtype=torch.float64)) for _ in range(2))
+    def forward(self, ids, epoch):
+        scale = (ids + 1.0).double()
+        return (self.one[ids, epoch] + self.two[ids, epoch] * scale).mean()
+
+model = Tables()
+optimizer = {optimizer}
+loader = DataLoader(Numbers(), batch_size={batch}, shuffle=True, num_workers={readers})
+out, chance = Path(os.environ["OUT"]), random.Random(os.getpid())
+times = (out / f"times-{{os.getpid()}}").open("a")
+
+def die(now, where):
+    if now and not (out / where).exists():
+        (out / where).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with pl.start(name="run", folder=str(out / "runs")) as run:
+    model, optimizer, loader = run.prepare(model, optimizer, loader{options})
+    for epoch in run.epochs({epochs}):
+        for ids in loader:
+            (out / f"ready-{{os.getpid()}}").touch()
+            loss = model(ids, epoch)
+            {before}
+            loss.backward()
+            {between}
+            optimizer.step()
+            optimizer.zero_grad()
+            {after}
+            run.log(loss=loss)
+            times.write(f"{{time.time()}}\\n"); times.flush()
+            (out / "steps").write_text(str(run.steps)) if run.is_first else None
+            time.sleep({nap})
+    if run.is_first:
+        torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
+        (out / "events.json").write_text(json.dumps([event["what"] for event in run.events]))
+        (out / "size").write_text(str(run.size))
+"""
+
+
+def script(**parts: Any) -> str:
+    usual = {
+        "optimizer": "torch.optim.SGD(model.parameters(), 0.5)",
+        "readers": 0,
+        "options": "",
+        "epochs": EPOCHS,
+        "samples": SAMPLES,
+        "batch": BATCH,
+        "nap": "chance.uniform(0, 0.03)",
+        **dict.fromkeys(("before", "between", "after"), "pass"),
+    }
+    return SCRIPT.format(**(usual | parts))
+
+
+def until(events: int, nap: float = 0.1) -> str:
+    """Naps in each turn, that get short when so much has happened."""
+    return f"chance.uniform(0, 0.01 if len(run.events) >= {events} else {nap})"
+
+
+class Outcome(NamedTuple):
+    weights: list[torch.Tensor]
+    events: list[str]
+    size: int
+    facts: dict[str, Any]  # of the first server
+
+
+def begun(job: Jobs, mode: str, workers: int = 3, *options: str, replicas: int = 2, name: str = "killed", **parts: Any) -> Job:
+    out = job.folder / name
+    out.mkdir()
+    sync = f"ParameterServer(servers=2, replicas={replicas}, bucket_mb=0.001, {mode})"
+    launched = job.run(script(**parts), workers, "--min-workers", "1", "--sync", sync, *options, OUT=str(out))
+    trains(launched, out, workers)
+    return launched
+
+
+def ended(job: Jobs, launched: Job, name: str = "killed") -> Outcome:
+    end, out = launched.end(90), job.folder / name
+    assert end.code == 0, end.err
+    summary = json.loads((out / "runs" / "run" / "summary.json").read_text())
+    return Outcome(
+        torch.load(out / "weights.pt"),
+        json.loads((out / "events.json").read_text()),
+        int((out / "size").read_text()),
+        summary["servers"][0],
+    )
+
+
+def check(found: Outcome, mode: str, epochs: int = EPOCHS, samples: int = SAMPLES, batch: int = BATCH) -> None:
+    """Each sample is in one step of each epoch, by its weight, unless it was dropped and that is told."""
+    one, two = found.weights
+    scaled = -2 * two / torch.arange(1, samples + 1, dtype=torch.float64)[:, None]
+    assert float((scaled + 2 * one).abs().max()) < 1e-9, "servers have come apart"
+    if mode in (BACKUP, REQUEUE):  # a step has the mean of those who made it: so many samples
+        makers = torch.where(scaled > 0, 1 / scaled, 0.0)
+        near = makers.round()
+        assert float((makers - near).abs().max()) < 1e-6, (makers, found.events)
+        assert all(int((near[:, epoch] == size).sum()) % size == 0 for epoch in range(epochs) for size in range(1, batch + 1)), near
+    else:
+        near = (scaled * batch).round()
+        assert float((scaled * batch - near).abs().max()) < 1e-9, (scaled, found.events)
+        assert near.max() <= 1, (near, found.events)
+    dropped = int((near == 0).sum())
+    told = sum(stop - start for _, _, start, stop in found.facts["dropped"]["pieces"])
+    assert dropped == told == found.facts["dropped"]["samples"], (dropped, found.facts["dropped"], found.events)
+    assert dropped == 0 or mode == BACKUP, (dropped, found.events)
+    leads = max(int(lead) for lead in found.facts["staleness"])
+    assert leads <= 2 or mode != SSP, found.facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_nobody_is_killed(job: Jobs, mode: str) -> None:
+    found = ended(job, begun(job, mode))
+    check(found, mode)
+    assert found.size == 3 and not found.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
+def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
+    chance = random.Random(seed)
+    launched = begun(job, mode, replicas=1, nap=until(1))
+    pause(chance, 0.5)
+    chance.choice(launched.workers()).kill()
+    found = ended(job, launched)
+    check(found, mode)
+    assert found.size == 2 and len(found.events) == 1, found.events
+    assert gap(job.folder / "killed") < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
+def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
+    """Which is the first, with the keeper, in every second case. Another one is there soon."""
+    chance = random.Random(seed)
+    launched = begun(job, mode, nap=until(2))
+    pause(chance, 0.3)
+    which = chance.choice([0, 0, 0, 1, 2, 3])
+    servers(launched)[which].kill()
+    found = ended(job, launched)
+    check(found, mode)
+    assert found.size == 3 and f"server {which % 2} on" in found.events[0], found.events
+    assert len(found.events) == 2 and "has begun" in found.events[1], found.events
+    assert gap(job.folder / "killed") < 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
+def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
+    chance = random.Random(seed)
+    launched = begun(job, mode, 4, nap=until(2))
+    pause(chance, 0.4)
+    victims = [chance.choice(servers(launched)), *chance.sample(launched.workers(), chance.randint(1, 2))]
+    chance.shuffle(victims)
+    for process in victims:
+        process.kill()
+        pause(chance, chance.choice([0.0, 0.05, 0.2]))
+    found = ended(job, launched)
+    check(found, mode)
+    assert found.size == 5 - len(victims), found.events
+    assert gap(job.folder / "killed") < 5
