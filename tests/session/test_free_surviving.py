@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.launches import Job, Jobs
+from tests.launches import Job, Jobs, wait_for
 from tests.session.test_servers_surviving import servers
 from tests.survivors import gap, pause, trains
 
@@ -65,7 +66,7 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             {after}
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
-            (out / "steps").write_text(str(run.steps)) if run.is_first else None
+            (out / "told").write_text(f"{{len(run._backward.sync.wires.callers)}} {{len(run.events)}}") if run.is_first else None
             time.sleep({nap})
     if run.is_first:
         torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
@@ -171,7 +172,7 @@ def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
 def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
     """Which is the first, with the keeper, in every second case. Another one is there soon."""
     chance = random.Random(seed)
-    launched = begun(job, mode, nap=until(2))
+    launched = begun(job, mode, nap=until(2, 0.5))
     pause(chance, 0.3)
     which = chance.choice([0, 0, 0, 1, 2, 3])
     servers(launched)[which].kill()
@@ -198,3 +199,22 @@ def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
     check(found, mode)
     assert found.size == 5 - len(victims), found.events
     assert gap(job.folder / "killed") < 5
+
+
+@SOAK
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(10))
+def test_many_servers_are_killed(job: Jobs, mode: str, seed: int) -> None:
+    """One after the other, most of them primaries; as soon as there are four of them again."""
+    chance, told = random.Random(seed), job.folder / "killed" / "told"
+    launched = begun(job, mode, epochs=8, nap=until(12, 0.6))
+    for events in range(0, 12, 2):
+        wanted = f"4 {events}"  # or the only one that has a shard might be killed
+        wait_for(lambda w=wanted: launched.process.poll() is not None or (told.exists() and told.read_text() == w), 60)
+        pause(chance, 0.5)
+        with contextlib.suppress(IndexError):
+            servers(launched)[chance.choice([0, 0, 1, 1, 2, 3])].kill()
+    found = ended(job, launched)
+    check(found, mode, epochs=8)
+    assert found.size == 3, found.events
