@@ -10,6 +10,13 @@ from typing import Protocol
 class Desk(Protocol):
     """Deals the global batches of an epoch piece by piece, to whoever is ready for more; and passes letters on to the first worker."""
 
+    open: bool  # an epoch is under way
+    paused: bool  # all have stopped taking samples, to come together: `begin` goes on
+
+    def pause(self) -> None:
+        """Let all stop taking samples, once their turns are over, and come together; what is left is for later."""
+        ...
+
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         """Deal these global batches, from number `first` of the epoch on. Collective."""
         ...

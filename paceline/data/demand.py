@@ -90,6 +90,13 @@ class Demand(Indexed):
     def apart(self) -> bool:
         return self.terms.training and self._taking
 
+    @property
+    def paused(self) -> bool:
+        return self.apart and self._desk.paused
+
+    def place(self, index: int) -> int:
+        return self._found.first if self.apart else index
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         self._epoch = epoch
         self.at_once = PART if self.terms.training else None
@@ -131,7 +138,7 @@ class Demand(Indexed):
             found = self._next()
             if found is not None:
                 return found
-            if not self._feed.take() and not self._further():
+            if not self._feed.take() and (self._desk.paused or not self._further()):
                 return None
             self._open(draws.twin(self.terms.loader.generator))
 
@@ -165,15 +172,29 @@ class Demand(Indexed):
     def peek(self) -> Any:
         return None if self.terms.training else super().peek()
 
+    def regroup(self, index: int) -> None:
+        """What is left of the part is dealt to the workers that there are now."""
+        if not self.terms.training:
+            super().regroup(index)
+            return
+        indices, start = self._found, self._found.first
+        self._depth()
+        indices.regroup(self.terms.agreement, start)
+        indices.refill(start)
+        indices.batch(start)  # drawn now, where I am alone
+        self._feed.go(indices, start)
+        self.primed(start)
+        self._open(draws.twin(self.terms.loader.generator))
+
     def redeal(self, index: int) -> None:
         if self.terms.training:
             raise UsageError("batches can't be dealt anew where workers are not in lockstep: call reshare between epochs")
         super().redeal(index)
 
     def state(self, index: int) -> dict[str, Any]:
-        if self.terms.training:
+        if self.apart and not self._desk.paused:
             raise UsageError("where workers are not in lockstep they have no common place in an epoch: save between epochs")
-        return super().state(index)
+        return super().state(self.place(index))
 
     def end(self) -> None:
         super().end()

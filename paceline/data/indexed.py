@@ -85,6 +85,13 @@ class Indexed:
     def apart(self) -> bool:
         return False
 
+    @property
+    def paused(self) -> bool:
+        return False
+
+    def place(self, index: int) -> int:
+        return index
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
         the same order is drawn again, from the same generators, and skipped."""

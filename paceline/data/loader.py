@@ -225,7 +225,7 @@ class ShareLoader:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
         self.terms.agreement = agreement
         self.terms.shares = policy(shares, agreement.group.size)
-        self._compare("epoch", self._facts(self._index))  # as who joins in the middle of an epoch does
+        self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as who joins in the middle of an epoch does
         if self._open:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
@@ -304,7 +304,10 @@ class ShareLoader:
         while True:
             step = None if self._ending else self._pipeline.step(self._index)
             step = step if step is None or self.terms.weigh is None else self._weighed(step)
-            if not self._follow():  # nobody was lost meanwhile
+            if step is None and self._pipeline.paused:
+                self._generation = self.hooks.generation(self)  # where all come together, and others are let in
+                self.regroup(self.terms.agreement, self.terms.reshared())
+            elif not self._follow():  # nobody was lost meanwhile
                 return step
 
     def _move(self) -> None:

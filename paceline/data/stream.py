@@ -75,6 +75,14 @@ class Commands:
 class Stream:
     """The pipeline of a stream."""
 
+    @property
+    def apart(self) -> bool:
+        return False
+
+    @property
+    def paused(self) -> bool:
+        return False
+
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self._workers = max(1, terms.loader.num_workers)
@@ -88,9 +96,8 @@ class Stream:
         self._index = 0
         self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
 
-    @property
-    def apart(self) -> bool:
-        return False
+    def place(self, index: int) -> int:
+        return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         loader, terms = self.terms.loader, self.terms

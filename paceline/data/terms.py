@@ -105,6 +105,15 @@ class Pipeline(Protocol):
         """Whether workers may be at different places of the epoch, where nothing can be called together."""
         ...
 
+    @property
+    def paused(self) -> bool:
+        """Whether they have come together in the middle of it, and `regroup` is to go on."""
+        ...
+
+    def place(self, index: int) -> int:
+        """What step `index` is called where workers compare where they are."""
+        ...
+
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
         ...

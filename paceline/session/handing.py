@@ -106,6 +106,27 @@ class Handing:
             self._turns.apart = True
             self._scene.agreement.entering = self._come_together
 
+    def between(self, survival: Survival) -> None:
+        """Two turns of an epoch: have all stop where somebody waits to be let in, or has to be waited for; where they have, do that."""
+        desk, turns, agreement = self.desk, self._turns, self._scene.agreement
+        assert desk is not None
+        if not desk.paused:
+            if not turns.apart and desk.open:
+                self._part()  # all go on
+            if survival.waited or survival.short:
+                desk.pause()
+            return
+        agreement.entering = None
+        survival.note(min(self._line_up("the middle of an epoch", survival.orders.latest)))
+        if survival.short and not survival.pending:
+            text = f"{self._scene.group.size} workers are left, and more are needed: waiting for others"
+            self._event(text)
+            self._scene.say(text)
+            survival.wait()
+        if survival.pending:
+            turns.backward.sync.converge()
+            survival.admit()
+
     def _come_together(self) -> None:
         turns, agreement = self._turns, self._scene.agreement
         if turns.training_now:
@@ -115,17 +136,23 @@ class Handing:
             )
         agreement.entering = None
         turns.end_broken()
+        self._line_up("the end of an epoch")
+        turns.backward.sync.converge()
+
+    def _line_up(self, where: str, mine: int = 0) -> list[int]:
+        """All are here: at the same step from now on, that of whoever took most; gives what each has as `mine`."""
+        turns = self._turns
         self._post()
-        told = [msgpack.unpackb(body) for body in agreement.meet("the end of an epoch", msgpack.packb([turns.steps, self.log.number]))]
+        told = self._scene.agreement.meet(where, msgpack.packb([turns.steps, self.log.number, mine]))
         assert self.desk is not None
         self._read(self.desk.post(b""))
-        steps, number = (max(column) for column in zip(*told, strict=True))
+        steps, numbers, theirs = zip(*map(msgpack.unpackb, told), strict=True)
         turns.apart = False
-        turns.place(steps)
-        self.log.place(number)
+        turns.place(max(steps))
+        self.log.place(max(numbers))
         self._known.clear()
-        self.next = steps + 1
-        turns.backward.sync.converge()
+        self.next = max(steps) + 1
+        return list(theirs)
 
 
 _NOTHING = msgpack.packb([0, None, []])

@@ -185,7 +185,9 @@ class Run:
         if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
             self._depart()
         training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
-        if training == [loader] and self._turns.turn is None and not self._turns.apart:
+        if training == [loader] and self._turns.turn is None and self._handing.desk is not None:
+            self._handing.between(self._survival)
+        elif training == [loader] and self._turns.turn is None:
             if self._survival.short and not self._survival.pending:
                 self._wait_for_others()
             if self._survival.pending:

@@ -228,8 +228,7 @@ class Survival:
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
         names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
         were = "were" if len(gone) > 1 or len(names) > 1 else "was"
-        begun = self._heart.servers_begun()
-        others = f"{' and '.join(begun)} {'have' if len(begun) > 1 else 'has'} begun" if begun else f"a connection broke ({error})"
+        others = " and ".join(f"{name} has begun" for name in self._heart.servers_begun()) or f"a connection broke ({error})"
         who = f"{', '.join(names)} {were} lost" if names else others
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
@@ -262,6 +261,12 @@ class Survival:
         """All workers have heard of this view: who is new in it can be let in."""
         if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
             self.pending = latest
+
+    @property
+    def waited(self) -> bool:
+        """Whether somebody waits to be let in, as far as this worker knows."""
+        latest = self.orders.latest
+        return self.pending > 0 or (latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members})
 
     @property
     def short(self) -> bool:

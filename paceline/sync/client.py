@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,10 @@ from paceline.comm.messages import Caller, Message
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
 from paceline.sync import stocking
 from paceline.sync.base import Room, Scene, Slot
-from paceline.sync.copies import Bill, Copies
+from paceline.sync.clipping import Clip, covered
+from paceline.sync.copies import Bill, Copies, Waiter, named
 from paceline.sync.lasting import Lasting
-from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale, shrink
+from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
 from paceline.sync.parcels import Layout, Parcel, packed
 from paceline.sync.replacing import Replacing
 from paceline.sync.server import write
@@ -37,14 +38,6 @@ from paceline.trace import Served
 
 if TYPE_CHECKING:
     from paceline.sync.parameterserver import ParameterServer
-
-
-class Clip(NamedTuple):
-    """The next steps of these optimizers are clipped together: to at most this norm, of this kind."""
-
-    numbers: list[int]
-    most: float
-    kind: float
 
 
 class Client:
@@ -300,36 +293,18 @@ class Client:
         try:
             return caller.wait(message, self.seconds)
         except DeadlineExceeded as error:
-            try:
-                found = caller.call(who[0], body=who[1], seconds=min(self.seconds, 2.0)).body["missing"]
-            except PacelineError:
-                raise error from None  # the server itself doesn't answer
-            names = ", ".join(f"rank {self.workers.index(worker)}, which has completed {turns} turns" for worker, turns in found)
-            missing = tuple(self.workers.index(worker) for worker, _ in found)
-            text = f"{what}: rank {self.scene.group.rank} waited {self.seconds:g} s in vain for {names or 'nobody who can be named'}"
-            raise DeadlineExceeded(
-                f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output", missing
-            ) from error
+            raise named(error, caller, what, who, Waiter(self.scene.group.rank, self.workers, self.seconds)) from error
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
-        mine = {id(parameter) for parameter in parameters}
-        owners = self._layout.owners
-        numbers = sorted({optimizer for slot, (optimizer, _) in zip(self.slots, owners, strict=True) if id(slot.parameter) in mine})
-        covered = [id(slot.parameter) for slot, (optimizer, _) in zip(self.slots, owners, strict=True) if optimizer in numbers]
-        if not numbers or not {*covered} <= mine:
-            raise UsageError(
-                "with ParameterServer run.clip takes all parameters of an optimizer together, as only servers have the gradients of all "
-                "workers: give it the model that the optimizer was made for"
-            )
+        numbers = covered(parameters, self.slots, [owner for owner, _ in self._layout.owners])
         self.clips |= dict.fromkeys(numbers, Clip(numbers, max_norm, norm_type))
         return torch.tensor(self.clip_by(self.clips[numbers[0]], self.pace.norms(numbers, norm_type, max_norm)))
 
     def clip_by(self, asked: Clip, norms: Sequence[float]) -> float:
         """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
-        total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), asked.kind))
-        for number in [number for number in asked.numbers if self.clips.get(number) is asked]:
-            self.factors[number] = shrink(total, asked.most)
+        total, factor = asked.shrink(norms)
+        self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
         return total
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -377,8 +352,8 @@ class Client:
     def layout(self) -> Any:
         """See `Sync.layout`."""
         assert self.lasting is not None
-        copies = self.lasting.copies
-        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": copies.layout()}
+        copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, Lasting) else 0
+        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": copies.layout(), "times": times}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
@@ -391,6 +366,8 @@ class Client:
             self._waiting = False
             self._enter(self.lasting.copies.house.join(layout["room"]))
             self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
+            if isinstance(self.pace, Lasting):
+                self.pace.desk.times = layout["times"]
         self._lost = None
         self.lasting.regroup(None if layout is None else layout["anew"])
 

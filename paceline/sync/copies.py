@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.comm.breaker import Breaker
 from paceline.comm.group import Traffic
 from paceline.comm.messages import Caller, Message
-from paceline.errors import LOSSES, DeadlineExceeded, ServerLost
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
 from paceline.sync.base import Room
 from paceline.sync.parcels import Wires
 from paceline.trace import Served, Span
@@ -166,3 +166,24 @@ class Copies(Wires):
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 caller.call("end", seconds=1.0)
         self.close()
+
+
+class Waiter(NamedTuple):
+    """Who waits, among which workers (their numbers, by rank), and for how long."""
+
+    rank: int
+    workers: Sequence[int]
+    seconds: float
+
+
+def named(error: DeadlineExceeded, caller: Caller, what: str, who: tuple[str, dict[str, Any]], waiter: Waiter) -> DeadlineExceeded:
+    """The error with the names of those who are waited for, which the server is asked for with the message `who`."""
+    try:
+        found = caller.call(who[0], body=who[1], seconds=min(waiter.seconds, 2.0)).body["missing"]
+    except PacelineError:
+        return error  # the server itself doesn't answer
+    ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}
+    names = ", ".join(f"rank {ranks[worker]}, which has completed {turns} turns" for worker, turns in found if worker in ranks)
+    missing = tuple(ranks[worker] for worker, _ in found if worker in ranks)
+    text = f"{what}: rank {waiter.rank} waited {waiter.seconds:g} s in vain for {names or 'nobody who can be named'}"
+    return DeadlineExceeded(f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output", missing)

@@ -2,6 +2,7 @@
 
 deal(batches)     begin an epoch, or the next part of one       leave              take no more turns in it
 take(most)        my next samples, once there are some          slowest            turns that all have completed
+pause             let all stop taking, and come together
 tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
 arrive(step)      once it is decided who makes a step           post               a letter to the first worker
 gather(number)    once it is decided in which step I am         resume(standing) after a loss: go on from there
@@ -37,6 +38,7 @@ class Dealing:
             "deal": self._deal,
             "take": self._take,
             "leave": self._leave,
+            "pause": self._pause,
             "tick": self._tick,
             "slowest": self._slowest,
             "arrive": self._arrive,
@@ -51,7 +53,8 @@ class Dealing:
         body, sizes = message.body, message.tensors[0]
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
             raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
-        self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]))
+        times = int(body.get("times", 0))
+        self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]), times)
         self.keeper.starts(message.sender, time.monotonic(), first=True)
         return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
 
@@ -59,8 +62,13 @@ class Dealing:
         found = self.keeper.take(message.sender, int(message.body["most"]))
         if found is None:
             return False
-        over = not self.keeper.takes(message.sender)
-        return self._answer(message, {"piece": list(found) if isinstance(found, tuple) else None, "over": over}, ())
+        over, piece = not self.keeper.takes(message.sender), list(found) if isinstance(found, tuple) else None
+        paused = piece is None and self.keeper.paused and not self.keeper.busy(message.sender)
+        return self._answer(message, {"piece": piece, "over": over, "paused": paused}, ())
+
+    def _pause(self, message: Message) -> bool:
+        self.keeper.pause()
+        return self._answer(message, None, ())
 
     def _leave(self, message: Message) -> bool:
         self.keeper.leave(message.sender)

@@ -78,12 +78,17 @@ class Keeper:
         self._posts: list[tuple[int, Tensor]] = []
         self._posted: dict[int, int] = {}  # by worker: the number of its last letter
         self._stopped = False
+        self._pausing = False  # no more pieces, until all have asked for some
+        self._times = 0  # how often the part was gone on with, after all had stopped taking
 
     # ---- samples
 
-    def begin(self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int]) -> None:
-        """Deal these global batches, the first of which has the number `first` in its epoch. Told by all workers, when none has a turn."""
-        if self._part == (epoch, first):
+    def begin(self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int], times: int = 0) -> None:
+        """Deal these global batches, the first of which has the number `first` in its epoch. Told by all workers, when none has a turn.
+
+        `times`: how often the part is gone on with, perhaps by other workers, after all had stopped taking (`pause`).
+        """
+        if self._part == (epoch, first) and times == self._times:
             if list(sizes) != list(self._sizes):
                 raise Mismatch(f"workers deal different batches in epoch {epoch}")
             return
@@ -92,8 +97,10 @@ class Keeper:
             raise Mismatch(f"epoch {epoch} can't begin: workers {left} are in the middle of another")
         if not sizes or min(sizes) < 1:
             raise Mismatch("there is nothing to deal, or a batch without samples")
-        self._part, self._sizes, self._next, self._stopped = (epoch, first), sizes, (0, 0), False
-        self._again.clear()
+        if self._part != (epoch, first):
+            self._next, self._stopped = (0, 0), False
+            self._again.clear()
+        self._part, self._sizes, self._times, self._pausing = (epoch, first), sizes, times, False
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
         self._began.clear()
@@ -104,12 +111,15 @@ class Keeper:
         self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
 
     def take(self, worker: int, most: int) -> Piece | bool | None:
-        """The next piece, of at most so many samples; False: there is none for this worker any more; None: there may be later."""
+        """The next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
+
+        Who is told False and is `paused` goes on when all have come together. Who is and hasn't any turns to take (`takes`) is done.
+        """
         if worker not in self._under_way or most < 1:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
         if worker not in self._active:
             return False
-        found = None if self._stopped else self._cut(most)
+        found = None if self._stopped or (self._pausing and self._more) else self._cut(most)
         if found is not None:
             self._parked.discard(worker)
             self._under_way[worker].append(found)
@@ -119,8 +129,24 @@ class Keeper:
         if not self._stopped and any(self._under_way[other] for other in self._active):
             self._parked.add(worker)
             return None
+        if self.paused:
+            self._parked.add(worker)
+            return False if self._parked >= self._active else None
         self.leave(worker)
         return False
+
+    def pause(self) -> None:
+        """Let all stop taking pieces, once their turns are over, and come together; unless some have ended the epoch already."""
+        self._pausing = self._active == self.clocks.keys()
+
+    @property
+    def paused(self) -> bool:
+        """Whether they do, with something left for later."""
+        return self._pausing and self._more
+
+    @property
+    def _more(self) -> bool:
+        return bool(self._again) or self._next[0] < len(self._sizes)
 
     def _cut(self, most: int) -> Piece | None:
         if self._again:
@@ -143,7 +169,8 @@ class Keeper:
         self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
         self._next, self._again = (len(found.sizes), 0), deque(found.todo)
         self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
-        self._active, self._parked, self._held = {*found.under_way}, set(), {*found.held}
+        self._times, self._pausing = found.times, bool(found.paused)
+        self._active, self._parked, self._held = {*found.under_way}, {*found.paused}, {*found.held}
         self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
         self._decisions.clear()
         self._apart.clear()
@@ -151,12 +178,17 @@ class Keeper:
         for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
             self._gatherings.setdefault(optimizer, Gathering(self._began)).resume(found.steps[optimizer], numbers)
 
+    def busy(self, worker: int) -> bool:
+        """Whether its own turns come first."""
+        return bool(self._under_way.get(worker))
+
     def takes(self, worker: int) -> bool:
         """Whether it has turns to take, or may have."""
         return worker in self._active
 
     def leave(self, worker: int) -> None:
         """It begins no more turns in this epoch; nobody waits for it."""
+        self._pausing = False
         self._active.discard(worker)
         self._parked.discard(worker)
 

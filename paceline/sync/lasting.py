@@ -230,7 +230,7 @@ class Lasting:
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]
         reports = {worker: Report.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
-        first = next(rank for rank, worker in enumerate(client.workers) if reports[worker].part == latest(reports))
+        first = next(rank for rank, worker in enumerate(client.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
         body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
         found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)
         self._made, gradients, filled, clocks, nobodys = found

@@ -125,6 +125,7 @@ class Counter:
         self._client = client
         self.clock = 0
         self.open = False  # an epoch is under way
+        self.paused = False
         self._had = 0  # letters that came last
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
@@ -142,6 +143,9 @@ class Counter:
         found = client.wait(client.callers[0], sent, "the next batch", ("behind", {})).body["piece"]
         client.wires.waited += time.perf_counter() - began
         return None if found is None else (found[0], found[1], found[2])
+
+    def pause(self) -> None:
+        """See `Desk`: where no loss is survived nobody is let in."""
 
     def leave(self) -> None:
         """I take no more turns in this epoch: nobody waits for me."""

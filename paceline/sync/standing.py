@@ -26,6 +26,7 @@ class Report:
     """What one worker says of itself."""
 
     part: Part = NONE  # of an epoch, that it has begun last
+    times: int = 0  # how often it has gone on with that, when all had come together
     open: bool = False  # that is under way
     left: bool = False  # it takes no more pieces of it
     clock: int = 0
@@ -49,6 +50,7 @@ class Standing:
     """
 
     part: Part
+    times: int
     sizes: Sequence[int]
     todo: Sequence[Piece]  # to be dealt
     under_way: Mapping[int, Sequence[Piece]]  # by worker that has turns to take: its pieces, the oldest first
@@ -82,29 +84,31 @@ class Standing:
         return 0 if self.under_way or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
 
 
-def latest(told: Mapping[int, Report]) -> Part:
-    """The part of an epoch that somebody has begun, and all begin."""
-    return max((report.part for report in told.values()), default=NONE)
+def latest(told: Mapping[int, Report]) -> tuple[Part, int]:
+    """The part of an epoch that somebody has begun, and all begin; and how often it was gone on with."""
+    return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
 
 
 def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, steps: Sequence[int], *, gathers: bool) -> Standing:
     """Where the living stand, by what each has `told`; `sizes` are those of the batches in the latest part."""
-    part = latest(told)
-    inside = {worker: report for worker, report in told.items() if report.part == part and report.open and not report.left}
-    coming = [worker for worker, report in told.items() if report.part < part]  # they are cut off in the call before they begin it
+    part, times = latest(told)
+    there = {worker: report for worker, report in told.items() if (report.part, report.times) == (part, times)}
+    inside = {worker: report for worker, report in there.items() if (report.open or report.paused) and not report.left}
+    coming = [worker for worker in told if worker not in there]  # they are cut off in the call before they begin it
     slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in told.values()), default=0))
     clocks = {worker: slowest if worker in coming else report.clock for worker, report in told.items()}
-    there = Spans(ledger.done.rows() if ledger.part == part else ())
+    gone = Spans(ledger.done.rows() if ledger.part == part else ())
     for report in told.values():
-        there.add([*report.taken, *report.carried] if report.part == part else ())
-    there.add([batch, start, stop] for epoch, batch, start, stop in ledger.dropped if epoch == part[0])
+        gone.add([*report.taken, *report.carried] if report.part == part else ())
+    gone.add([batch, start, stop] for epoch, batch, start, stop in ledger.dropped if epoch == part[0])
     gradients: list[dict[int, int]] = [{} for _ in steps]
     for (optimizer, worker), number in ledger.gradients.items():
         gradients[optimizer][worker] = number
     return Standing(
         part,
+        times,
         sizes,
-        [Piece(*row) for row in there.holes(part[1], sizes)],
+        [Piece(*row) for row in gone.holes(part[1], sizes)],
         {worker: [Piece(*row) for row in inside[worker].taken] if worker in inside else [] for worker in (*inside, *coming)},
         clocks,
         [worker for worker, report in inside.items() if report.held],

@@ -39,7 +39,9 @@ class Turnstile:
         self.part: Part = NONE
         self.sizes: list[int] = []  # of the batches in it
         self.taken: deque[Piece] = deque()
-        self.paused = False  # all have stopped taking pieces, to let others in
+        self.times = 0  # how often it was gone on with, when all had come together
+        self.paused = False  # all have stopped taking pieces, and come together
+        self._asked: Part = NONE  # the part in which I have wished that
         self._carried: list[Piece] = []
         self._stepped = False  # an optimizer has, in this turn
         self._left = self._stopped = False
@@ -67,14 +69,15 @@ class Turnstile:
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         """See `Desk`."""
         client, tensor = self._client, torch.tensor(sizes, dtype=torch.int64)
+        times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
 
         def act() -> Message:
-            body = {"epoch": epoch, "first": first, "workers": client.workers}
+            body = {"epoch": epoch, "first": first, "workers": client.workers, "times": times}
             return client.callers[0].call("deal", body=body, tensors=[tensor], seconds=client.seconds)
 
         self.go()
         self.clock = self._lasting(act).body["clock"]
-        self.part, self.sizes, self.open = (epoch, first), list(sizes), True
+        self.part, self.times, self.sizes, self.open = (epoch, first), times, list(sizes), True
         self.taken.clear()
         self._carried.clear()
         self._stepped = self._left = self.paused = False
@@ -88,7 +91,7 @@ class Turnstile:
             return client.wait(client.callers[0], sent, "the next batch", ("behind", {}))
 
         found = self._wait(act).body
-        self._left = bool(found["over"])
+        self._left, self.paused = bool(found["over"]), bool(found["paused"])
         if found["piece"] is None:
             return None
         self.taken.append(Piece(*found["piece"]))
@@ -101,6 +104,12 @@ class Turnstile:
             self._left = True
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
                 client.callers[0].call("leave", seconds=client.seconds)
+
+    def pause(self) -> None:
+        """See `Desk`."""
+        if self._asked != self.part:
+            self._asked = self.part
+            self._call("pause", {})
 
     def pieces(self) -> list[list[int]]:
         """The samples in the gradients that an optimizer steps with now; of several in a turn those of the first, whose step counts."""
@@ -175,7 +184,7 @@ class Turnstile:
     def report(self) -> Report:
         """Where I stand."""
         taken, carried = ([list(piece) for piece in pieces] for pieces in (self.taken, self._carried))
-        return Report(self.part, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused)
+        return Report(self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused)
 
     def resume(self, clock: int) -> None:
         """The keeper knows where all stand, me at this clock: go on."""

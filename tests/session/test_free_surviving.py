@@ -218,3 +218,17 @@ def test_many_servers_are_killed(job: Jobs, mode: str, seed: int) -> None:
     found = ended(job, launched)
     check(found, mode, epochs=8)
     assert found.size == 3, found.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 15))])
+def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
+    """In the middle of an epoch: all stop taking samples, let it in, and go on with what is left."""
+    chance = random.Random(seed)
+    launched = begun(job, mode, 3, "--restarts", "1", replicas=1, nap=until(2, 0.6))
+    pause(chance, 0.3)
+    chance.choice(launched.workers()).kill()
+    found = ended(job, launched)
+    check(found, mode)
+    assert found.size == 3 and len(found.events) == 2 and "has come: 3 workers" in found.events[1], found.events
