@@ -75,6 +75,7 @@ class Keeper:
         self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
+        self._dropped: set[tuple[int, Piece]] = set()  # for good
         self._posts: list[tuple[int, Tensor]] = []
         self._posted: dict[int, int] = {}  # by worker: the number of its last letter
         self._stopped = False
@@ -163,9 +164,8 @@ class Keeper:
 
     def resume(self, found: Standing) -> None:
         """Somebody was lost, perhaps the keeper before this one: go on from where the living stand."""
-        if self._part is None:  # what was counted went with the one before
-            for epoch, piece in found.dropped:
-                self._drop(epoch, piece)
+        for epoch, piece in found.dropped:  # what was counted went with the one before; or who dropped it is lost, and never said so
+            self._drop(epoch, piece)
         self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
         self._next, self._again = (len(found.sizes), 0), deque(found.todo)
         self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
@@ -197,6 +197,9 @@ class Keeper:
         self._stopped = True
 
     def _drop(self, epoch: int, piece: Piece) -> None:
+        if (epoch, piece) in self._dropped:
+            return
+        self._dropped.add((epoch, piece))
         self.tally.dropped += 1
         self.tally.samples += piece.stop - piece.start
         if len(self.tally.pieces) < SHOWN:

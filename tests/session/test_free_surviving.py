@@ -7,6 +7,7 @@ import json
 import random
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -61,8 +62,7 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             {before}
             loss.backward()
             {between}
-            optimizer.step()
-            optimizer.zero_grad()
+            {step}
             {after}
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
@@ -84,6 +84,7 @@ def script(**parts: Any) -> str:
         "samples": SAMPLES,
         "batch": BATCH,
         "nap": "chance.uniform(0, 0.03)",
+        "step": "optimizer.step(); optimizer.zero_grad()",
         **dict.fromkeys(("before", "between", "after"), "pass"),
     }
     return SCRIPT.format(**(usual | parts))
@@ -105,7 +106,8 @@ def begun(job: Jobs, mode: str, workers: int = 3, *options: str, replicas: int =
     out = job.folder / name
     out.mkdir()
     sync = f"ParameterServer(servers=2, replicas={replicas}, bucket_mb=0.001, {mode})"
-    launched = job.run(script(**parts), workers, "--min-workers", "1", "--sync", sync, *options, OUT=str(out))
+    options = options if "--min-workers" in options else ("--min-workers", "1", *options)
+    launched = job.run(script(**parts), workers, "--sync", sync, *options, OUT=str(out))
     trains(launched, out, workers)
     return launched
 
@@ -163,7 +165,7 @@ def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
     found = ended(job, launched)
     check(found, mode)
     assert found.size == 2 and len(found.events) == 1, found.events
-    assert gap(job.folder / "killed") < 3
+    assert gap(job.folder / "killed") < 15
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
     check(found, mode)
     assert found.size == 3 and f"server {which % 2} on" in found.events[0], found.events
     assert len(found.events) == 2 and "has begun" in found.events[1], found.events
-    assert gap(job.folder / "killed") < 4
+    assert gap(job.folder / "killed") < 15
 
 
 @pytest.mark.slow
@@ -198,7 +200,7 @@ def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
     found = ended(job, launched)
     check(found, mode)
     assert found.size == 5 - len(victims), found.events
-    assert gap(job.folder / "killed") < 5
+    assert gap(job.folder / "killed") < 15
 
 
 @SOAK
@@ -232,3 +234,80 @@ def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
     found = ended(job, launched)
     check(found, mode)
     assert found.size == 3 and len(found.events) == 2 and "has come: 3 workers" in found.events[1], found.events
+
+
+CLIPPED = {
+    "between": "die(run.rank == 1 and run.steps == 3, 'before'); run.clip(model, 1e6); die(run.rank == 2 and run.steps == 5, 'after')"
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [SSP, pytest.param(ASP, marks=SOAK), pytest.param(BACKUP, marks=SOAK)])
+def test_between_clipping_and_stepping(job: Jobs, mode: str) -> None:
+    """Who makes the step may be others than those by whose norm it was to be clipped."""
+    found = ended(job, begun(job, mode, 4, replicas=1, between=CLIPPED))
+    check(found, mode)
+    assert found.size == 2 and len(found.events) == 2, found.events
+
+
+BY_HAND = {"step": "if run.steps % 3 == 2:\n                optimizer.step()\n                optimizer.zero_grad()"}
+
+
+@pytest.mark.slow
+def test_gradients_that_were_added_up_are_dealt_again(job: Jobs) -> None:
+    """A step in three turns, and workers that read ahead: what of it is in no step goes with who is lost, and is trained by others."""
+    found = ended(job, begun(job, ASP, 3, replicas=1, readers=1, after="die(run.rank == 1 and run.steps == 7, 'carried')", **BY_HAND))
+    counts = -found.weights[0] * 2 * BATCH  # each by the part that the last of its turns had of a batch
+    assert counts.max() < 2 and counts[counts != 0].min() > 0.2, counts
+    assert int((counts == 0).sum()) <= 3 * 2 * 3 * EPOCHS, "only what is left over at the end of an epoch isn't in a step"
+    assert found.size == 2 and "lost" in found.events[0], found.events
+
+
+@pytest.mark.slow
+def test_through_a_codec(job: Jobs) -> None:
+    """What was pushed in vain is encoded again from what was kept."""
+    found = ended(job, begun(job, f"{SSP}, codec=error_feedback(int8())", replicas=1, after="die(run.rank == 1 and run.steps == 4, 'x')"))
+    one, _ = found.weights
+    assert float((one * 2 * BATCH + 1).abs().max()) < 0.2 and found.size == 2, (one * 2 * BATCH, found.events)
+
+
+@SOAK
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_server_is_stopped(job: Jobs, mode: str, which: int) -> None:
+    launched = begun(job, mode, nap=until(1, 0.5))
+    servers(launched)[which].suspend()
+    found = ended(job, launched)
+    check(found, mode)
+    assert f"server {which} on" in found.events[0] and gap(job.folder / "killed") < 20, found.events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [SSP, *(pytest.param(mode, marks=SOAK) for mode in MODES[1:])])
+def test_too_few_wait_for_others(job: Jobs, mode: str) -> None:
+    launched = begun(job, mode, 2, "--min-workers", "2", "--restarts", "1", replicas=1, nap="0.05")
+    launched.workers()[1].kill()
+    found = ended(job, launched)
+    check(found, mode)
+    assert found.size == 2 and "waiting for others" in found.events[1] and "has come" in found.events[2], found.events
+
+
+@SOAK
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
+    """Workers and servers, and both at once, one after the other; workers come back, servers are made anew."""
+    chance, told = random.Random(seed), job.folder / "killed" / "told"
+    launched = begun(job, mode, 3, "--restarts", "6", epochs=6, nap="chance.uniform(0, 0.5)")
+    for _ in range(6):
+        wait_for(lambda: launched.process.poll() is not None or (told.exists() and told.read_text().startswith("4 ")), 90)
+        pause(chance, 2.0)
+        with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+            victims = chance.choice([[*servers(launched)[:1]], [chance.choice(servers(launched)), chance.choice(launched.workers())]])
+            for process in chance.choice([victims, [chance.choice(launched.workers())]]):
+                process.kill()
+                pause(chance, 0.2)
+        told.unlink(missing_ok=True)
+    found = ended(job, launched)
+    check(found, mode, epochs=6)

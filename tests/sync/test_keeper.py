@@ -343,4 +343,40 @@ def test_letters():
     made.post(1, torch.ones(2))
     made.post(0, torch.zeros(1))
     assert [(worker, letter.numel()) for worker, letter in made.collect()] == [(1, 2), (0, 1)]
-    assert made.collect() == []
+    assert len(made.collect()) == 2, "they have not arrived yet"
+    assert made.collect(2) == []
+
+
+class TestPause:
+    def test_all_stop_when_their_turns_are_over_and_go_on_with_others(self):
+        made = keeper(4, 4)
+        assert made.take(0, 1) and made.take(1, 1)
+        made.pause()
+        assert made.take(0, 1) is False and made.busy(0), "its own turn comes first"
+        made.tick(0, 1)
+        assert made.take(0, 1) is None
+        made.tick(1, 1)
+        assert made.take(1, 1) is made.take(0, 1) is False and made.paused and made.takes(0) and made.takes(1)
+        for worker in (0, 1, 2):
+            made.begin(0, 0, [4, 4], range(3), 1)
+            assert made.take(worker, 2) == [(0, 2, 4), (1, 0, 2), (1, 2, 4)][worker]
+
+    def test_where_somebody_has_ended_the_epoch_nobody_stops(self):
+        made = keeper(4)
+        made.leave(0)
+        made.pause()
+        assert made.take(1, 4) == (0, 0, 4)
+
+    def test_who_ends_it_meanwhile_lets_the_others_go_on(self):
+        made = keeper(4, workers=3)
+        made.pause()
+        assert made.take(0, 4) is None
+        made.leave(1)
+        assert made.take(0, 4) == (0, 0, 4)
+
+    def test_where_nothing_is_left_the_epoch_ends(self):
+        made = keeper(2)
+        made.take(0, 2)
+        made.pause()
+        made.tick(0, 1)
+        assert made.take(0, 1) is made.take(1, 1) is False and not made.paused and not made.takes(0)
