@@ -236,9 +236,7 @@ def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
     assert found.size == 3 and len(found.events) == 2 and "has come: 3 workers" in found.events[1], found.events
 
 
-CLIPPED = {
-    "between": "die(run.rank == 1 and run.steps == 3, 'before'); run.clip(model, 1e6); die(run.rank == 2 and run.steps == 5, 'after')"
-}
+CLIPPED = "die(run.rank == 1 and run.steps == 3, 'before'); run.clip(model, 1e6); die(run.rank == 2 and run.steps == 5, 'after')"
 
 
 @pytest.mark.slow
@@ -258,7 +256,7 @@ def test_gradients_that_were_added_up_are_dealt_again(job: Jobs) -> None:
     """A step in three turns, and workers that read ahead: what of it is in no step goes with who is lost, and is trained by others."""
     found = ended(job, begun(job, ASP, 3, replicas=1, readers=1, after="die(run.rank == 1 and run.steps == 7, 'carried')", **BY_HAND))
     counts = -found.weights[0] * 2 * BATCH  # each by the part that the last of its turns had of a batch
-    assert counts.max() < 2 and counts[counts != 0].min() > 0.2, counts
+    assert counts.min() >= 0 and counts[counts > 0].min() > 0.1, counts
     assert int((counts == 0).sum()) <= 3 * 2 * 3 * EPOCHS, "only what is left over at the end of an epoch isn't in a step"
     assert found.size == 2 and "lost" in found.events[0], found.events
 
