@@ -35,7 +35,8 @@ class ParameterServer:
     rate times its part of the global batch; `run.clip` clips it alone.
 
     `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
-    go on when something is lost (`paceline run --min-workers`), in lockstep.
+    go on when something is lost (`paceline run --min-workers`). In lockstep weights are those of a run in which nothing was lost; else
+    each sample of an epoch is in one step all the same, and clocks are over the living.
 
     `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. In lockstep parameters come
     back through it, too: as what is new in them, so that what it loses comes with the next step. All workers have the same, and exactly
