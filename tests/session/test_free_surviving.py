@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
 
-from tests.launches import Job, Jobs, wait_for
+from tests.launches import Job, Jobs, free_port, wait_for
 from tests.session.test_servers_surviving import servers
 from tests.survivors import gap, pause, trains
 
@@ -113,8 +114,12 @@ def begun(job: Jobs, mode: str, workers: int = 3, *options: str, replicas: int =
 
 
 def ended(job: Jobs, launched: Job, name: str = "killed") -> Outcome:
-    end, out = launched.end(90), job.folder / name
+    end = launched.end(90)
     assert end.code == 0, end.err
+    return told(job.folder / name)
+
+
+def told(out: Path) -> Outcome:
     summary = json.loads((out / "runs" / "run" / "summary.json").read_text())
     return Outcome(
         torch.load(out / "weights.pt"),
@@ -209,11 +214,11 @@ def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_many_servers_are_killed(job: Jobs, mode: str, seed: int) -> None:
     """One after the other, most of them primaries; as soon as there are four of them again."""
-    chance, told = random.Random(seed), job.folder / "killed" / "told"
+    chance, there = random.Random(seed), job.folder / "killed" / "told"
     launched = begun(job, mode, epochs=8, nap=until(12, 0.6))
     for events in range(0, 12, 2):
         wanted = f"4 {events}"  # or the only one that has a shard might be killed
-        wait_for(lambda w=wanted: launched.process.poll() is not None or (told.exists() and told.read_text() == w), 60)
+        wait_for(lambda w=wanted: launched.process.poll() is not None or (there.exists() and there.read_text() == w), 60)
         pause(chance, 0.5)
         with contextlib.suppress(IndexError):
             servers(launched)[chance.choice([0, 0, 1, 1, 2, 3])].kill()
@@ -296,16 +301,42 @@ def test_too_few_wait_for_others(job: Jobs, mode: str) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
     """Workers and servers, and both at once, one after the other; workers come back, servers are made anew."""
-    chance, told = random.Random(seed), job.folder / "killed" / "told"
+    chance, there = random.Random(seed), job.folder / "killed" / "told"
     launched = begun(job, mode, 3, "--restarts", "6", epochs=6, nap="chance.uniform(0, 0.5)")
     for _ in range(6):
-        wait_for(lambda: launched.process.poll() is not None or (told.exists() and told.read_text().startswith("4 ")), 90)
+        wait_for(lambda: launched.process.poll() is not None or (there.exists() and there.read_text().startswith("4 ")), 90)
         pause(chance, 2.0)
         with contextlib.suppress(IndexError, psutil.NoSuchProcess):
             victims = chance.choice([[*servers(launched)[:1]], [chance.choice(servers(launched)), chance.choice(launched.workers())]])
             for process in chance.choice([victims, [chance.choice(launched.workers())]]):
                 process.kill()
                 pause(chance, 0.2)
-        told.unlink(missing_ok=True)
+        there.unlink(missing_ok=True)
     found = ended(job, launched)
     check(found, mode, epochs=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=SOAK)])
+@pytest.mark.parametrize("mode", [SSP, *(pytest.param(mode, marks=SOAK) for mode in MODES[1:])])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=SOAK)])
+def test_a_host_goes_with_its_servers(job: Jobs, mode: str, victim: int, leaves: bool) -> None:
+    """It is asked to leave, or dies; also the first. Copies are on other hosts."""
+    out = job.folder / "killed"
+    out.mkdir()
+    options = ("--min-workers", "1", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
+    common = {"OUT": str(out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
+    options += ("--sync", f"ParameterServer(replicas=2, bucket_mb=0.001, {mode})")
+    launched = [job.run(script(nap=until(1)), 1, *options, "--host-rank", str(rank), **common) for rank in range(3)]
+    trains(launched[0], out, 3)
+    pause(random.Random(victim), 0.3)
+    if leaves:
+        launched[victim].process.terminate()
+    else:
+        for process in [psutil.Process(launched[victim].process.pid), *launched[victim].workers(), *servers(launched[victim])]:
+            process.kill()
+    ends = [host.end(90) for host in launched]
+    assert [end.code for end in ends] == [(143 if leaves else -9) if rank == victim else 0 for rank in range(3)], ends
+    found = told(out)
+    check(found, mode)
+    assert found.size == 2, found.events
