@@ -135,9 +135,13 @@ class Agreement:
                 self.since = None if since is None else time.monotonic()
 
     def call_all(self, why: PacelineError) -> None:
-        """Have all come together as they do after a loss, though nobody is lost."""
+        """Have all come together as they do after a loss, though nobody is lost; perhaps not at once."""
         assert self.recovery is not None and not self._inside
-        self.recovery(why)
+        try:
+            self.recovery(why)
+        except type(why) as error:
+            if error is not why:
+                raise  # else nobody could be told in time, and all hear of it later
 
     def _name(self, what: str) -> None:
         if what:
