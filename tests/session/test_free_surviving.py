@@ -24,6 +24,12 @@ REQUEUE = "backup_workers=1, requeue=True"
 MODES = [SSP, ASP, BACKUP, REQUEUE]
 EPOCHS, SAMPLES, BATCH = 3, 96, 8
 
+
+def each(quick: str) -> Any:
+    """All modes, of which one is in the suite, the others in soak."""
+    return pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == quick else SOAK) for mode in MODES])
+
+
 # The loss is linear, so the order of steps is of no matter: each weight tells whether its sample was in one of that epoch, and by what.
 SCRIPT = """
 import json, os, random, signal
@@ -151,7 +157,7 @@ def check(found: Outcome, mode: str, epochs: int = EPOCHS, samples: int = SAMPLE
     assert leads <= 2 or mode != SSP, found.facts
 
 
-@pytest.mark.slow
+@SOAK
 @pytest.mark.parametrize("mode", MODES)
 def test_nobody_is_killed(job: Jobs, mode: str) -> None:
     found = ended(job, begun(job, mode))
@@ -160,7 +166,7 @@ def test_nobody_is_killed(job: Jobs, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@each(ASP)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
 def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -174,7 +180,7 @@ def test_a_worker_is_killed(job: Jobs, mode: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@each(SSP)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
 def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
     """Which is the first, with the keeper, in every second case. Another one is there soon."""
@@ -191,7 +197,7 @@ def test_a_server_is_killed(job: Jobs, mode: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@each(REQUEUE)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 25))])
 def test_a_worker_and_a_server_at_once(job: Jobs, mode: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -228,7 +234,7 @@ def test_many_servers_are_killed(job: Jobs, mode: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@each(BACKUP)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 15))])
 def test_a_worker_comes_back(job: Jobs, mode: str, seed: int) -> None:
     """In the middle of an epoch: all stop taking samples, let it in, and go on with what is left."""
@@ -286,7 +292,7 @@ def test_a_server_is_stopped(job: Jobs, mode: str, which: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [SSP, *(pytest.param(mode, marks=SOAK) for mode in MODES[1:])])
+@each(SSP)
 def test_too_few_wait_for_others(job: Jobs, mode: str) -> None:
     launched = begun(job, mode, 2, "--min-workers", "2", "--restarts", "1", replicas=1, nap="0.05")
     launched.workers()[1].kill()
@@ -318,7 +324,7 @@ def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=SOAK)])
-@pytest.mark.parametrize("mode", [SSP, *(pytest.param(mode, marks=SOAK) for mode in MODES[1:])])
+@each(SSP)
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=SOAK)])
 def test_a_host_goes_with_its_servers(job: Jobs, mode: str, victim: int, leaves: bool) -> None:
     """It is asked to leave, or dies; also the first. Copies are on other hosts."""
