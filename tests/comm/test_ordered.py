@@ -162,3 +162,36 @@ def test_a_call_that_fails_is_over() -> None:
             call(Flaky(1))
         assert one.since is None and one.calls == 0
     assert one.attempt(lambda: one.since) is not None
+
+
+def test_what_is_no_call_of_all_is_begun_anew_after_each_loss() -> None:
+    one, told = agreement(None, None)
+    act = Flaky(2)
+    assert one.lasting(act) == 42 and act.made == 3 and len(told) == 2 and one.calls == 0
+    one.recovery = None
+    with pytest.raises(WorkerLost):
+        one.lasting(Flaky(1))
+
+
+def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
+    one, told = agreement(None)
+    act = Flaky(1)
+    assert one.attempt(lambda: one.lasting(act)) == 42 and act.made == 2 and len(told) == 1 and one.calls == 1
+
+
+def test_all_are_called_together_perhaps_later() -> None:
+    one, told = agreement(None)
+    why = WorkerLost("a copy has begun")
+    one.call_all(why)
+    assert told == [why]
+    for error in (why, WorkerLost("another")):
+
+        def recover(_: PacelineError, error: WorkerLost = error) -> None:
+            raise error
+
+        one.recovery = recover
+        if error is why:
+            one.call_all(why)
+        else:
+            with pytest.raises(WorkerLost, match="another"):
+                one.call_all(why)
