@@ -322,10 +322,10 @@ def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
     check(found, mode, epochs=6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=SOAK)])
-@each(SSP)
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=SOAK)])
+@SOAK
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_host_goes_with_its_servers(job: Jobs, mode: str, victim: int, leaves: bool) -> None:
     """It is asked to leave, or dies; also the first. Copies are on other hosts."""
     out = job.folder / "killed"
