@@ -26,7 +26,7 @@ from paceline.sync import stocking
 from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.clipping import Clip, covered
 from paceline.sync.copies import Bill, Copies, Waiter, named
-from paceline.sync.lasting import Lasting
+from paceline.sync.enduring import Lasting
 from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
 from paceline.sync.parcels import Layout, Parcel, packed
 from paceline.sync.replacing import Replacing
