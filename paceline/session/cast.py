@@ -98,10 +98,6 @@ class Cast:
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
         found = self.tables.find(self.models)
-        if found and self.survives:
-            raise UsageError(
-                f"sparse tables ({found[0][0]}) can't go on yet when workers are lost; leave out --min-workers, or use nn.EmbeddingBag"
-            )
         if found and self._desk is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "

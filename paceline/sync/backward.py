@@ -236,16 +236,15 @@ class Backward:
         self.scene.trace.record(where, "exchange", started, ended)
 
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
+        if self.scene.agreement.recovery is not None:
+            self._remember(first=not self.passes and not self.failed)
         if not self.sync.together:
             if self.scene.agreement.recovery is not None:
                 self._lost = None  # the strategy knows, when the optimizer steps
-                self._remember(first=not self.passes)
             return self.sync.backward_done(where)
         if not self._void:
             try:
                 found = self.scene.agreement.settle(lambda: self._exchanged(where), "backward")
-                for tap in self.taps if self.owing else ():
-                    tap.owed = None
                 return found
             except Voided as error:
                 self._check_cut(error)
@@ -254,9 +253,8 @@ class Backward:
 
     def _fail(self) -> None:
         """This pass has no result, on any worker."""
-        first, self.failed, self._lost = not self.failed, True, None
+        self.failed, self._lost = True, None
         self.sync.abort()
-        self._remember(first=first)
 
     def _remember(self, *, first: bool) -> None:
         """What gradients were before the first pass."""
@@ -345,7 +343,7 @@ class Backward:
         self.failed = False
         self.passes = 0
         self.silenced = False
-        for tap in () if self.sync.together else self.taps:
+        for tap in self.taps:
             tap.owed = None
 
 

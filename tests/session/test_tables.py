@@ -434,7 +434,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_one_server_on_each_host_if_nothing_is_said() -> None:
     def body(run: Run) -> int:
-        return _prepared(run).source._lookup._library.servers
+        return _prepared(run).source._lookup._library.shards
 
     assert workers(4, body, hosts=(0, 0, 1, 1)) == [2] * 4
 
