@@ -44,7 +44,7 @@ def die(now, where):
         os.kill(os.getpid(), signal.SIGKILL)
 
 with pl.start({start}) as run:
-    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    model, optimizer, loader = run.prepare(model, optimizer, loader{options})
     {prepared}
     for epoch in run.epochs({epochs}):
         for index, x, y in loader:
@@ -80,6 +80,7 @@ def script(**parts: Any) -> str:
         "prepared": "pass",
         "epochs": 3,
         "saved": "model.parameters()",
+        "options": "",
         "nap": 0.02,
         **dict.fromkeys(("before", "between", "after", "epoch_end"), "pass"),
     }

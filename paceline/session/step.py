@@ -345,7 +345,7 @@ class Turns:
         self._settle(lambda: sync.step(optimizer))
         self.backward.seconds += time.perf_counter() - began
 
-    def _settle(self, act: Callable[[], None], *, stepped: bool = True) -> None:
+    def _settle(self, act: Callable[[], Any], *, stepped: bool = True) -> None:
         """A call that an optimizer's step is settled by; `stepped`: that step can't fail any more then."""
         settled = self._call(lambda: [act()], "optimizer.step") is not None
         if settled and stepped and self.undo is not None and self._leader is not None:

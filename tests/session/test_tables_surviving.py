@@ -111,7 +111,8 @@ TWO = """
 class Few(nn.Module):
     def __init__(self):
         super().__init__()
-        self.few, self.top = pl.SparseEmbedding(40, 3, seed=2, servers=2, replicas={replicas}, dtype=torch.float64), nn.Linear(3, 1).double()
+        self.few = pl.SparseEmbedding(40, 3, seed=2, servers=2, replicas={replicas}, dtype=torch.float64)
+        self.top = nn.Linear(3, 1).double()
     def forward(self, x):
         return self.top(self.few((x * 1000).long() % 37))
 class Net(nn.Module):
@@ -152,6 +153,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         "prepared": "optimizer.zero_grad = lambda: None",
         "before": "run.steps % 3 or model.zero_grad(); run.is_first and slay(run.steps == 4, 1, 'early')",
         "between": "run.is_first and slay(run.steps == 8, 0, 'late')",
+    },
+    "micro-batches": {
+        "options": ", accumulate=2",
+        "before": "die(run.turn.micro == 1 and run.rank == 0 and run.steps == 9, 'in the second')",
+        "between": "die(run.turn.micro == 0 and run.rank == 1 and run.steps == 5, 'after the first')",
     },
     "rounds": {"more": "sync=pl.LocalSGD(every=1)", "between": "die(run.rank == 1 and run.steps == 9, 'first')"},
 }
