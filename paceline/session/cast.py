@@ -103,6 +103,11 @@ class Cast:
                 f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "
                 "lockstep: leave those out"
             )
+        if found and self.survives and self._backward.sync.apart:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
+                "replicas part between two steps: use one of those, or leave out --min-workers"
+            )
         self.tables.open(found, self.optimizers)
 
     def _bind(self) -> None:

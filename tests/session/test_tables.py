@@ -500,6 +500,15 @@ class TestMisuse:
         with pytest.raises(UsageError, match="float32 or float64"):
             workers(1, body)
 
+    @pytest.mark.parametrize("strategy", [LocalSGD(every=2), Gossip()])
+    def test_where_replicas_part_and_losses_are_survived(self, strategy: Any) -> None:
+        def body(run: Run) -> None:
+            run._cast.survives = True
+            _prepared(run)
+
+        with pytest.raises(UsageError, match="beside AllReduce or ParameterServer, and with this strategy replicas part"):
+            workers(1, body, strategy=strategy)
+
     def test_of_copies_where_losses_end_the_run(self) -> None:
         def body(run: Run) -> None:
             table = SparseEmbedding(ROWS, DIM, replicas=2)

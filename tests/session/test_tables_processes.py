@@ -112,7 +112,8 @@ def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
     ended = job.run(resuming("kept", epochs=3, dies=True), 2, "--min-workers", "2").end(60)
     assert ended.code != 0, ended
     launched = job.run(resuming("kept", epochs=3, dies=False, servers=3, nap=0.05), 2, "--min-workers", "1", "--restarts", "1")
-    wait_for(lambda: "resumed" in (job.folder / "said").read_text() if (job.folder / "said").exists() else launched.process.poll(), 60)
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 60)
+    assert launched.process.poll() is None, launched.end()
     launched.worker(1).kill()
     ended = launched.end(60)
     assert ended.code == 0 and "has come" in ended.err, ended

@@ -156,10 +156,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "micro-batches": {
         "options": ", accumulate=2",
-        "before": "die(run.turn.micro == 1 and run.rank == 0 and run.steps == 9, 'in the second')",
+        "before": "die(run.turn.micro == 1 and run.size > 1 and run.rank == 0 and run.steps == 9, 'in the second')",
         "between": "die(run.turn.micro == 0 and run.rank == 1 and run.steps == 5, 'after the first')",
     },
-    "rounds": {"more": "sync=pl.LocalSGD(every=1)", "between": "die(run.rank == 1 and run.steps == 9, 'first')"},
 }
 
 
