@@ -162,11 +162,11 @@ class Cast:
             for loader in self.loaders:
                 loader.terms.local = None if loader.terms.local is None else local
 
-    def release(self) -> None:
-        """The run is over: models are plain ones again, and tables have no servers."""
+    def release(self, *, failed: bool) -> None:
+        """The run is over, here at least: models are plain ones again, and tables have no servers."""
         for _, model in self.models:
             desynchronise(model)
-        self.tables.close()
+        self.tables.close(failed=failed)
 
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Those that were not prepared before."""

@@ -421,7 +421,7 @@ class Run:
         groups = [*self._scene.sides, self.group]
         for group in groups if failed else ():
             group.abort()
-        self._cast.release()
+        self._cast.release(failed=failed)
         self._backward.sync.detach()
         for group in groups:
             group.close()

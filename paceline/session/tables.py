@@ -242,14 +242,14 @@ class Tables:
         for kept in self.kept:
             kept.lookup.forget(int(kept.module.seed))
 
-    def close(self) -> None:
-        """Let go of the servers; modules have no rows any more."""
+    def close(self, *, failed: bool) -> None:
+        """Let go of the servers; modules have no rows any more. `failed`: others may go on."""
         for kept in self.kept:
             kept.module.source = None
         if self.lasting is not None:
             self.lasting.renewal.close()
         if self._library is not None:
-            self._library.close()
+            self._library.close(left=failed)
 
 
 @contextlib.contextmanager

@@ -164,9 +164,9 @@ class Library:
         while self._given:
             self.wait(self._given.pop())
 
-    def close(self) -> None:
-        """Hang up, and end the servers that this worker has started; where losses are survived, all, unless others go on."""
-        house, left = self.room.house, self.wires.left
+    def close(self, *, left: bool) -> None:
+        """Hang up, and end the servers that this worker has started; where losses are survived, all, unless others go on (`left`)."""
+        house = self.room.house
         self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
         if house is not None and left:
             house.leave()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.launches import Job, Jobs, free_port, wait_for
-from tests.session.test_servers_surviving import ended, servers, until_there
+from tests.session.test_servers_surviving import ended, servers
 from tests.session.test_survival import AT, PLACES
 from tests.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
 
@@ -68,19 +69,29 @@ def test_workers_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome],
     ]
 
 
+TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._cast.tables._library.wires.callers)} {len(run.events)}')"
+
+
+def until_told(launched: Job, path: Path, told: str) -> None:
+    """Wait until the first worker has so many servers and events."""
+    wait_for(lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, *(pytest.param(which, marks=SOAK) for which in (1, 2, 3))])
-def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int) -> None:
-    """A primary, or a copy: nothing is lost, and there are as many again soon."""
-    launched = begun(job, nap=until(1))
+def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Outcome], which: int) -> None:
+    """Nothing is lost, and there are as many again soon: in the end the one that was made anew has the only rows that are asked for."""
+    launched = begun(job, nap=until(2), after=TOLD)
     pause(random.Random(which), 0.3)
     before = servers(launched)
     assert len(before) == 4
-    before[which].kill()
-    until_there(launched, 4)
+    for count, victim in enumerate((before[which], before[(which + 2) % 4])):
+        until_told(launched, job.folder / "killed" / "c", f"4 {count}")
+        victim.kill()
     found = ended(job, launched)
     check(found, alone(**parts(epochs=6)))
-    assert found.size == 3 and len(found.events) == 1 and f"table server {which % 2} on" in found.events[0], found.events
+    assert found.size == 3 and len(found.events) == 2, found.events
+    assert all(f"table server {which % 2} on" in event for event in found.events), found.events
     assert gap(job.folder / "killed") < 5
 
 
@@ -149,6 +160,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "between": "die(run.rank == 1 and run.steps == 9, 'settling')",
         "after": "schedule.step(); die(run.rank == 1 and run.steps == 4, 'scheduled')",
     },
+    "a mean before": {"between": "die(run.rank == 1 and run.steps == 5, 'before the mean'); run.mean(loss)"},
     "gradients that are kept": {
         "prepared": "optimizer.zero_grad = lambda: None",
         "before": "run.steps % 3 or model.zero_grad(); run.is_first and slay(run.steps == 4, 1, 'early')",
@@ -190,9 +202,6 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     assert result.size == 4 and gap(out) < 8, result.events
 
 
-TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._cast.tables._library.wires.callers)} {len(run.events)}')"
-
-
 @SOAK
 @pytest.mark.timeout(3600)
 def test_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> None:
@@ -205,8 +214,7 @@ def test_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> None:
         launched = job.run(text, 3, *SURVIVES, OUT=str(out))
         trains(launched, out, 3)
         for count, most in ((0, 0.5), (1, 1.5)):
-            told = f"4 {count}"  # or the only one that has a shard might be killed
-            wait_for(lambda o=out, t=told, j=launched: j.process.poll() is not None or ((o / "c").exists() and (o / "c").read_text() == t))
+            until_told(launched, out / "c", f"4 {count}")  # or the only one that has a shard might be killed
             pause(chance, most)
             servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
         end = launched.end(90)
