@@ -107,15 +107,15 @@ def test_between_hosts_a_secret_is_needed(job: Jobs) -> None:
 @pytest.mark.soak
 def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
     """With copies; on another number of servers, and by a worker that comes back and resumes by itself, in vain."""
-    wanted = job.run(script("alone", epochs=3), 1).end(60)
+    wanted = job.run(script("alone", epochs=3), 1).end(120)
     assert wanted.code == 0, wanted
-    ended = job.run(resuming("kept", epochs=3, dies=True), 2, "--min-workers", "2").end(60)
+    ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end(120)
     assert ended.code != 0, ended
-    launched = job.run(resuming("kept", epochs=3, dies=False, servers=3, nap=0.05), 2, "--min-workers", "1", "--restarts", "1")
-    wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 60)
+    launched = job.run(resuming("kept", epochs=3, dies=False, servers=2, nap=0.05), 2, "--min-workers", "1", "--restarts", "1")
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 120)
     assert launched.process.poll() is None, launched.end()
     launched.worker(1).kill()
-    ended = launched.end(60)
+    ended = launched.end(120)
     assert ended.code == 0 and "has come" in ended.err, ended
     one, both = (torch.load(job.folder / f"{name}.pt") for name in ("alone", "kept"))
     assert float((one - both).norm() / one.norm()) < 1e-9

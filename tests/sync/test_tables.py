@@ -165,6 +165,7 @@ class TestSurviving:
         part = one.call("rows.part", body={"table": 0, "step": 1, "start": 0, "stop": 10}, seconds=SECONDS)
         two.call("rows.become", body={"table": 0, **stand, "server": 0, "servers": 1}, seconds=SECONDS)
         assert values(two, 1, 5).sum() == 0
+        assert two.call("rows.stand", body={"table": 0}, seconds=SECONDS).body == stand
         two.call("rows.put", body={"table": 0, "names": part.body["names"]}, tensors=part.tensors, seconds=SECONDS)
         assert values(one, 1, 5).tolist() == [[-1, -1]]
 
