@@ -52,10 +52,9 @@ def resuming(name: str, *, dies: bool, **parts: Any) -> str:
     later = f"""
     resumed = run.resume()
     for epoch in run.epochs({parts["epochs"]}):
-        if epoch == 1 and not resumed:
+        if {dies} and epoch == 1:
             run.save()
-            if {dies}:
-                raise SystemExit(3)
+            raise SystemExit(3)
         run.is_first and open("said", "w").write("resumed" if resumed else "begun")
 """
     return text.replace(f"\n    for epoch in run.epochs({parts['epochs']}):\n", later)
@@ -111,8 +110,12 @@ def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
     assert wanted.code == 0, wanted
     ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end(120)
     assert ended.code != 0, ended
-    launched = job.run(resuming("kept", epochs=3, dies=False, servers=2, nap=0.05), 2, "--min-workers", "1", "--restarts", "1")
+    launched = job.run(
+        resuming("kept", epochs=3, dies=False, servers=2, nap="0 if len(run.events) > 1 else 1"), 2, "--min-workers", "1", "--restarts", "1"
+    )
     wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 120)
+    (job.folder / "trains").unlink()
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "trains").exists(), 60)  # one has taken a step with the other
     assert launched.process.poll() is None, launched.end()
     launched.worker(1).kill()
     ended = launched.end(120)
