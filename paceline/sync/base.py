@@ -79,6 +79,7 @@ class Scene:
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
+    table_servers: Callable[[int | None, int], Room] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
@@ -104,7 +105,9 @@ class Scene:
 
 
 class House(Protocol):
-    """Servers that outlive the workers which have started them."""
+    """Servers that outlive the workers which have started them. `next`: the number of the one that is started next, alike on all."""
+
+    next: int
 
     def layout(self) -> Any:
         """What who has just come has to know for `join`: JSON."""
