@@ -3,7 +3,7 @@
 model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
 optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
 
-Where losses are survived, both are made on all workers or on none (`sync.lasting`); a turn that comes again begins with the gradients that
+Where losses are survived, both are made on all workers or on none (`sync.rowsteps`); a turn that comes again begins with the gradients that
 it began with at first.
 """
 
@@ -27,8 +27,8 @@ from paceline.parallel.embedding import SparseEmbedding
 from paceline.sync import rows
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene
-from paceline.sync.lasting import Lasting
 from paceline.sync.lookup import Gradient, Library, Lookup, merged
+from paceline.sync.rowsteps import RowSteps
 from paceline.sync.table import Spec
 
 
@@ -90,7 +90,7 @@ class Tables:
     def __init__(self, scene: Scene, backward: Backward) -> None:
         self._scene, self._backward = scene, backward
         self._library: Library | None = None
-        self.lasting: Lasting | None = None  # where losses are survived
+        self.lasting: RowSteps | None = None  # where losses are survived
         self.kept: list[Kept] = []
         self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
@@ -128,7 +128,7 @@ class Tables:
     def _begin(self, servers: int | None, replicas: int | None) -> None:
         self._library = Library(self._scene, servers, replicas or 1)
         if self._library.room.house is not None:
-            self.lasting = Lasting(self._library, self._library.room.house)
+            self.lasting = RowSteps(self._library, self._library.room.house)
 
     def handles(self) -> set[int]:
         """The ids of the parameters that stand for tables."""

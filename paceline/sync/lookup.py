@@ -3,7 +3,7 @@
     forward   pull(ids) ------ rows as of my last step ------>   | loss, backward | give(ids, gradients) ... the servers step
     prefetch       pull(ids of the next batch), answered as soon as that step has been taken
 
-Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are survived, see `lasting`.
+Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are survived, see `rowsteps`.
 """
 
 from __future__ import annotations

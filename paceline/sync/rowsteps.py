@@ -23,7 +23,7 @@ from paceline.sync.lookup import Library, Lookup, Sent, Step
 from paceline.sync.renewal import Renewal
 
 
-class Lasting:
+class RowSteps:
     """The steps of a library's tables, and what becomes of its servers. `house` is where they are."""
 
     def __init__(self, library: Library, house: House) -> None:
