@@ -152,6 +152,10 @@ class Jobs:
         script = self.write(body, f"script{len(self._started)}.py" if other else path.name)
         return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, script, *args], **environ)
 
+    def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = ()) -> Job:
+        """The same with a program that is there."""
+        return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args])
+
     def left(self, seconds: float = 2.0) -> list[str]:
         """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
         end = time.monotonic() + seconds

@@ -56,7 +56,7 @@ def make(
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
     scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
-    scene.servers = serving(agreement, len(dealt))
+    scene.servers = scene.table_servers = serving(agreement, len(dealt))
     run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
     kept = Folder.agree(agreement, Path(folder), "test", say=say)
     run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))

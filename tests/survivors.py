@@ -44,7 +44,7 @@ def die(now, where):
         os.kill(os.getpid(), signal.SIGKILL)
 
 with pl.start({start}) as run:
-    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    model, optimizer, loader = run.prepare(model, optimizer, loader{options})
     {prepared}
     for epoch in run.epochs({epochs}):
         for index, x, y in loader:
@@ -63,7 +63,7 @@ with pl.start({start}) as run:
             time.sleep({nap})
         {epoch_end}
     if run.is_first:
-        torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
+        torch.save([p.detach() for p in {saved}], out / "weights.pt")
         (out / "events.json").write_text(json.dumps([event["what"] for event in run.events]))
         (out / "size").write_text(str(run.size))
 """
@@ -79,6 +79,8 @@ def script(**parts: Any) -> str:
         "start": "name='run'",
         "prepared": "pass",
         "epochs": 3,
+        "saved": "model.parameters()",
+        "options": "",
         "nap": 0.02,
         **dict.fromkeys(("before", "between", "after", "epoch_end"), "pass"),
     }

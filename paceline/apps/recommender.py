@@ -56,12 +56,13 @@ class Recommender(nn.Module):
                 table.prefetch(batch.ids[:, number])
 
 
-def build(log: Log, dim: int, *, served: bool, servers: int | None) -> Recommender:
+def build(log: Log, dim: int, *, served: bool, servers: int | None, replicas: int | None = None) -> Recommender:
     """The same model in every process, with tables on servers or on each worker; both begin with the same numbers."""
+    given: dict[str, Any] = {"std": STD, "servers": servers, "replicas": replicas}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         seeds = range(100, 100 + log.tables)
-        tables = [pl.SparseEmbedding(log.rows, dim, std=STD, seed=s, servers=servers) if served else _bag(log.rows, dim, s) for s in seeds]
+        tables = [pl.SparseEmbedding(log.rows, dim, seed=seed, **given) if served else _bag(log.rows, dim, seed) for seed in seeds]
         return Recommender(tables, dim)
 
 
@@ -102,15 +103,17 @@ def main() -> None:
     parser.add_argument("--dense-by", choices=("allreduce", "server"), default="allreduce", help="how the layers agree")
     parser.add_argument("--tables-by", choices=("server", "worker"), default="server", help="where tables are: worker is nn.EmbeddingBag")
     parser.add_argument("--servers", type=int, default=None, help="default: one on each host")
+    parser.add_argument("--replicas", type=int, default=1, help="servers that keep the same, with paceline run --min-workers")
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="ask for the next batch's rows early")
     parser.add_argument("--name", default=None, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="where run folders are")
     options = parser.parse_args()
 
     log, samples = Log(options.tables, options.rows, options.bag), options.steps * options.batch
-    sync = ParameterServer(servers=options.servers) if options.dense_by == "server" else pl.AllReduce()
+    sync = ParameterServer(servers=options.servers, replicas=options.replicas) if options.dense_by == "server" else pl.AllReduce()
     with pl.start(sync, name=options.name, folder=options.folder, total_steps=options.steps) as run:
-        model = build(log, options.dim, served=options.tables_by == "server", servers=options.servers)
+        served = options.tables_by == "server"
+        model = build(log, options.dim, served=served, servers=options.servers, replicas=options.replicas)
         optimizer = optimizer_of(options.optimizer, model)
         train, held_out = Clicks(log, 0, samples).loader(options.batch), Clicks(log, samples, options.held_out).loader(2048)
         model, optimizer, train, held_out = run.prepare(model, optimizer, train, held_out)

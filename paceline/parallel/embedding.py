@@ -48,7 +48,9 @@ class SparseEmbedding(nn.Module):
     `rows`, `dim`: the size of the table, of which only rows that had a gradient take memory. `mode`: "mean" or "sum" of the rows of a bag.
     `padding_idx`: a row that counts nothing. `include_last_offset`: see EmbeddingBag. `std`, `seed`: rows begin with normal numbers that
     depend on the seed and the row alone (default: a seed from torch's generator, as EmbeddingBag's numbers are); tables of the same seed
-    begin alike. `servers`: how many for all tables of the run (None: one on each host).
+    begin alike. `servers`: how many for all tables of the run (None: one on each host). `replicas=r` keeps each row on r servers, on
+    different hosts if there are enough, for all tables of the run: what a lost one kept the others have. For runs that go on when something
+    is lost (`paceline run --min-workers`).
 
     `state_dict` has the seed and no rows: `run.save` keeps them. Clipping can't see the gradients of rows, and raises.
 
@@ -68,6 +70,7 @@ class SparseEmbedding(nn.Module):
         std: float = 1.0,
         seed: int | None = None,
         servers: int | None = None,
+        replicas: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +84,9 @@ class SparseEmbedding(nn.Module):
             raise UsageError(f"std={std} is no deviation; give a number, 0 or more")
         if servers is not None and servers < 1:
             raise UsageError(f"servers={servers} is no number of servers; give 1 or more, or leave it out for one on each host")
-        self.rows, self.dim, self.mode, self.std, self.servers = rows, dim, mode, float(std), servers
+        if replicas is not None and replicas < 1:
+            raise UsageError(f"replicas={replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+        self.rows, self.dim, self.mode, self.std, self.servers, self.replicas = rows, dim, mode, float(std), servers, replicas
         self.padding_idx = None if padding_idx is None else padding_idx % rows
         self.include_last_offset = include_last_offset
         self.weight = nn.Parameter(torch.empty(0, dim, dtype=dtype))
@@ -183,6 +188,15 @@ class SparseEmbedding(nn.Module):
                 "weight.grad of a SparseEmbedding was changed, and the gradients of its rows lie elsewhere: call zero_grad() with "
                 "set_to_none=True (the default), and clip or scale the other parameters alone"
             )
+
+    def kept(self) -> Any:
+        """The gradients that there are now, for `keep`."""
+        return list(self._found), self.weight.grad, self._shown
+
+    def keep(self, kept: Any) -> None:
+        """Have those gradients again."""
+        found, self.weight.grad, self._shown = kept
+        self._found = list(found)
 
     def gradient(self) -> list[tuple[Tensor, Tensor]] | None:
         """What backward passes have added since `zero_grad`, weighted: rows (in order, each once) and gradients; None without a pass."""

@@ -53,7 +53,9 @@ class Body:
         self.moved(founded)
         self._turns.cut_turn(0 if self._turns.apart else founded.turn)
         self._cast.regroup()
-        self._sync.regroup(scene, founded.layout)
+        layout = founded.layout or {}
+        self._sync.regroup(scene, layout.get("sync"))
+        self._cast.tables.regroup(scene, layout.get("tables"))
         self.buddies.regroup(founded.members)
         self._turns.settle()
         reap(old)
@@ -80,7 +82,7 @@ class Body:
 
     def servers_lost(self) -> list[str]:
         """See `Heart.servers_lost`."""
-        return self._sync.servers_lost() if isinstance(self._sync, Steps) else []
+        return (self._sync.servers_lost() if isinstance(self._sync, Steps) else []) + self._cast.tables.servers_lost()
 
     def servers_begun(self) -> list[str]:
         """See `Heart.servers_begun`."""
@@ -88,11 +90,12 @@ class Body:
 
     def layout(self) -> Any:
         """See `Heart.layout`."""
-        return self._sync.layout()
+        return {"sync": self._sync.layout(), "tables": self._cast.tables.layout()}
 
     def form(self) -> str:
         """See `Heart.form`."""
         digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._cast.state.names}".encode())
+        digest.update(self._cast.tables.form().encode())
         for slot in self._cast.slots:
             digest.update(f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode())
         return digest.hexdigest()

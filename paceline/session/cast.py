@@ -98,14 +98,15 @@ class Cast:
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
         found = self.tables.find(self.models)
-        if found and self.survives:
-            raise UsageError(
-                f"sparse tables ({found[0][0]}) can't go on yet when workers are lost; leave out --min-workers, or use nn.EmbeddingBag"
-            )
         if found and self._desk is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "
                 "lockstep: leave those out"
+            )
+        if found and self.survives and self._backward.sync.apart:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
+                "replicas part between two steps: use one of those, or leave out --min-workers"
             )
         self.tables.open(found, self.optimizers)
 
@@ -161,11 +162,11 @@ class Cast:
             for loader in self.loaders:
                 loader.terms.local = None if loader.terms.local is None else local
 
-    def release(self) -> None:
-        """The run is over: models are plain ones again, and tables have no servers."""
+    def release(self, *, failed: bool) -> None:
+        """The run is over, here at least: models are plain ones again, and tables have no servers."""
         for _, model in self.models:
             desynchronise(model)
-        self.tables.close()
+        self.tables.close(failed=failed)
 
     def _fresh(self, things: list[Any]) -> list[Any]:
         """Those that were not prepared before."""

@@ -276,13 +276,11 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
             elsewhere = turns.elsewhere(self)
-            turns.stepping(elsewhere=elsewhere)
+            turns.stepping(elsewhere=elsewhere or (turns.tables.lasting is not None and turns.tables.has(self)))
             if elsewhere or turns.tables.has(self):
                 result = None if closure is None else _called(closure)
                 turns.ready("optimizer.step")
-                turns.tables.step(self)
-                with turns.tables.hidden(self):
-                    turns.step_elsewhere(self) if elsewhere else own(self)
+                _step(self, own, turns, elsewhere=elsewhere)
                 if not turns.acting:
                     return result
             else:
@@ -295,6 +293,16 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
     rebind(optimizer, "step", stepping, turns)
     if accumulate:
         bind_zero_grad(optimizer, turns)
+
+
+def _step(optimizer: Optimizer, own: Callable[..., Any], turns: Turns, *, elsewhere: bool) -> None:
+    """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
+    turns.give(optimizer, whole=not elsewhere)
+    if turns.acting:
+        with turns.tables.hidden(optimizer):
+            turns.step_elsewhere(optimizer) if elsewhere else own(optimizer)
+    if turns.acting:
+        turns.tables.make(optimizer)
 
 
 def _called(closure: Callable[[], Any]) -> Any:

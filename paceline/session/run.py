@@ -416,10 +416,10 @@ class Run:
             self._around.watching.stop()
         self._backward.unwatch()
         self._turns.release()
-        self._cast.release()
         groups = [*self._scene.sides, self.group]
         for group in groups if failed else ():
             group.abort()
+        self._cast.release(failed=failed)
         self._backward.sync.detach()
         for group in groups:
             group.close()

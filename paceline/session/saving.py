@@ -199,7 +199,7 @@ class Saving:
         snapshots = [self._hand_out(body) for body in bodies]
         self._state.restore(snapshots[0])
         own.load(scene.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
-        if self._tables.kept:
+        if self._tables.kept and not self._tables.waiting:
             scene.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
             self._tables.forget()
         if scene.group.size > len(head[1]):

@@ -41,10 +41,10 @@ class Known(NamedTuple):
 
 
 class Serving:
-    """The servers of a job, as one worker starts and reaches them (a `House`)."""
+    """Servers of a job, as one worker starts and reaches them (a `House`). `what` they serve, and what one is called, are for messages."""
 
-    def __init__(self, around: Surroundings, agreement: Agreement) -> None:
-        self._around, self._agreement = around, agreement
+    def __init__(self, around: Surroundings, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
+        self._around, self._agreement, self._what, self._kind = around, agreement, what, kind
         self._outlive = around.place.worker is not None
         self.here = f"{around.place.hostname}/{os.getppid()}" if self._outlive else str(around.cluster.where()[around.place.rank])
         self._known: list[Known] = []
@@ -55,7 +55,7 @@ class Serving:
         self._folders: list[str] = []
         self._told: list[Callable[[PacelineError], None]] = []
         self._closing = False
-        self._next = 0  # number
+        self.next = 0  # number
 
     def begin(self, asked: int | None, copies: int = 1) -> Room:
         """Start so many servers, each so many times, dealt to hosts in turn; gives where all of them are. Collective.
@@ -70,7 +70,7 @@ class Serving:
         count, hosts, me = asked or around.place.servers or len(cluster.hosts), len(cluster.hosts), around.place.rank
         secret = around.place.secret
         if secret is None and hosts > 1:
-            raise missing(f"ParameterServer listens on {hosts} hosts, and this job has no secret")
+            raise missing(f"{self._what} listens on {hosts} hosts, and this job has no secret")
         shown = secrets.token_hex(32) if secret is None else ""
         facts = json.loads(self._agreement.tell("servers begin", lambda: json.dumps([secrets.token_hex(8), shown]).encode()))
         self._job, self._secret = facts[0], facts[1] if secret is None else secret.hex()
@@ -83,12 +83,15 @@ class Serving:
         for host, found in map(msgpack.unpackb, answers):
             for number, addresses in found:
                 place = cluster.hosts[where[number][1]].name
-                name = f"server {number % count} on {place}" if number < count else f"the copy of server {number % count} on {place}"
+                name = self._name(number % count, place, copy=number >= count)
                 self._known.append(Known(number, number % count, host, name, tuple(addresses)))
         self._known.sort()
-        self._next = count * copies
+        self.next = count * copies
         self._watch([number for number, _ in begun])
         return self._room()
+
+    def _name(self, shard: int, place: str, *, copy: bool) -> str:
+        return f"{'the copy of ' if copy else ''}{self._kind} {shard} on {place}"
 
     def _room(self, known: list[Known] | None = None) -> Room:
         known = self._known if known is None else known
@@ -173,11 +176,11 @@ class Serving:
 
     def layout(self) -> Any:
         """See `House`."""
-        return [self._job, self._secret if self._around.place.secret is None else "", self._next, self._known]
+        return [self._job, self._secret if self._around.place.secret is None else "", self.next, self._known]
 
     def join(self, told: Any) -> Room:
         """See `House`."""
-        self._job, shown, self._next, known = told
+        self._job, shown, self.next, known = told
         own = self._around.place.secret
         self._secret = shown if own is None else own.hex()
         self._known = [_known(each) for each in known]
@@ -190,7 +193,7 @@ class Serving:
 
     def spawn(self, shard: int, *, mine: bool) -> int:
         """See `House`."""
-        number, self._next = self._next, self._next + 1
+        number, self.next = self.next, self.next + 1
         if mine:
             self._beginning[number] = shard, self._start()
         return number
@@ -202,8 +205,8 @@ class Serving:
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
         if number not in self._found and poll.poll(0):
-            name = f"the copy of server {shard} on {self._agreement.host}"
             try:
+                name = self._name(shard, self._agreement.host, copy=True)
                 self._found[number] = list(Known(number, shard, self.here, name, tuple(self._begun(process))))
             except ResourceError:
                 self._found[number] = False

@@ -135,6 +135,7 @@ def _scene(around: Surroundings, undo: ExitStack) -> Scene:
     agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
     scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
     scene.servers, scene.deadline = Serving(around, agreement).begin, around.deadline
+    scene.table_servers = Serving(around, agreement, "SparseEmbedding", "table server").begin
     scene.survives, scene.breaker = around.place.worker is not None, around.breaker
     return scene
 

@@ -157,6 +157,7 @@ class Turns:
                 self.thaw()
                 if self.undo is not None and course is self._leader:
                     self.undo.begin(passes)
+                    self.tables.begin()
             elif turn.last_micro and not self.quiet:
                 self.backward.silenced = False  # this one is exchanged by all
             self.backward.ran = False
@@ -204,6 +205,7 @@ class Turns:
         assert self.undo is not None
         self.cut_off = 0
         self.undo.back()
+        self.tables.back()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
@@ -228,6 +230,7 @@ class Turns:
             self._page.passed(self.steps)
         began, before, aside, waited = time.perf_counter(), self.scene.traffic, self.scene.aside, self.scene.waited
         self.backward.sync.commit()
+        self.tables.commit()
         self.committed(self.steps)
         waited = self.scene.waited - waited
         self._step["wait"] += waited
@@ -326,19 +329,27 @@ class Turns:
         sync = self.backward.sync
         return isinstance(sync, Steps) and sync.steps(optimizer)
 
+    def give(self, optimizer: Any, *, whole: bool) -> None:
+        """Have servers know what the next step of its tables is made of. `whole`: nothing else of its step can fail."""
+        tables = self.tables
+        if tables.lasting is None or not tables.has(optimizer):
+            tables.give(optimizer)
+        else:
+            self._settle(lambda: tables.give(optimizer), stepped=whole)
+
     def step_elsewhere(self, optimizer: Any) -> None:
         """Have it step there; all workers do."""
         sync = self.backward.sync
         assert isinstance(sync, Steps)
         began = time.perf_counter()
-
-        def act() -> bool:
-            sync.step(optimizer)
-            return True
-
-        if self._call(act, "optimizer.step") and self.undo is not None and self._leader is not None:
-            self.undo.stepped()
+        self._settle(lambda: sync.step(optimizer))
         self.backward.seconds += time.perf_counter() - began
+
+    def _settle(self, act: Callable[[], Any], *, stepped: bool = True) -> None:
+        """A call that an optimizer's step is settled by; `stepped`: that step can't fail any more then."""
+        settled = self._call(lambda: [act()], "optimizer.step") is not None
+        if settled and stepped and self.undo is not None and self._leader is not None:
+            self.undo.stepped()
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """See `Run.clip`."""

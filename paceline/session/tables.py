@@ -2,6 +2,9 @@
 
 model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
 optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+
+Where losses are survived, both are made on all workers or on none (`sync.rowsteps`); a turn that comes again begins with the gradients that
+it began with at first.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -25,6 +28,7 @@ from paceline.sync import rows
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene
 from paceline.sync.lookup import Gradient, Library, Lookup, merged
+from paceline.sync.rowsteps import RowSteps
 from paceline.sync.table import Spec
 
 
@@ -86,7 +90,9 @@ class Tables:
     def __init__(self, scene: Scene, backward: Backward) -> None:
         self._scene, self._backward = scene, backward
         self._library: Library | None = None
+        self.lasting: RowSteps | None = None  # where losses are survived
         self.kept: list[Kept] = []
+        self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
     def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
         """The tables in these models that are not open yet, once each."""
@@ -99,17 +105,18 @@ class Tables:
 
     def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer]) -> None:
         """Take these tables in. Collective. Raises `UsageError` for what can't be honoured."""
-        asked = {module.servers for _, module in found if module.servers is not None}
-        if len(asked) > 1:
-            raise UsageError(f"all tables of a run share its servers, and tables ask for {sorted(asked)} of them; give one number")
+        servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
         told = [rows.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
         for (name, module), owner in zip(found, owned, strict=True):
             _check(name, module, frozen=owner is None)
         if found and self._library is None:
-            self._library = Library(self._scene, max(asked, default=None))
-        elif asked and self._library is not None and asked != {self._library.servers}:
-            raise UsageError(f"the tables of this run are on {self._library.servers} servers, and servers={max(asked)} asks for others")
+            self._begin(servers, replicas)
+        elif self._library is not None and not self._library.waiting:
+            here = {"servers": self._library.shards, "replicas": self._library.replicas}
+            for option, wanted in (("servers", servers), ("replicas", replicas)):
+                if wanted is not None and wanted != here[option]:
+                    raise UsageError(f"the tables of this run have {option}={here[option]}, and {option}={wanted} asks for others")
         for (name, module), owner, how in zip(found, owned, told, strict=True):
             assert self._library is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
@@ -117,6 +124,11 @@ class Tables:
             lookup = self._library.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
             module.source = Shown(lookup, self._backward, frozen=owner is None)
             self.kept.append(Kept(name, module, lookup, *(owner or (None, 0))))
+
+    def _begin(self, servers: int | None, replicas: int | None) -> None:
+        self._library = Library(self._scene, servers, replicas or 1)
+        if self._library.room.house is not None:
+            self.lasting = RowSteps(self._library, self._library.room.house)
 
     def handles(self) -> set[int]:
         """The ids of the parameters that stand for tables."""
@@ -126,12 +138,23 @@ class Tables:
         """Whether this optimizer steps any table."""
         return any(kept.optimizer is optimizer for kept in self.kept)
 
-    def step(self, optimizer: Any) -> None:
-        """Give the servers what they need for the next step of its tables; waits for nobody."""
+    def give(self, optimizer: Any) -> None:
+        """Give the servers what they need for the next step of its tables; waits for nobody.
+
+        Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises `Voided`.
+        """
         mine = [kept for kept in self.kept if kept.optimizer is optimizer]
         if mine and self._library is not None:
             with _exchanging(self._backward, "gradients of rows"):
-                self._library.give([(kept.lookup, kept.gradient(), kept.settings) for kept in mine])
+                found = [(kept.lookup, kept.gradient(), kept.settings) for kept in mine]
+                self._library.give(found) if self.lasting is None else self.lasting.settle(found)
+
+    def make(self, optimizer: Any) -> None:
+        """Make the step of its tables that all have given something for."""
+        mine = [kept.lookup for kept in self.kept if kept.optimizer is optimizer]
+        if mine and self.lasting is not None:
+            with _exchanging(self._backward, "steps of rows"):
+                self.lasting.make(mine)
 
     @contextlib.contextmanager
     def hidden(self, optimizer: Any) -> Iterator[None]:
@@ -171,17 +194,62 @@ class Tables:
         packed = self._scene.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
         return hashlib.sha256(digest.encode() + packed).hexdigest()
 
+    # ---- where losses are survived
+
+    def begin(self) -> None:
+        """A turn of training begins."""
+        if self.lasting is not None:
+            self.lasting.begin()
+            self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
+
+    def commit(self) -> None:
+        """It is over. Collective, where copies of servers are about to be."""
+        self._begun = []
+        if self.lasting is not None:
+            self.lasting.commit()
+
+    def back(self) -> None:
+        """It comes again."""
+        if self.lasting is not None:
+            self.lasting.back()
+        for module, kept in self._begun:
+            module.keep(kept)
+
+    def layout(self) -> Any:
+        """What who has just come has to know for `regroup`: JSON."""
+        return None if self.lasting is None else self.lasting.layout()
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """The workers are others now; see `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody has what it kept."""
+        if self.lasting is not None:
+            self.lasting.regroup(scene, layout)
+
+    def servers_lost(self) -> list[str]:
+        """See `Steps.servers_lost`."""
+        return [] if self.lasting is None else self.lasting.renewal.take_lost()
+
+    def form(self) -> str:
+        """What the tables are, but for their seeds."""
+        return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.kept)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this worker is not let in yet, and has no servers."""
+        return self._library is not None and self._library.waiting
+
     def forget(self) -> None:
         """The tables have become others: what was asked for ahead is void."""
         for kept in self.kept:
             kept.lookup.forget(int(kept.module.seed))
 
-    def close(self) -> None:
-        """Let go of the servers; modules have no rows any more."""
+    def close(self, *, failed: bool) -> None:
+        """Let go of the servers; modules have no rows any more. `failed`: others may go on."""
         for kept in self.kept:
             kept.module.source = None
+        if self.lasting is not None:
+            self.lasting.renewal.close()
         if self._library is not None:
-            self._library.close()
+            self._library.close(left=failed)
 
 
 @contextlib.contextmanager
@@ -196,6 +264,14 @@ def _exchanging(backward: Backward, what: str) -> Iterator[None]:
         backward.seconds += (ended - began) / 1e9
         backward.since = ended if inside else 0
         backward.scene.trace.record(what, "exchange", began, ended)
+
+
+def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
+    """What tables ask for, which all share."""
+    asked = {value for _, module in found if (value := getattr(module, option)) is not None}
+    if len(asked) > 1:
+        raise UsageError(f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; give one number")
+    return max(asked, default=None)
 
 
 def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:

@@ -46,7 +46,7 @@ class Tap:
         self.version = 0
         self.given: Tensor | None = None  # the strategy's memory that p.grad was set to
         self.before: Tensor | None = None  # what p.grad held before a pass that failed
-        self.owed: Tensor | None = None  # what silent passes had left before the last exchange
+        self.owed: Tensor | None = None  # what silent passes had left when the turn began, where losses are survived
 
 
 class Backward:
@@ -181,7 +181,6 @@ class Backward:
             return
         scale = self._scale
         if tap.carry is not None:
-            tap.owed = tap.carry
             grad, tap.carry, scale = _add(grad.mul_(scale) if scale else torch.zeros_like(grad), tap.carry), None, 1.0
         tap.touched = True
         self._give(tap, grad, scale)
@@ -215,7 +214,6 @@ class Backward:
                 self._set_apart(tap)
                 if tap.carry is not None:
                     carry, tap.carry, tap.touched = tap.carry, None, True
-                    tap.owed = carry if self.scene.agreement.recovery is None else carry.clone()
                     self._give(tap, carry, 1.0)
             elif grad is not None and grad is tap.given:
                 tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
@@ -236,16 +234,15 @@ class Backward:
         self.scene.trace.record(where, "exchange", started, ended)
 
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
+        if self.scene.agreement.recovery is not None:
+            self._remember(first=not self.passes and not self.failed)
         if not self.sync.together:
             if self.scene.agreement.recovery is not None:
                 self._lost = None  # the strategy knows, when the optimizer steps
-                self._remember(first=not self.passes)
             return self.sync.backward_done(where)
         if not self._void:
             try:
                 found = self.scene.agreement.settle(lambda: self._exchanged(where), "backward")
-                for tap in self.taps if self.owing else ():
-                    tap.owed = None
                 return found
             except Voided as error:
                 self._check_cut(error)
@@ -254,9 +251,8 @@ class Backward:
 
     def _fail(self) -> None:
         """This pass has no result, on any worker."""
-        first, self.failed, self._lost = not self.failed, True, None
+        self.failed, self._lost = True, None
         self.sync.abort()
-        self._remember(first=first)
 
     def _remember(self, *, first: bool) -> None:
         """What gradients were before the first pass."""
@@ -276,13 +272,14 @@ class Backward:
             self.sync.abort()
 
     def back(self) -> None:
-        """The turn begins anew: gradients are what they were before its first pass without a result."""
+        """The turn begins anew: gradients are what they were when it began first."""
         if not self.failed:
             return
         self.failed = False
         for tap in self.taps:
-            tap.parameter.grad, tap.before = tap.before, None
+            tap.parameter.grad, tap.before, tap.shown = tap.before, None, None
             tap.carry, tap.owed = tap.owed, None
+        self.owing = any(tap.carry is not None for tap in self.taps)
 
     def _exchanged(self, where: str) -> list[tuple[int, Tensor]]:
         lost, self._lost = self._lost, None
@@ -345,8 +342,8 @@ class Backward:
         self.failed = False
         self.passes = 0
         self.silenced = False
-        for tap in () if self.sync.together else self.taps:
-            tap.owed = None
+        for tap in self.taps:
+            tap.owed = None if tap.carry is None or self.scene.agreement.recovery is None else tap.carry.clone()
 
 
 def _add(into: Tensor, addend: Tensor) -> Tensor:

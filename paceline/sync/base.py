@@ -80,6 +80,7 @@ class Scene:
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
+    table_servers: Callable[[int | None, int], Room] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     survives: bool = False  # the run goes on when workers are lost
     breaker: Breaker | None = None  # trips when the workers become others
@@ -107,7 +108,9 @@ class Scene:
 
 
 class House(Protocol):
-    """Servers that outlive the workers which have started them."""
+    """Servers that outlive the workers which have started them. `next`: the number of the one that is started next, alike on all."""
+
+    next: int
 
     def layout(self) -> Any:
         """What who has just come has to know for `join`: JSON."""

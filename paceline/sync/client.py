@@ -353,7 +353,7 @@ class Client:
         """See `Sync.layout`."""
         assert self.lasting is not None
         copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, Lasting) else 0
-        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "anew": copies.layout(), "times": times}
+        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
 
     def regroup(self, scene: Scene, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
@@ -369,7 +369,7 @@ class Client:
             if isinstance(self.pace, Lasting):
                 self.pace.desk.times = layout["times"]
         self._lost = None
-        self.lasting.regroup(None if layout is None else layout["anew"])
+        self.lasting.regroup()
 
     def release(self) -> None:
         """What was pushed and is in no step is void."""

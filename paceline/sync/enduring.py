@@ -215,7 +215,7 @@ class Lasting:
 
     # ---- losses
 
-    def regroup(self, layout: Any) -> None:
+    def regroup(self) -> None:
         """The workers are others, or servers were lost, or copies of them have begun. Collective, and may be begun anew at any place.
 
         Raises `StateLost` where nobody has a shard any more.
@@ -225,7 +225,7 @@ class Lasting:
         client.release()
         self._decided.clear()
         client.factors.clear()
-        self.copies.survey(layout)
+        self.copies.survey()
         mine = {"report": asdict(self.desk.report()), "begun": self.copies.begun()}
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]

@@ -48,20 +48,21 @@ class Replacing:
         """Whether a copy is being started."""
         return bool(self._anew)
 
-    def survey(self, layout: Any) -> list[Any]:
+    def survey(self) -> list[Any]:
         """Which servers are left, as all the living see it: go on with those, and begin to start what is missing. Collective.
 
         Gives what each of them has said with it. Raises `StateLost` where nobody has a shard any more.
         """
         client = self._client
-        mine = {"lost": client.wires.lost(min(client.seconds, ALIVE_SECONDS)), "here": self.house.here}
+        lost = client.wires.lost(min(client.seconds, ALIVE_SECONDS))
+        mine = {"lost": lost, "here": self.house.here, "next": self.house.next, "anew": self.layout()}
         told = [json.loads(body) for body in client.scene.group.agree(json.dumps(mine).encode())]
-        lost = {number for each in told for number in each["lost"]}
-        if layout is not None:
-            self._anew = {number: Anew(*found) for number, found in layout}
+        gone = {number for each in told for number in each["lost"]}
+        self.house.next = max(each["next"] for each in told)  # some may have come further than others when the next was lost
+        self._anew = {number: Anew(*found) for each in told for number, found in each["anew"]}
         shards = len(client.wires.of)
-        self._lost += (names := client.wires.names(lost))
-        room = self.house.lose(lost)
+        self._lost += (names := client.wires.names(gone))
+        room = self.house.lose(gone)
         bare = sorted({*range(shards)} - {*room.shards})
         if bare:
             raise StateLost(
@@ -136,4 +137,4 @@ class Replacing:
 
     def layout(self) -> Any:
         """Which copies are about to be, for who has just come."""
-        return [[number, list(found)] for number, found in self._anew.items()]
+        return [[number, list(found)] for number, found in sorted(self._anew.items())]

@@ -129,9 +129,9 @@ class Settled:
 
     # ---- other workers, other servers
 
-    def regroup(self, layout: Any) -> None:
+    def regroup(self) -> None:
         """The workers are others, or servers were lost. Collective. Raises `StateLost` where nobody has a shard any more."""
-        self.copies.survey(layout)
+        self.copies.survey()
 
     def _begun(self) -> list[Any]:
         """The servers that have begun since, and which of them have what they are to keep: when nobody tells servers anything."""

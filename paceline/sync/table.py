@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -120,6 +120,16 @@ class Hashed:
         return (rows.mix(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)).astype(np.int64)
 
 
+class Before(NamedTuple):
+    """What a step has changed, as it was before."""
+
+    steps: int  # as optimizers count them
+    settings: dict[str, Any]
+    used: int  # slots
+    slots: Tensor  # that were in use
+    kept: list[Tensor]
+
+
 class Table:
     """The rows with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is the number of this server.
 
@@ -136,11 +146,18 @@ class Table:
         self._empty()
 
     def _empty(self) -> None:
-        mine = len(range(self._server, self.spec.rows, self._servers))
-        self._index: Index = Direct(mine) if mine <= DIRECT else Hashed()
+        self._index = self._indexed(0)
         self._ids = torch.empty(FIRST, dtype=torch.int64)  # by slot
         self._kept = [torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind) for _ in range(1 + len(self._rule.remembers))]
         self.used = 0  # slots
+
+    def _indexed(self, used: int) -> Index:
+        """An index of so many rows, in the order of their first use."""
+        mine = len(range(self._server, self.spec.rows, self._servers))
+        found: Index = Direct(mine) if mine <= DIRECT else Hashed()
+        if used:
+            found.add(self._ids[:used].numpy() // self._servers, 0)
+        return found
 
     def __len__(self) -> int:
         return self.used
@@ -158,11 +175,12 @@ class Table:
             values[new] = self.spec.initial(ids[new])
         return values
 
-    def step(self, pushed: Sequence[tuple[Tensor, Tensor]], settings: Settings | None = None) -> None:
-        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the order of the sum is theirs."""
-        if settings:
-            rows.check(self.spec.rule, settings)
-            self.settings = dict(settings)
+    def step(self, pushed: Sequence[tuple[Tensor, Tensor]], settings: Settings | None = None, *, undo: bool = False) -> Before:
+        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the order of the sum is theirs.
+
+        Gives what `back` takes, with `undo`; without it no rows are in that.
+        """
+        before = self.change(settings)
         for ids, grad in pushed:
             if (ids[1:] <= ids[:-1]).any():
                 raise Mismatch("the rows of a gradient come in order, each once")
@@ -171,10 +189,31 @@ class Table:
         ids, grad = rows.summed(pushed, self.spec.dim, self.spec.kind)
         self.count += 1
         slots = self._slots(ids)
+        if undo:
+            old = slots[slots < before.used]
+            before = before._replace(slots=old, kept=[kept.index_select(0, old) for kept in self._kept])
         found = [kept.index_select(0, slots) for kept in self._kept]
         self._rule.step(found, grad, self.settings, self.count)
         for kept, values in zip(self._kept, found, strict=True):
             kept.index_copy_(0, slots, values)
+        return before
+
+    def change(self, settings: Settings | None) -> Before:
+        """Step without a gradient: other settings count from now on, if there are any. Gives what `back` takes."""
+        nothing = [kept.new_empty(0, self.spec.dim) for kept in self._kept]
+        before = Before(self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing)
+        if settings:
+            rows.check(self.spec.rule, settings)
+            self.settings = dict(settings)
+        return before
+
+    def back(self, before: Before) -> None:
+        """The last step is void."""
+        self.count, self.settings = before.steps, before.settings
+        for kept, values in zip(self._kept, before.kept, strict=True):
+            kept.index_copy_(0, before.slots, values)
+        if self.used > before.used:
+            self._index, self.used = self._indexed(before.used), before.used
 
     def apply(self, ids: Tensor, grad: Tensor, settings: Settings | None = None) -> None:
         """Step with this gradient alone, as soon as it has come; for workers that are not in lockstep."""

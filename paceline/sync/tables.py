@@ -6,6 +6,16 @@ rows.pull(step)       ----------->   the rows, once that step has been taken: ma
 rows.give(step)       ----------->   some rows and their gradients, acknowledged; the last worker's is followed by the step
 rows.digest, .part    ----------->   what is in use, and in which state, once the step has been taken
 rows.clear, .put      ----------->   what was saved comes back
+
+Where losses are survived, what is given makes no step by itself:
+
+rows.give(step)       ----------->   acknowledged
+rows.make(step)       ----------->   all have decided that it is made: the first to say so makes it
+rows.back(step)       ----------->   the turn comes again: so many steps have been made, and no more
+rows.stand, .become   ----------->   what a table is and how far, for a copy that has begun; its rows follow by rows.part and .put
+
+Workers say there how many calls they have completed together (`calls`): what one that is lost had sent for a turn that is void may come
+after others have gone on, and does nothing then.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ from torch import Tensor
 
 from paceline.comm.messages import Message
 from paceline.errors import Mismatch, UsageError
-from paceline.sync.table import Spec, Table
+from paceline.sync.table import Before, Spec, Table
 
 Answer = Callable[[Message, Mapping[str, Any], tuple[Tensor, ...]], bool]  # gives True
 
@@ -32,6 +42,14 @@ class Given(NamedTuple):
     settings: dict[str, Any] | None  # where they are others than before
 
 
+class Made(NamedTuple):
+    """A step that may go back."""
+
+    step: int
+    calls: int  # when it was made
+    before: Before
+
+
 @dataclass
 class Shelf:
     """A table, and where it stands in lockstep."""
@@ -40,6 +58,8 @@ class Shelf:
     step: int = 0
     given: dict[int, Given] = field(default_factory=dict)  # for the next step, by worker
     broken: str = ""  # why there can't be a next step
+    made: list[Made] = field(default_factory=list)  # in the turn under way
+    void: int = -1  # calls when a turn was void last
 
 
 class Tables:
@@ -53,6 +73,10 @@ class Tables:
             "rows.pull": self._pull,
             "rows.give": self._give,
             "rows.given": self._given,
+            "rows.make": self._make,
+            "rows.back": self._back,
+            "rows.stand": self._stand,
+            "rows.become": self._become,
             "rows.digest": self._digest,
             "rows.part": self._part,
             "rows.clear": self._clear,
@@ -95,11 +119,12 @@ class Tables:
         for number, (entry, shelf) in enumerate(zip(body["tables"], shelves, strict=True)):
             if shelf.broken:
                 raise UsageError(shelf.broken)
-            if entry["step"] != shelf.step + 1 or message.sender in shelf.given:
+            decided = bool(body.get("decided"))  # by others whether the step is made: what is given again counts in place of the first
+            if entry["step"] != shelf.step + 1 or (message.sender in shelf.given and not decided):
                 raise Mismatch(f"worker {message.sender} gives step {entry['step']} of table {entry['table']}, which it has given before")
             ids, grad = message.tensors[2 * number : 2 * number + 2]
             shelf.given[message.sender] = Given(ids, grad, entry["used"], entry["settings"])
-            if all(worker in shelf.given for worker in body["workers"]):
+            if not decided and all(worker in shelf.given for worker in body["workers"]):
                 self._step(entry["table"], shelf, body["workers"])
         return self._answer(message, {}, ())
 
@@ -107,7 +132,7 @@ class Tables:
         """Who has given something for the next step: a worker that waits in vain wants to know."""
         return self._answer(message, {"workers": sorted(self._shelf(message.body["table"]).given)}, ())
 
-    def _step(self, number: int, shelf: Shelf, workers: list[int]) -> None:
+    def _step(self, number: int, shelf: Shelf, workers: list[int], *, undo: bool = False) -> Before:
         """All are here: take the step, in the order of the workers."""
         found = [shelf.given[worker] for worker in workers]
         told = found[0].settings
@@ -116,10 +141,54 @@ class Tables:
             shelf.broken = f"workers step table {number} with different settings ({sides}): let schedules be alike on all of them"
             raise UsageError(shelf.broken)
         if any(given.used for given in found):
-            shelf.table.step([(given.ids, given.grad) for given in found], told)
-        elif told is not None:
-            shelf.table.settings = dict(told)
+            before = shelf.table.step([(given.ids, given.grad) for given in found], told, undo=undo)
+        else:
+            before = shelf.table.change(told)
         shelf.given, shelf.step = {}, shelf.step + 1
+        return before
+
+    # ---- where losses are survived
+
+    def _make(self, message: Message) -> bool:
+        body = message.body
+        for entry in body["tables"]:
+            shelf = self._shelf(entry["table"])
+            if shelf.broken:
+                raise UsageError(shelf.broken)
+            if body["calls"] <= shelf.void or entry["step"] <= shelf.step:
+                continue
+            if entry["step"] > shelf.step + 1:
+                raise Mismatch(f"step {entry['step']} of table {entry['table']} can't be made: {shelf.step} have been taken")
+            if any(worker not in shelf.given for worker in body["workers"]):
+                return False  # losses are not survived yet
+            before = self._step(entry["table"], shelf, body["workers"], undo=True)
+            shelf.made = [made for made in shelf.made if made.step > entry["floor"]]
+            shelf.made.append(Made(entry["step"], body["calls"], before))
+        return self._answer(message, {}, ())
+
+    def _back(self, message: Message) -> bool:
+        body = message.body
+        for number, step in body["tables"]:
+            shelf = self._shelf(number)
+            shelf.void = max(shelf.void, body["calls"])
+            while shelf.made and shelf.made[-1].step > step and shelf.made[-1].calls <= body["calls"]:
+                made = shelf.made.pop()
+                shelf.table.back(made.before)
+                shelf.step = made.step - 1
+        return self._answer(message, {}, ())
+
+    def _stand(self, message: Message) -> bool:
+        shelf = self._shelf(message.body["table"])
+        table = shelf.table
+        found = {"spec": table.spec.plain(), "settings": table.settings, "count": table.count, "step": shelf.step, "void": shelf.void}
+        return self._answer(message, found, ())
+
+    def _become(self, message: Message) -> bool:
+        body = message.body
+        table = Table(Spec(**body["spec"]), body["settings"], server=body["server"], servers=body["servers"])
+        table.count = body["count"]
+        self._shelves[body["table"]] = Shelf(table, body["step"], void=body["void"])
+        return self._answer(message, {}, ())
 
     # ---- state
 

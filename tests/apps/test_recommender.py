@@ -15,7 +15,9 @@ from paceline.apps import recommender
 from paceline.apps.clicks import Clicks, Log
 from paceline.session.run import Run
 from paceline.sync.parameterserver import ParameterServer
+from tests.launches import Jobs, wait_for
 from tests.runs import workers
+from tests.session.test_servers_surviving import servers
 
 LOG = Log(tables=2, rows=500, bag=2)
 
@@ -75,6 +77,28 @@ def program(folder: Path, command: list[str], *options: str) -> dict[str, Any]:
     assert answer.returncode == 0, answer.stderr
     summary: dict[str, Any] = json.loads((folder / "x" / "summary.json").read_text())
     return summary
+
+
+@pytest.mark.slow
+@pytest.mark.preloaded
+@pytest.mark.timeout(240)
+def test_the_program_survives(job: Jobs) -> None:
+    """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
+    common = ("--rows", "2000", "--steps", "150", "--batch", "256", "--held-out", "2000")
+    options = (*common, "--servers", "1", "--replicas", "2", "--name", "x")
+    launched = job.program(Path(recommender.__file__), 2, "--min-workers", "1", args=options)
+    lines = job.folder / "runs" / "x" / "metrics.jsonl"
+    wait_for(lambda: launched.process.poll() is not None or (lines.exists() and lines.read_text().count("loss") > 2), 60)
+    servers(launched)[0].kill()
+    launched.worker(1).kill()
+    ended = launched.end(120)
+    assert ended.code == 0, ended
+    wanted = job.program(Path(recommender.__file__), 1, args=(*common, "--name", "y")).end(120)
+    assert wanted.code == 0, wanted
+    found, alone = (json.loads((job.folder / "runs" / name / "summary.json").read_text()) for name in "xy")
+    assert found["workers"] == 1 and any("table server 0" in event["what"] for event in found["events"]), found["events"]
+    assert found["results"]["auc"] == pytest.approx(alone["results"]["auc"], abs=5e-3)  # Adagrad magnifies the rounding of float32
+    assert found["final_loss"] == pytest.approx(alone["final_loss"], rel=5e-3)
 
 
 @pytest.mark.slow

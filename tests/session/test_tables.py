@@ -434,7 +434,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_one_server_on_each_host_if_nothing_is_said() -> None:
     def body(run: Run) -> int:
-        return _prepared(run).source._lookup._library.servers
+        return _prepared(run).source._lookup._library.shards
 
     assert workers(4, body, hosts=(0, 0, 1, 1)) == [2] * 4
 
@@ -480,14 +480,15 @@ class TestMisuse:
             with pytest.raises(UsageError, match=r"run\.clip can't see the gradients of the sparse table first"):
                 workers(2, lambda run: train(run, served(), each=each), strategy=strategy)
 
-    def test_of_servers(self) -> None:
+    @pytest.mark.parametrize("option", ["servers", "replicas"])
+    def test_of_servers(self, option: str) -> None:
         def body(run: Run, *, later: bool) -> None:
-            one, other = SparseEmbedding(ROWS, DIM, servers=1), SparseEmbedding(ROWS, DIM, servers=2)
+            one, other = (SparseEmbedding(ROWS, DIM, **{option: count}) for count in (1, 2))
             if later:
                 run.prepare(one, torch.optim.SGD(one.parameters(), 0.1))
             run.prepare(*([] if later else [one]), other, torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1))
 
-        for later, text in ((False, r"ask for \[1, 2\] of them"), (True, "are on 1 servers, and servers=2")):
+        for later, text in ((False, rf"ask for {option} \[1, 2\]"), (True, f"have {option}=1, and {option}=2 asks")):
             with pytest.raises(UsageError, match=text):
                 workers(1, lambda run, later=later: body(run, later=later))
 
@@ -499,12 +500,21 @@ class TestMisuse:
         with pytest.raises(UsageError, match="float32 or float64"):
             workers(1, body)
 
-    def test_where_losses_are_survived(self) -> None:
+    @pytest.mark.parametrize("strategy", [LocalSGD(every=2), Gossip()])
+    def test_where_replicas_part_and_losses_are_survived(self, strategy: Any) -> None:
         def body(run: Run) -> None:
             run._cast.survives = True
             _prepared(run)
 
-        with pytest.raises(UsageError, match=r"sparse tables .* can't go on yet when workers are lost; leave out --min-workers"):
+        with pytest.raises(UsageError, match="beside AllReduce or ParameterServer, and with this strategy replicas part"):
+            workers(1, body, strategy=strategy)
+
+    def test_of_copies_where_losses_end_the_run(self) -> None:
+        def body(run: Run) -> None:
+            table = SparseEmbedding(ROWS, DIM, replicas=2)
+            run.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
+
+        with pytest.raises(UsageError, match=r"replicas=2.* is for runs that go on when a server is lost: .*--min-workers"):
             workers(1, body)
 
     @pytest.mark.parametrize("options", [{"staleness": 2}, {"backup_workers": 1}])

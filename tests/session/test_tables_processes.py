@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import psutil
@@ -45,6 +46,20 @@ def script(name: str, **parts: Any) -> str:
     return TRAIN.format(**({"name": name, "servers": 2, "epochs": 2, "nap": 0} | parts))
 
 
+def resuming(name: str, *, dies: bool, **parts: Any) -> str:
+    """A script that saves after its first epoch, with copies of servers, and goes on from there."""
+    text = script(name, **parts).replace("dtype=torch.float64)", "dtype=torch.float64, replicas=2)")
+    later = f"""
+    resumed = run.resume()
+    for epoch in run.epochs({parts["epochs"]}):
+        if {dies} and epoch == 1:
+            run.save()
+            raise SystemExit(3)
+        run.is_first and open("said", "w").write("resumed" if resumed else "begun")
+"""
+    return text.replace(f"\n    for epoch in run.epochs({parts['epochs']}):\n", later)
+
+
 def servers(job: Job) -> list[psutil.Process]:
     return [process for process in job.processes() if "paceline.sync.server" in process.cmdline()]
 
@@ -76,6 +91,34 @@ def test_a_server_is_killed(job: Jobs) -> None:
 
 
 @pytest.mark.soak
-def test_surviving_is_refused(job: Jobs) -> None:
-    ended = job.run(script("ends"), 2, "--min-workers", "1").end(40)
-    assert ended.code == 1 and "sparse tables (table) can't go on yet when workers are lost" in ended.err, ended
+def test_between_hosts_a_secret_is_needed(job: Jobs) -> None:
+    """Of tables, too, that lie beside layers on no servers; the error says for whom."""
+    port, started = str(free_port()), []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PACELINE_INTERFACE": "lo"}
+        started.append(job.start([sys.executable, job.write(script("ends"))], **place, **meeting))
+    for each in started:
+        ended = each.end(40)
+        assert ended.code == 1 and "SparseEmbedding listens on 2 hosts, and this job has no secret" in ended.err, ended
+
+
+@pytest.mark.soak
+def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
+    """With copies; on another number of servers, and by a worker that comes back and resumes by itself, in vain."""
+    wanted = job.run(script("alone", epochs=3), 1).end(120)
+    assert wanted.code == 0, wanted
+    ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end(120)
+    assert ended.code != 0, ended
+    launched = job.run(
+        resuming("kept", epochs=3, dies=False, servers=2, nap="0 if len(run.events) > 1 else 1"), 2, "--min-workers", "1", "--restarts", "1"
+    )
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "said").read_text() == "resumed", 120)
+    (job.folder / "trains").unlink()
+    wait_for(lambda: launched.process.poll() is not None or (job.folder / "trains").exists(), 60)  # one has taken a step with the other
+    assert launched.process.poll() is None, launched.end()
+    launched.worker(1).kill()
+    ended = launched.end(120)
+    assert ended.code == 0 and "has come" in ended.err, ended
+    one, both = (torch.load(job.folder / f"{name}.pt") for name in ("alone", "kept"))
+    assert float((one - both).norm() / one.norm()) < 1e-9

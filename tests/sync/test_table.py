@@ -101,6 +101,25 @@ def test_settings_hold_from_the_step_they_come_with() -> None:
     assert torch.allclose(made.read(ids(2)), before - 2)
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_step_goes_back(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had never been: values, what is remembered, the settings, the count, and which rows are in use."""
+    monkeypatch.setattr(table, "DIRECT", table.DIRECT if direct else 0)
+    made, twin = stepped(1)[0], stepped(1)[0]
+    drawn = torch.arange(0, 9_000, 3)
+    befores = [made.step([(found, grad(found))], SETTINGS | {"lr": lr}, undo=True) for found, lr in ((drawn, 0.5), (drawn + 1, 0.7))]
+    befores.append(made.change(SETTINGS | {"lr": 0.9}))
+    assert made.fingerprint() != twin.fingerprint() and made.settings["lr"] == 0.9
+    for before in reversed(befores):
+        made.back(before)
+    assert (made.used, made.count, made.settings, made.fingerprint()) == (twin.used, twin.count, twin.settings, twin.fingerprint())
+    for each in (made, twin):
+        each.step([(drawn + 1, grad(drawn))])
+    assert all(
+        torch.equal(one, other) for one, other in zip(made.part(0, made.used).values(), twin.part(0, twin.used).values(), strict=True)
+    )
+
+
 def test_parts_are_put_into_others() -> None:
     """What is remembered, too: the next step is the same."""
     one, found = stepped(2), [Table(SPEC, SETTINGS, server=server, servers=3) for server in range(3)]

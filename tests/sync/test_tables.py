@@ -90,6 +90,86 @@ def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
     assert torch.equal(wait(two, pull(two, 2, 7)).tensors[0], SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
 
 
+def decide(caller: Caller, step: int, *rows: int) -> None:
+    """Give, where the step isn't made by that."""
+    entry = {"table": 0, "step": step, "used": True, "settings": {"lr": 1.0}}
+    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+    caller.call("rows.give", body={"decided": True, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+
+def made(caller: Caller, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
+    entry = {"table": 0, "step": step, "floor": floor}
+    caller.call("rows.make", body={"tables": [entry], "workers": workers, "calls": calls}, seconds=SECONDS)
+
+
+def back(caller: Caller, step: int, calls: int) -> None:
+    caller.call("rows.back", body={"tables": [(0, step)], "calls": calls}, seconds=SECONDS)
+
+
+def values(caller: Caller, step: int, *rows: int) -> Any:
+    return wait(caller, pull(caller, step, *rows)).tensors[0] - SPEC.initial(torch.tensor(rows))
+
+
+class TestSurviving:
+    """Where losses are survived: what all have decided on is made, once."""
+
+    def test_a_step_is_made_once_it_is_decided(self, callers: Callers) -> None:
+        one, two = callers
+        decide(one, 1, 5)
+        decide(two, 1, 5, 6)
+        assert values(one, 0, 5).sum() == 0
+        for caller in callers:
+            made(caller, 1, 7)
+        assert values(one, 1, 5, 6).tolist() == [[-2, -2], [-1, -1]]
+
+    def test_what_is_given_again_counts_in_place_of_the_first(self, callers: Callers) -> None:
+        """The turn was dealt again, among those who are left."""
+        one, two = callers
+        decide(two, 1, 5)
+        decide(one, 1, 5)
+        decide(one, 1, 6)
+        made(one, 1, 7, workers=(0,))
+        assert values(one, 1, 5, 6).tolist() == [[0, 0], [-1, -1]]
+
+    def test_a_step_goes_back_once_and_is_made_again(self, callers: Callers) -> None:
+        one, two = callers
+        for step in (1, 2):
+            for caller in callers:
+                decide(caller, step, 5)
+            made(one, step, 6 + step)
+        for caller in callers:
+            back(caller, 0, 9)
+        assert values(two, 0, 5).sum() == 0
+        made(two, 1, 7)  # of who is lost, and comes late: nobody has given anything for it either
+        decide(one, 1, 6)
+        made(two, 1, 7, workers=(0,))
+        assert values(one, 0, 6).sum() == 0
+        made(one, 1, 10, workers=(0,))
+        back(two, 0, 9)  # late
+        assert values(one, 1, 5, 6).tolist() == [[0, 0], [-1, -1]]
+
+    def test_what_lies_before_the_turn_does_not_go_back(self, callers: Callers) -> None:
+        one, _ = callers
+        for step, floor in ((1, 0), (2, 1)):
+            decide(one, step, 5)
+            made(one, step, step, floor=floor, workers=(0,))
+        back(one, 0, 9)
+        assert values(one, 1, 5).tolist() == [[-1, -1]]
+
+    def test_a_copy_becomes_what_the_others_are(self, callers: Callers) -> None:
+        one, two = callers
+        decide(one, 1, 5)
+        made(one, 1, 3, workers=(0,))
+        stand = one.call("rows.stand", body={"table": 0}, seconds=SECONDS).body
+        assert (stand["step"], stand["count"], stand["settings"]) == (1, 1, {"lr": 1.0})
+        part = one.call("rows.part", body={"table": 0, "step": 1, "start": 0, "stop": 10}, seconds=SECONDS)
+        two.call("rows.become", body={"table": 0, **stand, "server": 0, "servers": 1}, seconds=SECONDS)
+        assert values(two, 1, 5).sum() == 0
+        assert two.call("rows.stand", body={"table": 0}, seconds=SECONDS).body == stand
+        two.call("rows.put", body={"table": 0, "names": part.body["names"]}, tensors=part.tensors, seconds=SECONDS)
+        assert values(one, 1, 5).tolist() == [[-1, -1]]
+
+
 class TestRefusals:
     def test_different_settings(self, callers: Callers) -> None:
         one, two = callers
