@@ -11,6 +11,7 @@ Whoever is missing in the new view won't answer any more: the thread ends at onc
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -122,11 +123,18 @@ class Orders:
             self._changed.wait_for(lambda: self.latest > number, seconds)
             return self._rosters[self.latest] if self.latest > number else None
 
-    def breaking(self, seconds: float) -> Roster | None:
-        """The newest view, once one has come since `arm` that breaks the groups; None when none has come in time."""
+    def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
+        """The newest view, once one has come since `arm` that breaks the groups; None when none has come in time.
+
+        `known`: None also once any view has come after that one.
+        """
+
+        def breaks() -> bool:
+            return any(self._breaks(roster) for roster in self._rosters.values())
+
         with self._changed:
-            broke = self._changed.wait_for(lambda: any(self._breaks(roster) for roster in self._rosters.values()), seconds)
-            return self._rosters[self.latest] if broke else None
+            self._changed.wait_for(lambda: breaks() or self.latest > known, seconds)
+            return self._rosters[self.latest] if breaks() else None
 
     def _listen(self) -> None:
         rest = b""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import socket
 import time
@@ -161,24 +162,23 @@ class Survival:
 
     def recover(self, error: PacelineError) -> Result[Any] | None:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
-        began, complained, void = time.monotonic(), False, False
+        began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
         seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
         while True:
-            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(seconds)
-            if roster is None and complained:
+            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(seconds, complained)
+            if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
                 raise error
-            if roster is None:  # nobody has died: a connection broke
-                complained, seconds = True, TOLD_SECONDS
-                report.broken(self._around.place, max(self.view, self.orders.latest))
+            if roster is None:  # nobody has died: a connection broke; who had decided on another view by then did not hear it
+                complained, seconds = latest, TOLD_SECONDS
+                report.broken(self._around.place, latest)
                 continue
-            complained, void, self.view = False, False, roster.number
+            complained, void, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 breaker = self._armed(roster, roster.workers)
                 here = self._open(roster, breaker).sub(f"view{roster.number}")
-                reaches = self._meet(here, roster)
-                if reaches is not None:
+                if (reaches := self._meet(here, roster)) is not None:
                     told = self._regroup(roster, here.sub("groups"), decide(reaches), breaker)
                     self._say(time.monotonic() - began, error)
                     return told

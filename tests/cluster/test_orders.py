@@ -81,6 +81,17 @@ def test_waits_end_in_time(launcher: Launcher) -> None:
     assert found is not None and found.number == 3
 
 
+def test_who_waits_for_a_view_that_breaks_hears_of_one_that_does_not(launcher: Launcher) -> None:
+    launcher.arm(1, 10)
+    launcher.tell(roster(2, 10))
+    threading.Timer(0.1, lambda: os.write(launcher.told, roster(3, 10, 11).dump())).start()
+    assert launcher.orders.breaking(0.1, 2) is None and launcher.orders.breaking(60.0, 2) is None
+    assert launcher.orders.latest == 3
+    launcher.tell(roster(4, 10, broken=True))
+    found = launcher.orders.breaking(5.0, 4)
+    assert found is not None and found.number == 4
+
+
 def test_it_is_asked_where_it_is(launcher: Launcher) -> None:
     asked = threading.Event()
     launcher.orders.asked = asked.set

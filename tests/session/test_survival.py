@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
+from paceline.cluster.orders import Member, Orders, Roster
+from paceline.errors import ServerLost
+from paceline.session import survival as surviving
+from paceline.session.survival import Survival
 from tests.launches import Job, Jobs, free_port
 from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
@@ -68,8 +76,8 @@ def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kin
 LATE = """
 from paceline.cluster.orders import Orders
 breaking, here, already = Orders.breaking, os.getpid(), []
-def late(orders, seconds):
-    found = breaking(orders, seconds)
+def late(orders, *given):
+    found = breaking(orders, *given)
     while run.rank == 1 and len(orders.roster(orders.latest).workers) < 3 and not already:
         time.sleep(0.01)
     already.append(found)
@@ -93,6 +101,28 @@ def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(
     found = outcome(out, out)
     check(found, alone(epochs=8))
     assert found.size == 3 and gap(out) < 30, found.events
+
+
+def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers take it for one of the view before; and the new view, in which nobody is missing, mends nothing."""
+    heard, told = os.pipe()
+    view, said, met = [Member(10, 0, "box", "::1")], list[int](), list[int]()
+
+    def broken(place: Any, number: int) -> None:
+        said.append(number)
+        os.write(told, Roster(number + 1, tuple(view), broken=number == 3).dump())
+
+    survival = object.__new__(Survival)
+    survival.__dict__.update(worker=10, view=1, orders=Orders(heard), _around=SimpleNamespace(place=None), _agreement=None, _heart=None)
+    survival.orders.arm(1, frozenset({10}), lambda: None)
+    monkeypatch.setattr(surviving.report, "broken", broken)
+    monkeypatch.setattr(surviving, "decide", lambda reaches: None)
+    for name, answer in {"_open": MagicMock(), "_meet": {}, "_regroup": None, "_say": None}.items():
+        monkeypatch.setattr(survival, name, lambda *given, answer=answer: answer)
+    monkeypatch.setattr(survival, "_armed", lambda roster, members: met.append(roster.number))
+    survival.recover(ServerLost("server 0 is gone"))
+    assert (said, met) == ([1, 2, 3], [4])
+    os.close(told)
 
 
 @pytest.mark.slow
