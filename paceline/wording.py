@@ -59,3 +59,16 @@ def choices(found: str, possible: Iterable[str]) -> str:
     folded = {name.lower(): name for name in names}
     near = difflib.get_close_matches(found.lower(), folded, n=1)
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of something: "1 step", "2,000 steps"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def sized(number: float) -> str:
+    """So many bytes: "12 bytes", "7.5 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} bytes"

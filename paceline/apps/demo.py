@@ -15,6 +15,7 @@ from rich.text import Text
 
 from paceline.cluster.machine import cores
 from paceline.errors import UsageError
+from paceline.wording import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 # Runs a script with arguments on so many workers of so many threads each; gives its exit code.
@@ -55,9 +56,9 @@ def demo(plan: Plan, launch: Launch, console: Console) -> int:
     whole = share * plan.workers
     stamp = time.strftime("%Y%m%d-%H%M%S")
     runs = [
-        (f"1 worker, {_count(share, 'core')}", f"demo-{stamp}-alone", 1, share, plan.alone),
-        (f"1 worker, {_count(whole, 'core')}", f"demo-{stamp}-whole", 1, whole, plan.alone),
-        (f"{plan.workers} workers, {_count(share, 'core')} each", f"demo-{stamp}", plan.workers, share, plan.steps),
+        (f"1 worker, {counted(share, 'core')}", f"demo-{stamp}-alone", 1, share, plan.alone),
+        (f"1 worker, {counted(whole, 'core')}", f"demo-{stamp}-whole", 1, whole, plan.alone),
+        (f"{plan.workers} workers, {counted(share, 'core')} each", f"demo-{stamp}", plan.workers, share, plan.steps),
     ]
     outcomes = []
     for title, name, workers, threads, steps in runs:
@@ -128,7 +129,3 @@ def milliseconds(outcome: Outcome, part: str) -> str:
 def megabytes(outcome: Outcome, where: str) -> str:
     """What one step sent."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

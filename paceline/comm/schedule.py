@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from paceline.errors import UsageError
+from paceline.wording import counted
 
 History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums it was added up from, in order
 
@@ -247,7 +248,7 @@ def draw(schedule: Schedule) -> str:
     for rank, row in enumerate(cells):
         lines.append(f"{f'rank {rank}':<{label}}" + "".join(f" | {cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     counts = [(schedule.size, "rank"), (len(schedule.chunks), "chunk"), (len(schedule.rounds), "round")]
-    title = f"{schedule.name}: " + ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
+    title = f"{schedule.name}: " + ", ".join(counted(number, word) for number, word in counts)
     legend = "0 +> 1: sends chunk 0 to rank 1, which adds it; 0 -> 1: which keeps it"
     return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])
 

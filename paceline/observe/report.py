@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.observe import serving
 from paceline.session.folder import PARTS, Folder
 from paceline.session.line import spoken
 from paceline.session.slowness import remedy
+from paceline.wording import counted, sized
 
 _MEANING = {
     "compute": "forward, backward and the optimizer",
@@ -43,6 +45,7 @@ class Facts:
     saves: int = 0  # checkpoints on the disk
     stall: float = 0.0  # seconds for which training stood still for each of them
     write: float = 0.0  # seconds that each took until it was on the disk
+    servers: list[serving.Server] = field(default_factory=list)
 
     @property
     def step(self) -> float:
@@ -62,7 +65,8 @@ def report(folder: Path) -> str:
     facts = read(Folder(folder))
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
-    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, _checkpoints(facts), _advice(facts), _events(facts)]
+    served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
+    blocks = [_title(facts), _times(facts), _traffic(facts), *facts.codecs, served, _checkpoints(facts), _advice(facts), _events(facts)]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -109,6 +113,7 @@ def _from_summary(folder: Folder) -> Facts:
             saves=int(saved["count"]),
             stall=float(saved["stall_seconds"]) / each,
             write=float(saved["write_seconds"]) / each,
+            servers=[serving.read(server, number) for number, server in enumerate(fields.get("servers", []))],
         )
     except KeyError as error:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
@@ -151,10 +156,10 @@ def _number(value: Any) -> float | None:
 def _title(facts: Facts) -> str:
     took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = "" if facts.final_loss is None else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
-    done = f"{_count(facts.steps, 'step')} of {_count(facts.samples, 'sample')} in all{took}{loss}"
+    done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
     if not facts.ended:
         return f"{facts.name} has not ended (no summary.json): it is still running, or was broken off. So far: {done}"
-    return f"{facts.name}: {facts.sync}, {_count(facts.workers, 'worker')} on {_count(facts.hosts, 'host')}, {done}"
+    return f"{facts.name}: {facts.sync}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
 
 
 def _times(facts: Facts) -> str:
@@ -175,7 +180,7 @@ def _traffic(facts: Facts) -> str:
     if facts.bytes_sent is None or facts.workers == 1:
         return ""
     within, between = facts.bytes_sent["within"], facts.bytes_sent["between"]
-    text = f"All workers together sent {_bytes(within)} within hosts and {_bytes(between)} between hosts in a step."
+    text = f"All workers together sent {sized(within)} within hosts and {sized(between)} between hosts in a step."
     spent = facts.step_seconds["exchange"]
     if between > 0 and facts.hosts > 1 and spent > 0:
         text += f" Over the exposed exchange that is {between * 8 / facts.hosts / spent / 1e6:,.0f} Mbit/s out of each host."
@@ -187,7 +192,7 @@ def _checkpoints(facts: Facts) -> str:
         return ""
     once = facts.saves == 1
     return (
-        f"{_count(facts.saves, 'checkpoint')}: training stood still for {_seconds(facts.stall)}{'' if once else ' each'}, and "
+        f"{counted(facts.saves, 'checkpoint')}: training stood still for {_seconds(facts.stall)}{'' if once else ' each'}, and "
         f"{'it was' if once else 'they were'} on the disk after {_seconds(facts.write)} of writing{'' if once else ' each'}."
     )
 
@@ -271,19 +276,13 @@ def checkpoints(facts: Facts) -> Iterator[str]:
         yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
 
 
-RULES: tuple[Callable[[Facts], Iterator[str]], ...] = (exchange, slow, data, outside, checkpoints)
+def servers(facts: Facts) -> Iterator[str]:
+    """See `serving.advise`."""
+    return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+RULES: tuple[Callable[[Facts], Iterator[str]], ...] = (exchange, slow, data, outside, checkpoints, servers)
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} bytes"

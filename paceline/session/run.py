@@ -393,9 +393,10 @@ class Run:
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        sent, tally, sync = self._turns.sent, self._saving.tally(), self._backward.sync
-        asked = self.is_first and isinstance(sync, Steps) and sync.attached
-        facts, served = (sync.facts(), sync.served()) if asked and isinstance(sync, Steps) else ([], [])
+        sent, tally, sync, tables = self._turns.sent, self._saving.tally(), self._backward.sync, self._cast.tables
+        facts, served = (tables.facts(), tables.served()) if self.is_first else ([], [])
+        if self.is_first and isinstance(sync, Steps) and sync.attached:
+            facts, served = [*sync.facts(), *facts], [*sync.served(), *served]
         outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, facts, served, self.results)
         conclude(outcome, self._scene, self.folder, self._log)
 

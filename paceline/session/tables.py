@@ -30,6 +30,7 @@ from paceline.sync.base import Scene
 from paceline.sync.lookup import Gradient, Library, Lookup, merged
 from paceline.sync.rowsteps import RowSteps
 from paceline.sync.table import Spec
+from paceline.trace import Served
 
 
 class Shown:
@@ -227,6 +228,15 @@ class Tables:
     def servers_lost(self) -> list[str]:
         """See `Steps.servers_lost`."""
         return [] if self.lasting is None else self.lasting.renewal.take_lost()
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each of their servers has done so far, for the summary; not collective."""
+        found = self._library
+        return [] if found is None else self._scene.agreement.lasting(lambda: found.wires.facts(self._scene.deadline))
+
+    def served(self) -> list[Served]:
+        """And when, for the timeline."""
+        return [] if self._library is None or not self._scene.trace.kept else self._library.wires.served(self._scene.deadline)
 
     def form(self) -> str:
         """What the tables are, but for their seeds."""

@@ -412,11 +412,7 @@ class Client:
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
-
-        def act() -> list[dict[str, Any]]:
-            return [dict(self.wires.ask(server, "facts", self.seconds).body) for server in range(len(self.wires.of))]
-
-        return self.scene.agreement.lasting(act)
+        return self.scene.agreement.lasting(lambda: self.wires.facts(self.seconds))
 
     def served(self) -> list[Served]:
         """See `Steps.served`."""

@@ -149,6 +149,10 @@ class Copies(Wires):
         """What these servers are called."""
         return [self._by_number[number].who for number in sorted(numbers) if number in self._by_number]
 
+    def facts(self, seconds: float) -> list[dict[str, Any]]:
+        """What each primary is called and has done so far, for the summary."""
+        return [{"name": self.primaries[shard].who, **self.ask(shard, "facts", seconds).body} for shard in range(len(self.of))]
+
     def served(self, seconds: float) -> list[Served]:
         """When each primary did what, as far as it remembers."""
         found = []

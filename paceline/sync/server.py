@@ -124,9 +124,9 @@ class Server:
             "facts": self._facts,
             "end": self._end,
         }
-        self._dealing, self._reckoning, tables = Dealing(self.answer), Reckoning(self), Tables(self.answer)
-        self._kinds |= self._dealing.kinds | self._reckoning.kinds | tables.kinds
-        self._first = {"plan", "end", "alive", "echo", *tables.kinds}  # what may come before there is a shard
+        self._dealing, self._reckoning, self._tables = Dealing(self.answer), Reckoning(self), Tables(self.answer)
+        self._kinds |= self._dealing.kinds | self._reckoning.kinds | self._tables.kinds
+        self._first = {"plan", "end", "alive", "echo", "facts", "timeline", *self._tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
         self._trace = Trace(SPANS)
@@ -348,8 +348,9 @@ class Server:
             "busy_seconds": self._busy,
             "bytes": self._receiver.nbytes,
             "bytes_sent": self._receiver.sent,
-            "memory_bytes": self.shard.nbytes,
-            **self._dealing.keeper.facts(),
+            "memory_bytes": self._tables.nbytes + (0 if self._shard is None else self._shard.nbytes),
+            **({} if self._shard is None else self._dealing.keeper.facts()),
+            **self._tables.facts(),
         }
         return self.answer(message, facts)
 

@@ -162,6 +162,11 @@ class Table:
     def __len__(self) -> int:
         return self.used
 
+    @property
+    def nbytes(self) -> int:
+        """What the rows in use take, with what is remembered of them."""
+        return self.used * (self._ids.itemsize + sum(kept.shape[1] * kept.itemsize for kept in self._kept))
+
     # ---- rows
 
     def read(self, ids: Tensor) -> Tensor:

@@ -83,6 +83,16 @@ class Tables:
             "rows.put": self._put,
         }
 
+    @property
+    def nbytes(self) -> int:
+        """What is kept here: rows in use, what is remembered of them, and what was given for the next steps."""
+        given = [tensor for shelf in self._shelves.values() for found in shelf.given.values() for tensor in (found.ids, found.grad)]
+        return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(tensor.nbytes for tensor in given)
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary: how many rows are in use."""
+        return {"rows": sum(len(shelf.table) for shelf in self._shelves.values())} if self._shelves else {}
+
     def _shelf(self, number: int) -> Shelf:
         if number not in self._shelves:
             raise Mismatch(f"there is no table {number} here: there are {len(self._shelves)}")

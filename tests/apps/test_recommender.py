@@ -114,3 +114,8 @@ def test_the_program(tmp_path: Path) -> None:
     assert 0.5 < found["results"]["auc"] == pytest.approx(wanted["results"]["auc"], abs=2e-3)
     assert found["final_loss"] == pytest.approx(wanted["final_loss"], rel=1e-4)
     assert 0 < found["results"]["worker_memory_mb"] < 1000
+    dense, table = found["servers"]
+    assert table["name"].startswith("table server 0") and 2000 < table["rows"] < 10_000 and table["memory_bytes"] > 4 * table["rows"]
+    assert table["messages"]["rows.give"] == 2 * 20 and "push" in dense["messages"] and "rows" not in dense
+    trace = json.loads((tmp_path / "served" / "x" / "trace.json").read_text())
+    assert {dense["name"], table["name"]} <= {event["args"].get("name") for event in trace["traceEvents"] if "args" in event}

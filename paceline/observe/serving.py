@@ -1,0 +1,106 @@
+"""What servers did in a run: how busy each was, what came and went, how far workers were apart; and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.wording import counted, sized
+
+BUSY = 0.6  # of a run: a server that works for so long keeps workers waiting
+AHEAD = 0.25  # of the turns
+LEFT_OUT = 0.05  # of the samples
+
+
+@dataclass(frozen=True)
+class Server:
+    """What one has done, as the summary says it."""
+
+    name: str
+    busy: float  # seconds
+    received: int  # bytes
+    sent: int
+    kept: int
+    put_off: int  # messages that waited at a time, at most
+    rows: int | None = None  # in use, of sparse tables
+    staleness: Mapping[int, int] = field(default_factory=dict)  # how often a worker went on so many turns ahead of the slowest
+    makers: Mapping[int, int] = field(default_factory=dict)  # how many steps were made by so many workers
+    dropped: tuple[int, int, int] = (0, 0, 0)  # gradients, their samples, and how many of those were dealt again
+
+
+def read(fields: Mapping[str, Any], number: int) -> Server:
+    """The one that is told of in these fields of a summary. Raises KeyError, ValueError or TypeError for what is none."""
+    dropped = fields.get("dropped") or {}
+    return Server(
+        name=str(fields.get("name", f"server {number}")),
+        busy=float(fields["busy_seconds"]),
+        received=int(fields["bytes"]),
+        sent=int(fields["bytes_sent"]),
+        kept=int(fields["memory_bytes"]),
+        put_off=int(fields["put_off"]),
+        rows=None if fields.get("rows") is None else int(fields["rows"]),
+        staleness={int(turns): int(count) for turns, count in fields.get("staleness", {}).items()},
+        makers={int(workers): int(count) for workers, count in fields.get("steps_by_workers", {}).items()},
+        dropped=(int(dropped.get("gradients", 0)), int(dropped.get("samples", 0)), int(dropped.get("dealt_again", 0))),
+    )
+
+
+def tell(servers: Sequence[Server], seconds: float, samples: int) -> str:
+    """In words, of a run of so many seconds in which so many samples were trained; nothing where there were no servers."""
+    if not servers:
+        return ""
+    width = max(len(server.name) for server in servers)
+    lines = ["Servers, with the share of the run in which each worked:"]
+    for server in servers:
+        kept = sized(server.kept) + ("" if server.rows is None else f" in {counted(server.rows, 'row')}")
+        lines.append(
+            f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  {sized(server.received)} received, "
+            f"{sized(server.sent)} sent, {kept} kept; at most {counted(server.put_off, 'message')} put off"
+        )
+    for server in servers:
+        if sum(server.staleness.values()):
+            lines.append(f"Workers went on {_shares(server.staleness)} turns ahead of the slowest.")
+        if sum(server.makers.values()):
+            lines.append(f"Steps were made by {_shares(server.makers)} workers.")
+        if server.dropped[0]:
+            gradients, lost, again = server.dropped
+            share = f" ({lost / samples:.1%} of those trained)" if samples else ""
+            back = f", and {again:,} of them were dealt again" if again else ""
+            lines.append(
+                f"{counted(gradients, 'gradient')} came too late for a step: their {counted(lost, 'sample')}{share} were dropped{back}."
+            )
+    return "\n".join(lines)
+
+
+def _shares(found: Mapping[int, int]) -> str:
+    """Each number with its share: "0 (33%), 1 (67%)"."""
+    total = sum(found.values())
+    return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(found.items()))
+
+
+def advise(servers: Sequence[Server], seconds: float, samples: int) -> Iterator[str]:
+    """A server is busy most of the time; workers are held by the bound; work is thrown away."""
+    busy = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
+    if busy:
+        most = max(server.busy for server in busy) / seconds
+        head = f"{' and '.join(server.name for server in busy)}: at work for {most:.0%} of the run, so workers wait there"
+        alike = 2 * min(server.received for server in servers) > max(server.received for server in servers)
+        if alike or len(busy) == len(servers):
+            yield f"{head}. More servers share the work: --servers N"
+        else:
+            yield f"{head}, while another gets less than half as many bytes: more of them (--servers N) help as far as they share these"
+    for server in servers:
+        far, turns = max(server.staleness, default=0), sum(server.staleness.values())
+        if far and server.makers and server.staleness[far] > AHEAD * turns:
+            yield (
+                f"Workers were {counted(far, 'turn')} ahead of the slowest in {server.staleness[far] / turns:.0%} of their turns: if that "
+                "is the bound, they wait there. A larger one helps if workers are slow now and then; if it is always the same one, "
+                "staleness=inf, or leaving it out"
+            )
+        _, lost, again = server.dropped
+        if samples and (lost - again) / samples > LEFT_OUT:
+            yield (
+                f"Backup workers dropped {lost - again:,} samples for good, {(lost - again) / samples:.0%} of those trained: with "
+                "requeue=True they are dealt again; a worker that is always late is better left out"
+            )
