@@ -259,6 +259,27 @@ def test_between_clipping_and_stepping(job: Jobs, mode: str) -> None:
     assert found.size == 2 and len(found.events) == 2, found.events
 
 
+TWO = {
+    "optimizer": "torch.optim.SGD([model.one], 0.5)\nother = torch.optim.SGD([model.two], 0.5)",
+    "options": ")\n    other = run.prepare(other",
+    "step": "optimizer.step(); die(run.rank == 1 and run.steps == 3, 'between'); other.step(); optimizer.zero_grad(); other.zero_grad()",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [ASP, pytest.param(SSP, marks=SOAK)])
+def test_between_the_steps_of_two_optimizers(job: Jobs, mode: str) -> None:
+    """The first one's step decides whether samples are trained: those of who is lost there are not dealt again, and not in the second's."""
+    found = ended(job, begun(job, mode, 3, replicas=1, **TWO))
+    one, two = found.weights
+    scale = torch.arange(1, SAMPLES + 1, dtype=torch.float64)[:, None]
+    first, second = -2 * BATCH * one, -2 * BATCH * two / scale
+    assert float((first - 1).abs().max()) < 1e-9, (first, found.events)
+    missing = second.abs() < 1e-9
+    assert 0 < int(missing.sum()) <= 3 and float((second[~missing] - 1).abs().max()) < 1e-9, (second, found.events)
+    assert found.size == 2 and len(found.events) == 1 and found.facts["dropped"]["samples"] == 0, found.events
+
+
 BY_HAND = {"step": "if run.steps % 3 == 2:\n                optimizer.step()\n                optimizer.zero_grad()"}
 
 
