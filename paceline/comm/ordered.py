@@ -83,20 +83,23 @@ class Agreement:
         self._complete(found.value)
         return found.value
 
-    def settle(self, act: Callable[[], T], what: str = "") -> T:
+    def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
         """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
 
-        Raises `Voided` on all of them where a worker was lost before that.
+        Raises `Voided` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
         """
-        if self.recovery is None or self._inside:
-            return self.attempt(act, what)
-        self._name(what)
         mine: list[T] = []
 
         def whole() -> None:
             mine[:] = [act()]
             self._meet("settled", b"", "")
 
+        if self.recovery is None and apart:
+            self.attempt(whole, what)
+            return mine[0]
+        if self.recovery is None or self._inside:
+            return self.attempt(act, what)
+        self._name(what)
         if self._attempt(whole) is None:
             raise Voided("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
         self._complete(None)

@@ -48,7 +48,7 @@ class RowSteps:
                 library.wait(sent)
             return list(agreement.origins)
 
-        self._workers = agreement.settle(act, "optimizer.step")
+        self._workers = agreement.settle(act, "optimizer.step", apart=True)
 
     def make(self, tables: Sequence[Lookup]) -> None:
         """The step that was settled is made."""

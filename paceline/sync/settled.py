@@ -62,7 +62,7 @@ class Settled:
             client.settle(number)
             return list(client.workers)
 
-        self._makers[number] = client.scene.agreement.settle(act, "optimizer.step")
+        self._makers[number] = client.scene.agreement.settle(act, "optimizer.step", apart=True)
 
     def step(self, number: int) -> None:
         """See `Pace`. Raises `Voided` where the turn comes again."""
