@@ -226,7 +226,7 @@ class Tables:
 
     def servers_lost(self) -> list[str]:
         """See `Steps.servers_lost`."""
-        return [] if self.lasting is None else self.lasting.renewal.take_lost()
+        return [] if self.lasting is None else self.lasting.copies.take_lost()
 
     def form(self) -> str:
         """What the tables are, but for their seeds."""
@@ -247,7 +247,7 @@ class Tables:
         for kept in self.kept:
             kept.module.source = None
         if self.lasting is not None:
-            self.lasting.renewal.close()
+            self.lasting.copies.close()
         if self._library is not None:
             self._library.close(left=failed)
 
