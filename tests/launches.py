@@ -152,6 +152,15 @@ class Jobs:
         script = self.write(body, f"script{len(self._started)}.py" if other else path.name)
         return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, script, *args], **environ)
 
+    def without_secret(self, body: str) -> list[Ended]:
+        """What becomes of a job of two hosts whose launcher isn't ours, and gives it no secret."""
+        port, started = str(free_port()), list[Job]()
+        for rank in range(2):
+            place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PACELINE_INTERFACE": "lo"}
+            started.append(self.start([sys.executable, self.write(body)], **place, **meeting))
+        return [each.end(40) for each in started]
+
     def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = ()) -> Job:
         """The same with a program that is there."""
         return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args])

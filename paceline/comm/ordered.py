@@ -6,9 +6,10 @@ have begun it, so two of them never differ by more than one call that was comple
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -145,6 +146,15 @@ class Agreement:
         except type(why) as error:
             if error is not why:
                 raise  # else nobody could be told in time, and all hear of it later
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """All workers are here, though they are not in lockstep: what is inside may be a call of all."""
+        entering, self.entering = self.entering, None
+        try:
+            yield
+        finally:
+            self.entering = entering
 
     def _name(self, what: str) -> None:
         if what:

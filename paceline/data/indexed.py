@@ -14,7 +14,7 @@ from paceline.data import draws
 from paceline.data.batches import emptied
 from paceline.data.sampler import Indices, is_list
 from paceline.data.shares import spans
-from paceline.data.terms import Part, Step, Terms, whole_rows
+from paceline.data.terms import Part, Pipeline, Step, Terms, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
@@ -67,7 +67,7 @@ class Feed:
             yield mine, Part(sum(shares), stop - start, None)
 
 
-class Indexed:
+class Indexed(Pipeline):
     """The pipeline of a map-style data set."""
 
     def __init__(self, terms: Terms) -> None:
@@ -80,17 +80,6 @@ class Indexed:
         self._left = 0  # parts of it that have not been read
         self._held: tuple[int, tuple[Part, Any]] | None = None  # what was read ahead for `peek`, and its round
         self.at_once: int | None = None  # see `Indices`
-
-    @property
-    def apart(self) -> bool:
-        return False
-
-    @property
-    def paused(self) -> bool:
-        return False
-
-    def place(self, index: int) -> int:
-        return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch

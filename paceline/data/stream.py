@@ -19,7 +19,7 @@ from paceline.data import draws
 from paceline.data.hands import Cursor, Hands, Local, Mine, Own
 from paceline.data.indexed import like
 from paceline.data.reader import Command, Dealt, Reader, Reading, Start
-from paceline.data.terms import Step, Terms
+from paceline.data.terms import Pipeline, Step, Terms
 from paceline.errors import DataError
 
 COMPARED = 16  # steps between two comparisons of what the workers read
@@ -72,16 +72,8 @@ class Commands:
         self._ended[worker] = True
 
 
-class Stream:
+class Stream(Pipeline):
     """The pipeline of a stream."""
-
-    @property
-    def apart(self) -> bool:
-        return False
-
-    @property
-    def paused(self) -> bool:
-        return False
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -95,9 +87,6 @@ class Stream:
         self._after = self._before  # and after it
         self._index = 0
         self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
-
-    def place(self, index: int) -> int:
-        return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         loader, terms = self.terms.loader, self.terms

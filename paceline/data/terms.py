@@ -98,21 +98,24 @@ class Step:
 
 
 class Pipeline(Protocol):
-    """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step."""
+    """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
+
+    `apart`, `paused` and `place` are here as they are in lockstep.
+    """
 
     @property
     def apart(self) -> bool:
         """Whether workers may be at different places of the epoch, where nothing can be called together."""
-        ...
+        return False
 
     @property
     def paused(self) -> bool:
         """Whether they have come together in the middle of it, and `regroup` is to go on."""
-        ...
+        return False
 
     def place(self, index: int) -> int:
         """What step `index` is called where workers compare where they are."""
-        ...
+        return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """*Begin an epoch, where `state` says (None: at its start); gives the first step."""

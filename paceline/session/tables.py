@@ -227,7 +227,7 @@ class Tables:
 
     def servers_lost(self) -> list[str]:
         """See `Steps.servers_lost`."""
-        return [] if self.lasting is None else self.lasting.renewal.take_lost()
+        return [] if self.lasting is None else self.lasting.copies.take_lost()
 
     def facts(self) -> list[dict[str, Any]]:
         """What each of their servers has done so far, for the summary; not collective."""
@@ -257,7 +257,7 @@ class Tables:
         for kept in self.kept:
             kept.module.source = None
         if self.lasting is not None:
-            self.lasting.renewal.close()
+            self.lasting.copies.close()
         if self._library is not None:
             self._library.close(left=failed)
 

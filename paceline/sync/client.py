@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,7 +127,8 @@ class Client:
         room = self.scene.servers(self._spec.servers, self._spec.replicas)
         if room.house is not None:
             self.pace = self.pace if isinstance(self.pace, Lasting) else Settled(self)
-            self.pace.copies = Replacing(self, room.house, self._spec.replicas)
+            filled = partial(stocking.copy, self)
+            self.pace.copies = Replacing(self.scene, room.house, self.wires, self._spec.replicas, fill=filled)
         elif self._spec.replicas > 1:
             raise UsageError(
                 f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
@@ -396,6 +398,8 @@ class Client:
     def detach(self) -> None:
         """See `Sync.detach`."""
         left, house = self.wires.left, None if self._room is None else self._room.house
+        if self.lasting is not None and self._room is not None:
+            self.lasting.copies.close()
         self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
         if house is not None and left:
             house.leave()

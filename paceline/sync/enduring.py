@@ -225,7 +225,7 @@ class Lasting:
         client.release()
         self._decided.clear()
         client.factors.clear()
-        self.copies.survey()
+        self.copies.survey(client.scene)
         mine = {"report": asdict(self.desk.report()), "begun": self.copies.begun()}
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]

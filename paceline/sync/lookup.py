@@ -23,7 +23,7 @@ from paceline.errors import LOSSES, DeadlineExceeded, UsageError
 from paceline.sync import rows
 from paceline.sync.base import Scene
 from paceline.sync.copies import Bill, Copies
-from paceline.sync.renewal import gone
+from paceline.sync.replacing import gone
 from paceline.sync.table import Spec
 
 PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved

@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paceline.errors import PacelineError, UsageError
 from paceline.sync import recipe
+from paceline.sync.parcels import letters, packed
 
 if TYPE_CHECKING:
     from paceline.sync.client import Client
@@ -156,24 +158,17 @@ class Counter:
                     client.pace.pushing(number)  # or what I had pushed last might be in no step
                 client.callers[0].call("leave", seconds=client.seconds)
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """All workers are here, in the middle of an epoch: what is inside may be a call of all."""
-        agreement = self._client.scene.agreement
-        entering, agreement.entering = agreement.entering, None
-        try:
-            yield
-        finally:
-            agreement.entering = entering
+    def together(self) -> AbstractContextManager[None]:
+        """See `Desk`."""
+        return self._client.scene.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: whose, and letters."""
+        """See `Desk`."""
         client = self._client
-        letter = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
         asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had}
-        found = client.callers[0].call("post", body=asked, tensors=[letter], seconds=client.seconds)
+        found = client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
         self._had = len(found.tensors)
-        return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
+        return letters(found)
 
 
 class Loose:

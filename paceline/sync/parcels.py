@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.buckets import Shape, build, cut
 from paceline.comm.group import Traffic
-from paceline.comm.messages import Caller
+from paceline.comm.messages import Caller, Message
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.sync import recipe
 from paceline.sync.base import Room, Slot
@@ -142,7 +142,12 @@ class Wires:
 
 def packed(body: bytes) -> Tensor:
     """Bytes as they travel."""
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
+def letters(found: Message) -> list[tuple[int, bytes]]:
+    """Those that a keeper has passed on: whose, and what is in them."""
+    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
 
 
 def _sent(caller: Caller) -> Traffic:

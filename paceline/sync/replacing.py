@@ -1,23 +1,24 @@
-"""Copies of servers that are lost: who has what is left, and others that are started in their place, in the background.
+"""Servers that are lost, and copies that are started in their place: who is lost, who starts what where, who counts.
 
-a server is lost       its copies go on; one of the living begins to start another, on a host that has none of that shard
-it has begun           between two steps, when nobody tells servers anything, it is given what the others have, and counts
+    a server is lost      all say whom they miss: its copies go on; a worker begins to start another, on a host that has none of that shard
+    some turns later      it has begun: where nobody tells servers anything, the first worker gives it what others have, piece by piece
+    then                  it counts
+
+When that is, and what the others do meanwhile, is a matter of the pace: between two turns (`renewal`), or in a meeting (`enduring`).
+Some workers may have come further than others when the next is lost: so all say with whom they are missing which copies are about to be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from paceline.comm.messages import Caller
-from paceline.errors import DeadlineExceeded, ServerLost, StateLost
-from paceline.sync.base import House, Room
-from paceline.sync.parcels import packed
-from paceline.sync.server import write
-
-if TYPE_CHECKING:
-    from paceline.sync.client import Client
+from paceline.errors import LOSSES, DeadlineExceeded, StateLost
+from paceline.sync.base import House, Room, Scene
+from paceline.sync.copies import Copies
 
 ALIVE_SECONDS = 10.0  # for a server that is busy to say that it lives; one whose connection breaks is known sooner
 
@@ -29,58 +30,73 @@ class Anew(NamedTuple):
     starter: int
 
 
-class Replacing:
-    """One worker's part in that. `house` is where servers are, each of which there ought to be `copies` times."""
+Fill = Callable[[int, Caller], Iterator[None]]  # gives a copy of this shard what it is to keep, a piece at a time
 
-    def __init__(self, client: Client, house: House, copies: int) -> None:
-        self._client, self.house, self._copies = client, house, copies
+
+def gone(names: Collection[str]) -> StateLost:
+    """The error where nobody has what these servers kept."""
+    return StateLost(
+        f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint (with replicas=2 a copy "
+        "on another host goes on)"
+    )
+
+
+class Replacing:
+    """One worker's part in that. `house` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
+
+    `kind`: what one is called in messages.
+    """
+
+    def __init__(self, scene: Scene, house: House, wires: Copies, copies: int, *, fill: Fill, kind: str = "server") -> None:
+        self.scene, self.house, self.kind = scene, house, kind
+        self._wires, self._copies, self._fill = wires, copies, fill
         self._lost: list[str] = []  # servers, as they are called
         self._anew: dict[int, Anew] = {}  # by number
         self._early: dict[int, Caller] = {}  # my ends to copies that are about to be
 
     @property
+    def workers(self) -> list[int]:
+        """What workers are called, by rank."""
+        return list(self.scene.agreement.origins)
+
+    @property
     def me(self) -> int:
         """What I am called."""
-        return self._client.workers[self._client.scene.group.rank]
+        return self.workers[self.scene.group.rank]
 
     @property
     def waits(self) -> bool:
         """Whether a copy is being started."""
         return bool(self._anew)
 
-    def survey(self) -> list[Any]:
-        """Which servers are left, as all the living see it: go on with those, and begin to start what is missing. Collective.
+    # ---- who is left
 
-        Gives what each of them has said with it. Raises `StateLost` where nobody has a shard any more.
+    def survey(self, scene: Scene) -> None:
+        """The workers are others, or servers were lost: go on with those that are left, and begin to start what is missing. Collective.
+
+        Raises `StateLost` where nobody has a shard any more.
         """
-        client = self._client
-        lost = client.wires.lost(min(client.seconds, ALIVE_SECONDS))
-        mine = {"lost": lost, "here": self.house.here, "next": self.house.next, "anew": self.layout()}
-        told = [json.loads(body) for body in client.scene.group.agree(json.dumps(mine).encode())]
-        gone = {number for each in told for number in each["lost"]}
-        self.house.next = max(each["next"] for each in told)  # some may have come further than others when the next was lost
-        self._anew = {number: Anew(*found) for each in told for number, found in each["anew"]}
-        shards = len(client.wires.of)
-        self._lost += (names := client.wires.names(gone))
-        room = self.house.lose(gone)
-        bare = sorted({*range(shards)} - {*room.shards})
-        if bare:
-            raise StateLost(
-                f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint (with replicas=2 a copy "
-                "on another host goes on)"
-            )
-        client.wires.reach(room, self.me)
+        self.scene, wires, house = scene, self._wires, self.house
+        anew = [[number, list(found)] for number, found in sorted(self._anew.items())]
+        mine = {"lost": wires.lost(min(scene.deadline, ALIVE_SECONDS)), "here": house.here, "next": house.next, "anew": anew}
+        told = [json.loads(body) for body in scene.group.agree(json.dumps(mine).encode())]
+        lost = {number for each in told for number in each["lost"]}
+        house.next = max(each["next"] for each in told)
+        self._anew = {number: Anew(*found) for each in told for number, found in each["anew"] if found[1] in self.workers}
+        shards = len(wires.of)
+        self._lost += (names := wires.names(lost))
+        room = house.lose(lost)
+        if {*range(shards)} - {*room.shards}:
+            raise gone(names or [f"a {self.kind}"])
+        wires.reach(room, self.me)
         self._replace([each["here"] for each in told], room)
-        return told
 
     def _replace(self, hosts: Sequence[str], room: Room) -> None:
         """Begin to start what is missing: on hosts that have no copy of the shard, those with the fewest servers first."""
-        client, house = self._client, self.house
-        self._anew = {number: found for number, found in self._anew.items() if found.starter in client.workers}
-        homes = house.homes()
-        wanted = [shard for shard in range(len(client.wires.of)) for _ in range(self._copies - room.shards.count(shard))]
-        for found in self._anew.values():
-            homes.append((hosts[client.workers.index(found.starter)], found.shard))
+        homes, workers = self.house.homes(), self.workers
+        wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - room.shards.count(shard))]
+        for _, found in sorted(self._anew.items()):
+            homes.append((hosts[workers.index(found.starter)], found.shard))
             if found.shard in wanted:
                 wanted.remove(found.shard)
         for shard in wanted:
@@ -89,52 +105,58 @@ class Replacing:
                 continue  # each host has one: another there would die with it
             home = min(free or hosts, key=lambda host: sum(host == other for other, _ in homes))
             homes.append((home, shard))
-            starter = client.workers[hosts.index(home)]
-            self._anew[house.spawn(shard, mine=starter == self.me)] = Anew(shard, starter)
+            starter = workers[hosts.index(home)]
+            self._anew[self.house.spawn(shard, mine=starter == self.me)] = Anew(shard, starter)
+
+    # ---- who comes
 
     def begun(self) -> list[Any]:
         """Of those that I start: which have begun, or failed to, with what the others have to know of them."""
         mine = {number: self.house.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
         return [[number, found] for number, found in mine.items() if found is not None]
 
-    def fill(self, told: Iterable[Any]) -> list[int]:
-        """Give those that have begun what the others of their shards have; the numbers of those that live."""
-        return [number for number, found in told if found and self._fill(found)]
-
-    def _fill(self, told: Any) -> bool:
-        client, room = self._client, self.house.at(told)
+    def filling(self, told: Any) -> Iterator[bool]:
+        """Give one that has begun what the others of its shard have; gives True after each piece, False where it is lost already."""
+        room = self.house.at(told)
         number, shard = room.numbers[0], room.shards[0]
-        state = client.wires.primaries[shard].call("state", seconds=client.seconds)
+        caller = self._early.get(number) or self._wires.call(room, self.me)
+        self._early[number], caller.breaker = caller, self._wires.breaker
         try:
-            caller = self._early.get(number) or client.wires.call(room, self.me)
-            self._early[number], caller.breaker = caller, client.wires.breaker
-            caller.call("plan", tensors=[packed(write(client.plans[shard]))], seconds=client.seconds)
-            caller.call("become", tensors=state.tensors, seconds=client.seconds)
-            if client.free:
-                caller.call("reckon", body={"workers": client.workers}, seconds=client.seconds)
-        except (ServerLost, DeadlineExceeded):
-            return False
-        return True
+            for _ in self._fill(shard, caller):
+                yield True
+        except (*LOSSES, DeadlineExceeded):
+            yield False
 
-    def take_in(self, told: Iterable[Any], filled: Sequence[int]) -> list[str]:
+    def fill(self, told: Iterable[Any]) -> list[int]:
+        """Give those that have begun what they are to keep, at once; the numbers of those that live."""
+        return [number for number, found in told if found and all(self.filling(found))]
+
+    def take_in(self, told: Iterable[Any], filled: Collection[int]) -> list[str]:
         """Those that were filled count from now on; gives their names."""
-        client, names = self._client, []
+        names = []
         for number, found in told:
-            del self._anew[number]
+            self._anew.pop(number, None)
             early = self._early.pop(number, None)
             if found and number in filled:
-                client.wires.know(number, early)
-                client.wires.reach(self.house.add(found), self.me)
-                names += client.wires.names([number])
-            else:
-                client.scene.say("a copy of a server, to replace one that was lost, could not begin: there is one less")
+                self._wires.know(number, early)
+                self._wires.reach(self.house.add(found), self.me)
+                names += self._wires.names([number])
+                continue
+            if early is not None:
+                early.close()
+            self.scene.say(f"a copy of a {self.kind}, to replace one that was lost, could not begin: there is one less")
         return names
 
+    # ---- for others
+
     def take_lost(self) -> list[str]:
-        """See `Steps.servers_lost`."""
+        """What those servers are called that were lost since this was asked last."""
         found, self._lost = self._lost, []
         return found
 
-    def layout(self) -> Any:
-        """Which copies are about to be, for who has just come."""
-        return [[number, list(found)] for number, found in sorted(self._anew.items())]
+    def close(self) -> None:
+        """Hang up with copies that are about to be."""
+        for caller in self._early.values():
+            with contextlib.suppress(*LOSSES):
+                caller.close()
+        self._early.clear()

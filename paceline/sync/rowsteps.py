@@ -20,7 +20,8 @@ from paceline.errors import LOSSES
 from paceline.sync.base import House, Scene
 from paceline.sync.copies import Bill
 from paceline.sync.lookup import Library, Lookup, Sent, Step
-from paceline.sync.renewal import Renewal
+from paceline.sync.renewal import renew
+from paceline.sync.replacing import Replacing
 
 
 class RowSteps:
@@ -28,8 +29,7 @@ class RowSteps:
 
     def __init__(self, library: Library, house: House) -> None:
         self._library = library
-        self.renewal = Renewal(library.scene, house, library.wires, library.replicas)
-        self.renewal.fill = self._fill
+        self.copies = Replacing(library.scene, house, library.wires, library.replicas, fill=self._fill, kind="table server")
         self._workers: list[int] = []  # whose gradients make the next step
         self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
         self._me = -1 if library.waiting else library.me  # what servers know me by
@@ -87,7 +87,7 @@ class RowSteps:
         """It is over."""
         self.within = False
         self._floors.clear()
-        self.renewal.renew()
+        renew(self.copies)
 
     def back(self) -> None:
         """It comes again: nothing of it has happened on servers."""
@@ -105,7 +105,7 @@ class RowSteps:
 
     def layout(self) -> Any:
         """What who has just come has to know: JSON."""
-        return {"room": self.renewal.house.layout(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
+        return {"room": self.copies.house.layout(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
 
     def regroup(self, scene: Scene, layout: Any) -> None:
         """The workers are others now. Collective; see `Sync.regroup`."""
@@ -113,14 +113,14 @@ class RowSteps:
         scene.sides.append(Bill(library.wires))
         if layout is not None:
             self._enter(layout)
-        self.renewal.regroup(scene)
+        self.copies.survey(scene)
         for lookup in library.tables:
             lookup.void()
 
     def _enter(self, layout: Any) -> None:
         """Somebody has come, I perhaps: stand where all do. Who came in vain before may be called otherwise now."""
         library = self._library
-        library.room = self.renewal.house.join(layout["room"])
+        library.room = self.copies.house.join(layout["room"])
         if library.me != self._me:
             library.wires.close()
             library.wires.open(library.room, library.me)

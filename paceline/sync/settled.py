@@ -11,14 +11,14 @@ A copy that was lost is started anew in the background, and is given what the ot
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.comm.ordered import Voided
 from paceline.errors import LOSSES, StateLost
 from paceline.sync import recipe
+from paceline.sync.renewal import renew
 from paceline.sync.replacing import Replacing
 
 if TYPE_CHECKING:
@@ -73,21 +73,19 @@ class Settled:
         body = {"workers": self._makers[number], "factor": client.factors.get(number, 1.0), "settings": list(enumerate(settings))}
         body |= {"decided": True, "same": True, "undo": len(client.optimizers) > 1}  # another may fail in the same turn
 
-        def act() -> list[Any]:
+        def act() -> None:
             closes = client.everywhere("close", number, step, body)
             reads = client.ask_for(parcels, step)
             for caller, message in closes:
                 caller.wait(message, client.seconds)
             client.take_in(parcels, reads)
-            return self._begun() if self.copies.waits else []
 
-        begun = client.scene.agreement.repeat(act, what="optimizer.step")
+        client.scene.agreement.repeat(act, what="optimizer.step")
         self._made.append(number)
         del self._makers[number]
         client.factors.pop(number, None)
         client.steps_taken[number] = step
-        if begun:
-            self.copies.take_in(*begun)
+        renew(self.copies)
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`. Raises `Voided` where the turn comes again."""
@@ -131,14 +129,4 @@ class Settled:
 
     def regroup(self) -> None:
         """The workers are others, or servers were lost. Collective. Raises `StateLost` where nobody has a shard any more."""
-        self.copies.survey()
-
-    def _begun(self) -> list[Any]:
-        """The servers that have begun since, and which of them have what they are to keep: when nobody tells servers anything."""
-        agreement, first = self._client.scene.agreement, self._client.scene.group.rank == 0
-        answers = agreement.meet("servers begin", json.dumps(self.copies.begun()).encode())
-        told = [found for answer in answers for found in json.loads(answer)]
-        if not told:
-            return []
-        filled = self.copies.fill(told) if first else []
-        return [told, json.loads(agreement.meet("servers are filled", json.dumps(filled).encode())[0])]
+        self.copies.survey(self._client.scene)

@@ -1,14 +1,16 @@
-"""What servers begin with, and what they give back to be saved: parameters, and what optimizers remember of them."""
+"""What servers begin with, and what they give back to be saved, or to a copy: parameters, and what optimizers remember of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.snapshot import loads, pack
+from paceline.comm.messages import Caller
 from paceline.errors import UsageError
 from paceline.sync.parcels import Layout, packed, part, rows, whole
 from paceline.sync.pieces import Piece
+from paceline.sync.server import write
 
 if TYPE_CHECKING:
     from paceline.sync.client import Client
@@ -23,6 +25,17 @@ def fill(client: Client, layout: Layout, memories: Sequence[Mapping[str, Any]]) 
     for server, plan in enumerate(layout.plans):
         found = [part(memories[piece.slot], piece, client.slots[piece.slot].parameter) for piece in plan.pieces]
         client.wires.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], client.seconds)
+
+
+def copy(client: Client, shard: int, caller: Caller) -> Iterator[None]:
+    """A copy of this shard, at the other end, becomes what those are that live."""
+    state = client.wires.ask(shard, "state", client.seconds)
+    caller.call("plan", tensors=[packed(write(client.plans[shard]))], seconds=client.seconds)
+    yield
+    caller.call("become", tensors=state.tensors, seconds=client.seconds)
+    if client.free:
+        caller.call("reckon", body={"workers": client.workers}, seconds=client.seconds)
+    yield
 
 
 def memories(client: Client, slots: int) -> list[dict[str, Any]]:

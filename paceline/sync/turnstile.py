@@ -12,7 +12,8 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from paceline.comm.messages import Caller, Message
 from paceline.errors import PacelineError
 from paceline.sync.keeper import Piece
 from paceline.sync.ledger import Part
+from paceline.sync.parcels import letters, packed
 from paceline.sync.standing import NONE, Report
 
 if TYPE_CHECKING:
@@ -154,30 +156,23 @@ class Turnstile:
 
     # ---- letters
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """See `Desk`."""
-        agreement = self._client.scene.agreement
-        entering, agreement.entering = agreement.entering, None
-        try:
-            yield
-        finally:
-            agreement.entering = entering
+        return self._client.scene.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         """See `Desk`."""
         client = self._client
-        letter = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
         self._letters += bool(body)
         self._stopped = self._stopped or stop
 
         def act() -> Message:
             asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had, "number": self._letters}
-            return client.callers[0].call("post", body=asked, tensors=[letter], seconds=client.seconds)
+            return client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
 
         found = self._lasting(act)
         self._had = len(found.tensors)
-        return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
+        return letters(found)
 
     # ---- losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -154,26 +155,34 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
 TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.wires.callers)} {len(run.events)}')"
 
 
+def until_told(launched: Job, path: Path, told: str) -> None:
+    """Wait until the first worker has so many servers and events."""
+    wait_for(lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told))
+
+
+def kill_primaries(job: Jobs, seed: int, wanted: Outcome, *options: str, **parts: object) -> None:
+    """At random moments of a training that never rests; the lost ones are made anew, and killed again. `parts`: "after" tells."""
+    chance, out = random.Random(seed), job.folder / f"killed{seed}"
+    out.mkdir()
+    text = script(start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), **parts)
+    launched = job.run(text, 3, *options, OUT=str(out))
+    trains(launched, out, 3)
+    for count, most in ((0, 0.5), (1, 1.5)):
+        until_told(launched, out / "c", f"4 {count}")  # or the only one that has a shard might be killed
+        pause(chance, most)
+        servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
+    end = launched.end(90)
+    assert end.code == 0, (seed, end.err)
+    check(outcome(out, out), wanted)
+    assert gap(out) < 2, (seed, gap(out))
+
+
 @SOAK
 @pytest.mark.timeout(3600)
 def test_fifty_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    """At random moments of a training that never rests; the lost ones are made anew, and killed again."""
     wanted = alone(epochs=20)
     for seed in range(25):
-        chance, out = random.Random(seed), job.folder / f"killed{seed}"
-        out.mkdir()
-        text = script(start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), after=TOLD)
-        launched = job.run(text, 3, *SURVIVES, TWICE, OUT=str(out))
-        trains(launched, out, 3)
-        for count, most in ((0, 0.5), (1, 1.5)):
-            told = f"4 {count}"  # or the only one that has a shard might be killed
-            wait_for(lambda o=out, t=told, j=launched: j.process.poll() is not None or ((o / "c").exists() and (o / "c").read_text() == t))
-            pause(chance, most)
-            servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
-        end = launched.end(90)
-        assert end.code == 0, (seed, end.err)
-        check(outcome(out, out), wanted)
-        assert gap(out) < 2, (seed, gap(out))
+        kill_primaries(job, seed, wanted, *SURVIVES, TWICE, after=TOLD)
 
 
 @pytest.mark.slow

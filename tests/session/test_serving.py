@@ -167,11 +167,5 @@ class TestEndings:
 
 @SOAK
 def test_between_hosts_a_secret_is_needed(job: Jobs) -> None:
-    port, started = str(free_port()), []
-    for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PACELINE_INTERFACE": "lo"}
-        started.append(job.start([sys.executable, job.write(script("ends"))], **place, **meeting))
-    for each in started:
-        ended = each.end(40)
+    for ended in job.without_secret(script("ends")):
         assert ended.code == 1 and "ParameterServer listens on 2 hosts, and this job has no secret" in ended.err, ended

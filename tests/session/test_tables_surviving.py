@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.launches import Job, Jobs, free_port, wait_for
-from tests.session.test_servers_surviving import ended, servers
+from tests.launches import Job, Jobs, free_port
+from tests.session.test_servers_surviving import ended, kill_primaries, servers, until_told
 from tests.session.test_survival import AT, PLACES
 from tests.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
 
@@ -70,11 +69,6 @@ def test_workers_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome],
 
 
 TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._cast.tables._library.wires.callers)} {len(run.events)}')"
-
-
-def until_told(launched: Job, path: Path, told: str) -> None:
-    """Wait until the first worker has so many servers and events."""
-    wait_for(lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told))
 
 
 @pytest.mark.slow
@@ -205,19 +199,6 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
 @SOAK
 @pytest.mark.timeout(3600)
 def test_kills_of_primaries(job: Jobs, alone: Callable[..., Outcome]) -> None:
-    """At random moments of a training that never rests; the lost ones are made anew, and killed again."""
     wanted = alone(**parts(epochs=20))
     for seed in range(15):
-        chance, out = random.Random(seed), job.folder / f"killed{seed}"
-        out.mkdir()
-        text = script(**parts(2, start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), after=TOLD))
-        launched = job.run(text, 3, *SURVIVES, OUT=str(out))
-        trains(launched, out, 3)
-        for count, most in ((0, 0.5), (1, 1.5)):
-            until_told(launched, out / "c", f"4 {count}")  # or the only one that has a shard might be killed
-            pause(chance, most)
-            servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
-        end = launched.end(90)
-        assert end.code == 0, (seed, end.err)
-        check(outcome(out, out), wanted)
-        assert gap(out) < 2, (seed, gap(out))
+        kill_primaries(job, seed, wanted, *SURVIVES, **parts(2, after=TOLD))
