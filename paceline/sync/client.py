@@ -214,6 +214,7 @@ class Client:
         """
         if self._lost is not None:
             raise self._lost
+        self.coming.check(optimizer)
         parcels = self.units(optimizer)
         for parcel in parcels:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in parcel.members}

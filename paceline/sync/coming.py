@@ -175,8 +175,7 @@ class Coming:
         """Raise `UsageError` where p.grad was made with a parameter that nobody has waited for."""
         for slot in {slot for pull in list(self._pulls.values()) if pull.parcel.optimizer == optimizer for slot in pull.slots}:
             name, parameter = self._client.slots[slot].name, self._client.slots[slot].parameter
-            grad, before = parameter.grad, self._grads[slot]
-            if grad is not None and (grad is not before[0] or version(grad) != before[1]) and bool(grad.any()):
+            if _new(parameter.grad, *self._grads[slot]):
                 raise UsageError(
                     f"{name} has a gradient, and was still on its way from its server when that was made: it was used where torch doesn't "
                     "ask it (torch.func on bare parameters, a C++ extension). Take it by p.detach() there, or say "
@@ -244,6 +243,14 @@ class Coming:
             self._pulls.clear()
             for slot in list(self._units):
                 self._free(slot)
+
+
+def _new(grad: Tensor | None, before: Tensor | None, as_of: int) -> bool:
+    """Whether a gradient has come since p.grad was `before`, of that version: zeros and copies are none."""
+    if grad is None or (grad is before and version(grad) == as_of):
+        return False
+    copied = before is not None and grad is not before and version(before) == as_of and torch.equal(grad, before)
+    return not copied and bool(grad.any())
 
 
 def _able(slot: Slot) -> bool:

@@ -34,8 +34,8 @@ def test_the_weights_are_bit_for_bit_those_of_parameters_that_come_with_the_step
 class TestEndings:
     """Each while parameters are on their way: workers sleep between the step and the next forward."""
 
-    def started(self, job: Jobs, sync: str = AHEAD, after: str = "open('trains', 'w'); time.sleep(0.3)") -> Job:
-        launched = job.run(script("ends", sync, epochs=100, after=after), 2)
+    def started(self, job: Jobs, after: str = "open('trains', 'w'); time.sleep(0.3)") -> Job:
+        launched = job.run(script("ends", AHEAD, epochs=100, after=after), 2)
         wait_for(lambda: (job.folder / "trains").exists() or launched.process.poll() is not None, 60)
         assert launched.process.poll() is None, launched.end()
         return launched
@@ -50,7 +50,7 @@ class TestEndings:
     @SOAK
     def test_a_server_is_stopped(self, job: Jobs) -> None:
         """Whether parameters or a step are waited for: the deadline is kept."""
-        launched = self.started(job, f"{AHEAD}, deadline=10")
+        launched = self.started(job, after="run._scene.deadline = 5; open('trains', 'w'); time.sleep(0.3)")
         process = servers(launched)[0]
         process.suspend()
         ended = launched.end(30)

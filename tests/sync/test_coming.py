@@ -203,7 +203,7 @@ READERS: dict[str, Callable[..., Any]] = {
     "run.mean": lambda run, model, x, step: run.mean(model[0].weight.sum()),
     "nothing": lambda run, model, x, step: None,
 }
-HEAVY = {"compiled"}  # torch's compiler takes seconds to be loaded
+QUICK = {"forward", "state_dict", "deepcopy", "torch.func", "a thread", "overwritten"}  # the others take as long, and are many
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -212,7 +212,7 @@ def averaged(model: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ()) for name in READERS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in READERS])
 def test_whoever_reads_between_the_step_and_forward(name: str) -> None:
     """Sees what they are after the step, and what is trained afterwards is the same."""
     same(2, turns(READERS[name]))
@@ -482,7 +482,8 @@ def test_a_graph_of_before_the_step_is_refused_as_ever() -> None:
     same(2, body)
 
 
-def test_a_gradient_of_values_that_nobody_waited_for_is_refused() -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_gradient_of_values_that_nobody_waited_for_is_refused(*, clips: bool) -> None:
     """torch.func on bare parameters, without the model's forward: torch asks nobody."""
 
     def body(run: Run) -> None:
@@ -497,10 +498,27 @@ def test_a_gradient_of_values_that_nobody_waited_for_is_refused() -> None:
             found = torch.func.grad(lambda weight, x=x: (x @ weight.t()).pow(2).mean())(model[0].weight)
             model[0].weight.grad = found
             with pytest.raises(UsageError, match=r"0\.weight has a gradient, and was still on its way"):
-                optimizer.step()
+                run.clip(model, 1.0) if clips else optimizer.step()
             return
 
     workers(2, body, strategy=ahead())
+
+
+def test_gradients_that_nobody_cleared_are_no_new_ones() -> None:
+    """Those of an optimizer whose parameters a backward leaves out, which steps again."""
+
+    def body(run: Run) -> Tensor:
+        one, other = net(), net()
+        first, second = (OPTIMIZERS["momentum"](model.parameters()) for model in (one, other))
+        one, other, first, second, loader = run.prepare(one, other, first, second, batches())
+        for step, (x, y) in enumerate(loader):
+            (F.mse_loss(one(x), y) + (0 if step % 2 else other(x).mean())).backward()
+            first.step()
+            first.zero_grad()
+            second.step()
+        return parameters(one, other)
+
+    same(2, body)
 
 
 def test_what_is_read_in_a_forked_process_is_refused() -> None:
