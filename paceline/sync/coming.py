@@ -17,6 +17,7 @@ import copy
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,15 +114,13 @@ class Coming:
         self._needed: float | None = None  # when the first step began whose parameters are awaited
         self._shown = 0.0  # seconds that steps since, and what awaits their parameters, have taken
 
-    def __bool__(self) -> bool:
-        return bool(self._pulls)
-
     def lay_out(self) -> None:
         """Parameters are those of the client's slots now."""
         slots = self._client.slots
         self._numbers = {id(slot.parameter): number for number, slot in enumerate(slots)}
         homes = [slot.parameter.untyped_storage().data_ptr() for slot in slots]
-        self._able = [_able(slot) and homes.count(home) == 1 for slot, home in zip(slots, homes, strict=True)]
+        shared = Counter(homes)
+        self._able = [_able(slot) and shared[home] == 1 for slot, home in zip(slots, homes, strict=True)]
 
     # ---- what comes
 
