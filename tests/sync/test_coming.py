@@ -576,25 +576,20 @@ def test_a_wait_that_passes_its_deadline_says_for_what(mute: threading.Event) ->
         kept.append(model)
         sync = run._backward.sync
         assert isinstance(sync, Client)
-        sync.scene.deadline = 0.3
-        if step == 1:
+        if step == 0:
+            model(x)
+            run.barrier()  # all have what was asked for before
             mute.set()
-        if step == 2:
+        else:
+            sync.scene.deadline = 0.3
             with pytest.raises(DeadlineExceeded, match=r"server 0 on here has not answered .* is on its way from there"):
                 model(x)
             with pytest.raises(DeadlineExceeded):
                 model.state_dict()
             raise DeadlineExceeded("seen")
 
-    def body(run: Run) -> Tensor:
-        run._scene.say = said.append
-        return turns(each)(run)
-
-    def patient(run: Run, model: nn.Module, x: Tensor, step: int) -> None:
-        each(run, model, x, step + 1)
-
     with pytest.raises(DeadlineExceeded, match="seen"):
-        workers(2, turns(patient), strategy=ahead(1), said=said)
+        workers(2, turns(each), strategy=ahead(1), said=said)
     assert not any(coming(model) for model in kept)
     assert any("has not come: there are older values in the model" in line for line in said)
 
