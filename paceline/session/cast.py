@@ -18,6 +18,7 @@ from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session import prepare as preparing
+from paceline.session import using
 from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
 from paceline.session.step import Turns
@@ -122,6 +123,9 @@ class Cast:
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
         turns.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
+        sync = self._backward.sync
+        if isinstance(sync, Steps) and sync.arriving is not None:
+            using.announce([model for _, model in self.models], sync.arriving, turns)
         for _, model in self.models:
             preparing.follow(model, turns)
             if accumulate:

@@ -433,14 +433,14 @@ class Turns:
         self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
         self.backward.since = int(now * 1e9)
-        self._exposed, self._waited = self.backward.seconds, self.scene.waited
+        self._exposed, self._waited = self.backward.seconds + self.scene.pulling, self.scene.waited
         self._sent, self._aside = self.scene.traffic, self.scene.aside
 
     def _stop_clock(self) -> None:
         now = time.perf_counter()
         whole = now - self._began
         waited = min(self.scene.waited - self._waited, whole)
-        exchange = min(max(self.backward.seconds - self._exposed - waited, 0.0), whole - waited)
+        exchange = min(max(self.backward.seconds + self.scene.pulling - self._exposed - waited, 0.0), whole - waited)
         self.sent += self.scene.traffic - self._sent - (self.scene.aside - self._aside)
         self._step["wait"] += waited
         self._step["exchange"] += exchange

@@ -30,6 +30,7 @@ class Slot(NamedTuple):
     optimizer: Optimizer | None
     replicate: Axes = ("data",)
     shard: Axes = ()
+    scripted: bool = False  # used where Python doesn't see it (torch.jit.script)
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Scene:
     aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
     past: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     past_waited: float = 0.0
+    pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
 
     def leave(self) -> None:
         """The groups have broken: forget them, but not what they sent."""
@@ -167,6 +169,18 @@ class Room(NamedTuple):
     house: House | None = None  # where losses are survived; then `addresses` are empty for who has just come
 
 
+class Arriving(Protocol):
+    """Parameters that are on their way."""
+
+    def use(self, parameters: Collection[Any] | None = None) -> None:
+        """These parameters (None: all) are about to be used where torch may not ask them: they have to be there."""
+        ...
+
+    def end(self) -> None:
+        """The run is over, here at least: parameters are plain ones again."""
+        ...
+
+
 @runtime_checkable
 class Steps(Protocol):
     """A strategy in which optimizers step elsewhere than here."""
@@ -183,6 +197,11 @@ class Steps(Protocol):
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether this one does."""
+        ...
+
+    @property
+    def arriving(self) -> Arriving | None:
+        """What knows of the parameters that are on their way after a step; None where they have come with it."""
         ...
 
     def step(self, optimizer: Optimizer) -> None:

@@ -11,13 +11,12 @@ When workers wait for each other, and which gradients make a step, is a matter o
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.comm.desk import Desk
@@ -25,7 +24,8 @@ from paceline.comm.messages import Caller, Message
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
 from paceline.sync import stocking
 from paceline.sync.base import Room, Scene, Slot
-from paceline.sync.clipping import Clip, covered
+from paceline.sync.clipping import Clip, covered, own_norm
+from paceline.sync.coming import Coming
 from paceline.sync.copies import Bill, Copies, Waiter, named
 from paceline.sync.enduring import Lasting
 from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
@@ -67,6 +67,8 @@ class Client:
         self.pace: Pace = _pace(self, plan)
         self.wrapper = Wrapper(scene, plan.codec, both=not self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
+        self.coming = Coming(self)
+        self.arriving = self.coming if plan.pull == "forward" else None  # see `Steps.arriving`
 
     @property
     def apart(self) -> bool:
@@ -112,6 +114,7 @@ class Client:
 
     def attach(self, slots: Sequence[Slot]) -> None:
         """See `Sync.attach`."""
+        self.coming.arrive()
         if any(self.steps_taken):
             raise UsageError(
                 "parameters that were frozen are trained now, and servers can't take in more of them once they have stepped: let all of "
@@ -149,6 +152,7 @@ class Client:
         ways = [self.wrapper.ways(slot) for slot in self.slots]
         self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
         self.wrapper.lay_out(self._layout.parcels)
+        self.coming.lay_out()
         self.pace.begin()
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
@@ -184,6 +188,7 @@ class Client:
 
     def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""
+        self.coming.arrive(parcel.optimizer)
         self._await([parcel])  # its memory may be on its way still
         self.pace.pushing(parcel.optimizer)
         weight = self.pace.weight(self._part)
@@ -211,6 +216,7 @@ class Client:
         """
         if self._lost is not None:
             raise self._lost
+        self.coming.check(optimizer)
         parcels = self.units(optimizer)
         for parcel in parcels:
             grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in parcel.members}
@@ -237,9 +243,7 @@ class Client:
 
     def step(self, optimizer: Optimizer) -> None:
         """Instead of the optimizer's own step: see `ParameterServer`."""
-        began = time.perf_counter()
-        self.pace.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer))
-        self.wrapper.waited(began, len(self.callers))
+        self.coming.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer), self.pace.step)
 
     def units(self, optimizer: int) -> list[Parcel]:
         """Those in which the parameters of an optimizer travel."""
@@ -247,9 +251,7 @@ class Client:
 
     def norm(self, numbers: Sequence[int], kind: float) -> float:
         """The norm of my own gradients, of the parameters of these optimizers."""
-        owners = zip(self.slots, self._layout.owners, strict=True)
-        grads = [slot.parameter.grad for slot, (owner, _) in owners if owner in numbers and slot.parameter.grad is not None]
-        return float(nn.utils.get_total_norm(grads, kind))
+        return own_norm([slot for slot, (owner, _) in zip(self.slots, self._layout.owners, strict=True) if owner in numbers], kind)
 
     def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[Caller, int]]:
         """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
@@ -263,29 +265,31 @@ class Client:
 
     def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
-        body = [{"unit": parcel.number, "step": step, "copy": self.pace.free, **self.wrapper.asked(parcel)} for parcel in parcels]
-        return [
-            self.callers[parcel.server].send("read", step=step, body=asked, seconds=self.seconds)
-            for parcel, asked in zip(parcels, body, strict=True)
-        ]
+        messages = dict[int, int]()
+        for place, parcel in sorted(enumerate(parcels), key=lambda found: found[1].first):  # forward uses the first layers first
+            body = {"unit": parcel.number, "step": step, "copy": self.pace.free, **self.wrapper.asked(parcel)}
+            messages[place] = self.callers[parcel.server].send("read", step=step, body=body, seconds=self.seconds)
+        return [messages[place] for place in range(len(parcels))]
 
-    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True) -> None:
-        """Parameters are what was asked for. `stepped`: with what I had pushed of them, or it is void."""
-        self._give(parcels, messages)
+    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
+        """Parameters are what was asked for. `stepped`: with what I had pushed of them, or void. `soon`: when they are used, perhaps."""
+        pulls = list(zip(parcels, messages, strict=True))
+        self._give(self.coming.expect(pulls) if soon and self.arriving is not None else pulls)
         for parcel in parcels:
             parcel.pushed = {}
         self._await(parcels)
         self.wrapper.over(parcels, stepped=stepped)
 
-    def _give(self, parcels: Sequence[Parcel], messages: Sequence[int]) -> None:
+    def _give(self, pulls: Sequence[tuple[Parcel, int]]) -> None:
         with torch.no_grad():
-            for parcel, message in zip(parcels, messages, strict=True):
+            for parcel, message in pulls:
                 parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
 
     def catch_up(self, steps: Mapping[int, int]) -> None:
         """Parameters are what servers have now, or once they have taken so many `steps` of an optimizer."""
+        self.coming.arrive()
         reads = [self.ask_for([parcel], steps.get(parcel.optimizer, 0))[0] for parcel in self._layout.parcels]
-        self.take_in(self._layout.parcels, reads, stepped=False)
+        self.take_in(self._layout.parcels, reads, stepped=False, soon=False)
 
     def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
@@ -333,6 +337,7 @@ class Client:
 
     def converge(self) -> None:
         """See `Sync.converge`."""
+        self.coming.arrive()
         if self.free and self.slots and isinstance(self.pace, Loose | Lasting) and self.pace.desk.open:
             self.pace.desk.open = False
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
@@ -349,7 +354,7 @@ class Client:
             caller.call("level", seconds=self.seconds)
         self.scene.agreement.meet("servers tell all")
         with self.wrapper.uncounted():
-            self._give(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0))
+            self._give(list(zip(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0), strict=True)))
 
     def layout(self) -> Any:
         """See `Sync.layout`."""
@@ -376,8 +381,7 @@ class Client:
     def release(self) -> None:
         """What was pushed and is in no step is void."""
         for parcel in self._layout.parcels:
-            parcel.pushed = {}
-            parcel.sent.clear()
+            parcel.forget()
 
     def inherit(self, state: dict[str, Any]) -> None:
         """See `Sync.inherit`: all there is lies on servers, or came with the parameters."""
@@ -431,6 +435,7 @@ class Client:
 
     def adopt(self, states: Sequence[dict[str, Any]]) -> None:
         """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
+        self.coming.arrive()
         found = [state for state in states if state]
         self._hand_over(stocking.saved(found, len(self.slots)))
         self.wrapper.adopt(found)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.sync.base import Slot
@@ -37,3 +37,8 @@ def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequenc
             "workers: give it the model that the optimizer was made for"
         )
     return numbers
+
+
+def own_norm(slots: Sequence[Slot], kind: float) -> float:
+    """The norm of this worker's own gradients of these parameters."""
+    return float(nn.utils.get_total_norm([slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.codec.codec import Codec
 from paceline.codec.coding import Coding
@@ -42,6 +43,10 @@ class ParameterServer:
     back through it, too: as what is new in them, so that what it loses comes with the next step. All workers have the same, and exactly
     what servers have where replicas are looked at as one (an evaluation, run.save, the end). Otherwise parameters come exactly.
 
+    `pull="forward"`: optimizer.step doesn't wait for parameters, and they come while the next forward runs: each waits for itself where it
+    is used first after the step, in a forward or anywhere else. Values are those of `pull="step"`. Whatever shares a parameter's memory
+    without being it (`w = p.detach()` of before the step, a NumPy array of it) has the new values once the parameter itself has been used.
+
     Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
     to do together (run.mean, gather, save, evaluation) belongs between epochs.
     """
@@ -53,6 +58,7 @@ class ParameterServer:
     requeue: bool = False
     bucket_mb: float = 4.0
     codec: Codec | Coding | None = None
+    pull: Literal["step", "forward"] = "step"
 
     __repr__ = spell
 
@@ -70,6 +76,8 @@ class ParameterServer:
             raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+        if self.pull not in ("step", "forward"):
+            raise UsageError(f"pull={self.pull!r} is unknown; possible are 'step' and 'forward'")
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
@@ -77,4 +85,9 @@ class ParameterServer:
         """See `Strategy.begin`."""
         if self.backup_workers >= max(scene.group.size, 2):
             raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
+        if self.pull == "forward" and scene.survives:
+            raise UsageError(
+                "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
+                "parameters where steps are settled"
+            )
         return Client(scene, self)

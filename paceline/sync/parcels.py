@@ -36,6 +36,16 @@ class Parcel:
     )  # of this step: which gradients, by slot, as of which version
     ways: Phases = ()  # the codings in which it travels
 
+    @property
+    def first(self) -> int:
+        """The first slot of which there is something in it."""
+        return min(piece.slot for piece, _ in self.members)
+
+    def forget(self) -> None:
+        """What was pushed of it is void."""
+        self.pushed = {}
+        self.sent.clear()
+
     def over(self, flat: Tensor) -> list[Tensor]:
         """Where its members lie in another flat tensor of the same length."""
         start = self.flat.storage_offset()

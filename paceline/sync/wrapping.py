@@ -269,12 +269,15 @@ class Wrapper:
         yield
         self._counted = counted
 
-    def waited(self, needed: float, servers: int) -> None:
-        """A step has been waited for, since `needed` (of the performance counter). What servers need to code is taken to be what I need."""
+    def waited(self, needed: float, shown: float, servers: int) -> None:
+        """A step has been waited for, since `needed` (of the performance counter), for `shown` seconds in all.
+
+        What servers need to code is taken to be what I need.
+        """
         found, self._counted, rate = self._counted, Counted(), self.account.rate
         if rate is None or not found.exact:
             return
-        pushes, half, shown = found.pushes, rate.per_byte / 2, time.perf_counter() - needed
+        pushes, half = found.pushes, rate.per_byte / 2
         ready, each = [push.when for push in pushes], self._scene.group.size / servers  # a server decodes what all have pushed
         coded = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
         exact = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
