@@ -104,6 +104,7 @@ class Assembly:
         self.run: str | None = None
         self.closing = False  # workers have ended their run: nobody is let in any more
         self.cut_off = False
+        self.leaving = False  # this host goes
         self.joined = view.number > 1  # this host has come later
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
@@ -116,6 +117,8 @@ class Assembly:
         self._guests: dict[str, _Guest] = {}  # by a word that goes into the view
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
+        self._leavers: set[int] = set()  # hosts that have said that they go
+        self._excused: set[int] = set()  # those of the others that know that this one has left: what it says last may be lost
         self._failures: list[Failure] = []
         self._beat_at = 0.0
 
@@ -145,6 +148,20 @@ class Assembly:
         """Groups have broken, and all live, in this view: a new one is wanted."""
         self.membership.renew(number, time.monotonic())
         self._send()
+
+    def leave(self) -> None:
+        """This host goes; none of its workers is left."""
+        self.leaving = True
+        self._tell_all({"kind": "leaving"})
+        self.membership.leave(time.monotonic())
+        self._send()
+
+    @property
+    def parted(self) -> bool:
+        """Whether the others do without this host, as each of them has said that can be asked."""
+        if self.membership.expelled:
+            return {*self.view.hosts} & {*self._channels} <= self._excused
+        return self.membership.stranded or self.view.hosts == (self.host,)
 
     @property
     def points(self) -> list[Point]:
@@ -197,7 +214,7 @@ class Assembly:
         self._admit(now)
         self.membership.tick(now)
         self._send()
-        if self.membership.stranded and not self.all_finished and self.verdict is None:
+        if self.membership.stranded and not self.all_finished and not self.leaving and self.verdict is None:
             seat = self.view.seat(self.host)
             name = "this host" if seat is None else seat.facts["name"]
             self.cut_off = True
@@ -217,7 +234,15 @@ class Assembly:
                     guest.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": self.run})
                     guest.channel.flush(_FLUSH_SECONDS)
                     guest.channel.close()  # it calls again, as it calls the others
+            self._excuse()
         self.membership.decided.clear()
+
+    def _excuse(self) -> None:
+        """Tell those who leave that the others do without them by now."""
+        for host in self._leavers - {*self.view.hosts}:
+            if host in self._channels:
+                self._channels[host].send({"kind": "parted"})
+            self._leavers.discard(host)
 
     # ---- hosts that come
 
@@ -280,6 +305,11 @@ class Assembly:
             self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
         elif kind == "closing":
             self.closing = True
+        elif kind == "leaving":
+            self._leavers.add(host)
+            self._excuse()
+        elif kind == "parted":
+            self._excused.add(host)
         elif kind == "finished":
             self._finished.add(host)
             self._finish()

@@ -136,8 +136,10 @@ class Crew:
             return False
         if self._mending is not None and self._mending.waiting and self._asked is None and self._verdict() is None:
             return False
-        if self._asked is not None or self._leaving or self._peers.all_finished or self._peers.verdict is not None:
+        if self._asked is not None or self._peers.all_finished or self._peers.verdict is not None:
             return True
+        if self._leaving:
+            return self._mending is not None and self._mending.parted()
         return self._failure is not None and time.monotonic() - self._told_at > _VERDICT_SECONDS
 
     def _turn(self, wake: int) -> None:

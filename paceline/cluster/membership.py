@@ -60,7 +60,7 @@ class View:
     def carried(self, hosts: Collection[int]) -> bool:
         """Whether these hosts may decide what follows: more than half of all, or half of them with the first."""
         count = sum(host in hosts for host in self.hosts)
-        return 2 * count > len(self.seats) or (2 * count == len(self.seats) and self.hosts[0] in hosts)
+        return 2 * count > len(self.seats) or (0 < 2 * count == len(self.seats) and self.hosts[0] in hosts)
 
     def dump(self) -> dict[str, Any]:
         """As `load` reads it."""
@@ -79,7 +79,8 @@ class Wishes:
     """What has happened that the view doesn't show yet."""
 
     lost: set[int] = field(default_factory=set)  # workers
-    gone: set[int] = field(default_factory=set)  # hosts
+    gone: set[int] = field(default_factory=set)  # hosts that are not heard any more
+    left: set[int] = field(default_factory=set)  # hosts that have said so themselves
     come: dict[int, int] = field(default_factory=dict)  # worker: its host, which is in the view
     joining: dict[str, Seat] = field(default_factory=dict)  # by a word of the host's own: it has no number yet
     broken: bool = False  # connections of workers have broken that live
@@ -88,13 +89,15 @@ class Wishes:
         """As `merge` reads it."""
         joining = {word: [list(seat.workers), seat.facts] for word, seat in self.joining.items()}
         return {"lost": sorted(self.lost), "gone": sorted(self.gone), "come": [*map(list, self.come.items())], "joining": joining} | {
-            "broken": self.broken
+            "broken": self.broken,
+            "left": sorted(self.left),
         }
 
     def merge(self, said: dict[str, Any]) -> None:
         """Take over what another host wishes."""
         self.lost |= set(map(int, said["lost"]))
         self.gone |= set(map(int, said["gone"]))
+        self.left |= set(map(int, said["left"]))
         self.broken = self.broken or bool(said["broken"])
         self.come |= {int(worker): int(host) for worker, host in said["come"]}
         self.joining |= {str(word): Seat(-1, tuple(map(int, workers)), dict(facts)) for word, (workers, facts) in said["joining"].items()}
@@ -103,6 +106,7 @@ class Wishes:
         """Leave out what this view shows, or what can't come about any more."""
         self.lost &= set(view.workers) | {worker for worker in self.come if view.seat(self.come[worker]) is not None}
         self.gone &= set(view.hosts)
+        self.left &= set(view.hosts)
         self.come = {
             worker: host for worker, host in self.come.items() if worker not in view.workers and view.seat(host) and worker not in self.lost
         }
@@ -110,14 +114,14 @@ class Wishes:
         self.joining = {word: seat for word, seat in self.joining.items() if word not in here}
 
     def __bool__(self) -> bool:
-        return bool(self.lost or self.gone or self.come or self.joining or self.broken)
+        return bool(self.lost or self.gone or self.left or self.come or self.joining or self.broken)
 
 
 def follow(view: View, wishes: Wishes) -> View:
     """The view after this one, in which the wishes are fulfilled. A host without workers stays, as it may get some."""
     seats = []
     for seat in view.seats:
-        if seat.host in wishes.gone:
+        if seat.host in wishes.gone | wishes.left:
             continue
         come = [worker for worker, host in wishes.come.items() if host == seat.host and worker not in seat.workers]
         seats.append(Seat(seat.host, tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost), seat.facts))
@@ -186,6 +190,11 @@ class Membership:
     def joining(self, word: str, workers: Sequence[int], facts: dict[str, Any], now: float) -> None:
         """A new host wants to take part; `word` tells it from all others."""
         self._wishes.joining[word] = Seat(-1, tuple(workers), facts)
+        self._press(now)
+
+    def leave(self, now: float) -> None:
+        """This host goes, once the others have decided that they do without it: of what follows it needn't be heard."""
+        self._wishes.left |= {self.host}
         self._press(now)
 
     def silent(self, host: int, now: float) -> None:

@@ -18,6 +18,7 @@ _BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started aga
 _STEADY_SECONDS = 60.0  # a worker that lived for so long is started again as if none had died before
 _STOPPED_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # how long a worker may be stopped; between two looks
 _LEAVE_SECONDS = 5.0  # how long one that has failed may take to end
+_PART_SECONDS = 5.0  # how long the others may take to decide that they do without a host that leaves
 Suspect = Callable[[Worker], Failure | None]
 
 
@@ -45,6 +46,7 @@ class Mending:
     _stopped: dict[int, float] = field(default_factory=dict)  # since when
     _looked_at: float = 0.0
     _short_since: float | None = None  # when there were fewer than the job needs
+    _parting_since: float | None = None  # when the last worker of a host that leaves had gone
 
     def active(self, workers: Sequence[Worker]) -> bool:
         """Whether losses are survived by now: all who were there at the start have begun to train."""
@@ -95,6 +97,14 @@ class Mending:
         for worker in workers:
             worker.order(b'{"leave": true}\n')
         return True
+
+    def parted(self) -> bool:
+        """Whether a host that leaves, and has no workers any more, can go: the others have decided that, or take too long for it."""
+        now = time.monotonic()
+        if self._parting_since is None:
+            self._parting_since = now
+            self.assembly.leave()
+        return self.assembly.parted or now - self._parting_since > _PART_SECONDS
 
     def _free(self, workers: Sequence[Worker], now: float) -> None:
         """End a worker that was stopped (SIGSTOP) and doesn't go on: nobody else can tell that it won't answer."""

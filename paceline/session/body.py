@@ -17,17 +17,21 @@ from paceline.session.buddies import Buddies
 from paceline.session.cast import Cast
 from paceline.session.comparing import Comparing
 from paceline.session.groups import reap
+from paceline.session.leaving import Leaving
 from paceline.session.mirrored import own_buffers
 from paceline.session.state import Own, Progress
 from paceline.session.step import Turns
 from paceline.session.survival import Founded
 from paceline.sync.base import Scene, Steps, Sync
+from paceline.sync.replacing import Replacing
 
 VERSION = 2  # of what is handed over
 
 
 class Body:
     """See `survival.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
+
+    leaving: Leaving
 
     def __init__(self, scene: Scene, cast: Cast, turns: Turns, own: Own, comparing: Comparing, *, replicate: Replicate) -> None:
         self._scene, self._cast, self._turns, self._own, self._comparing = scene, cast, turns, own, comparing
@@ -54,6 +58,7 @@ class Body:
         self._turns.cut_turn(0 if self._turns.apart else founded.turn)
         self._cast.regroup()
         layout = founded.layout or {}
+        self.leaving.hear(layout.get("leaving", ()))
         self._sync.regroup(scene, layout.get("sync"))
         self._cast.tables.regroup(scene, layout.get("tables"))
         self.buddies.regroup(founded.members)
@@ -66,11 +71,12 @@ class Body:
 
     def figures(self) -> Any:
         """See `Heart.figures`."""
-        return self.buddies.figures()
+        return [self.buddies.figures(), self.leaving.wish]
 
     def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
         """See `Heart.hear`."""
-        self.buddies.hear(told, members)
+        self.buddies.hear([figures for figures, _ in told], members)
+        self.leaving.hear([wish for _, wish in told])
 
     def depart(self) -> None:
         """See `Heart.depart`."""
@@ -80,9 +86,14 @@ class Body:
         """See `Heart.fates`."""
         return self.buddies.fates(before)
 
+    def keepers(self) -> list[Replacing]:
+        """Who looks after servers, of each kind that there are by now."""
+        found = [self._sync.copies if isinstance(self._sync, Steps) else None, self._cast.tables.copies]
+        return [copies for copies in found if copies is not None]
+
     def servers_lost(self) -> list[str]:
         """See `Heart.servers_lost`."""
-        return (self._sync.servers_lost() if isinstance(self._sync, Steps) else []) + self._cast.tables.servers_lost()
+        return [name for keeper in self.keepers() for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
         """See `Heart.servers_begun`."""
@@ -90,7 +101,7 @@ class Body:
 
     def layout(self) -> Any:
         """See `Heart.layout`."""
-        return {"sync": self._sync.layout(), "tables": self._cast.tables.layout()}
+        return {"sync": self._sync.layout(), "tables": self._cast.tables.layout(), "leaving": self.leaving.layout()}
 
     def form(self) -> str:
         """See `Heart.form`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import threading
@@ -51,6 +52,11 @@ class Surroundings:
     def local(self) -> int:
         """My number among the workers of my machine."""
         return self.cluster.of(self.place.rank).ranks.index(self.place.rank)
+
+    @property
+    def home(self) -> str:
+        """My launcher, as no other is called: what it has started ends with it."""
+        return f"{self.place.hostname}/{os.getppid()}"
 
     def native(self) -> Group:
         """Another group of all workers, on torch.distributed; collective."""

@@ -28,6 +28,7 @@ from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
 from paceline.session.groups import Subgroups, Surroundings
 from paceline.session.handing import Handing
+from paceline.session.leaving import Leaving
 from paceline.session.line import Line
 from paceline.session.log import Log
 from paceline.session.saving import Order, Saving
@@ -86,6 +87,7 @@ class Run:
         body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
         survival = self._survival = self._handing.survival = Survival(around, self._agreement, body)
+        self._leaving = body.leaving = Leaving(survival, self._scene, around.home, body.keepers)
         self._cast.survives = True
         self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
         self._turns.generation_of = self._generation
@@ -182,7 +184,8 @@ class Run:
     def _generation(self, loader: ShareLoader) -> int:
         """How often the workers have become others; between two turns of training those who wait are let in."""
         assert self._survival is not None
-        if self._survival.orders.leaving and loader.terms.training and self._turns.turn is None:
+        leaves = self._leaving.goes or (self._survival.orders.leaving and self._handing.desk is not None)
+        if leaves and loader.terms.training and self._turns.turn is None:
             self._depart()
         training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
         if training == [loader] and self._turns.turn is None and self._handing.desk is not None:
@@ -327,6 +330,8 @@ class Run:
         self._log.step(self.steps, turn.global_batch, seconds)
         self._comparing.step_ended(self.steps)
         self._handing.step_ended()
+        if self._survival is not None and not self._turns.apart:
+            self._leaving.step_ended()
 
     # ---- state
 

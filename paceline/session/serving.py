@@ -46,7 +46,7 @@ class Serving:
     def __init__(self, around: Surroundings, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
         self._around, self._agreement, self._what, self._kind = around, agreement, what, kind
         self._outlive = around.place.worker is not None
-        self.here = f"{around.place.hostname}/{os.getppid()}" if self._outlive else str(around.cluster.where()[around.place.rank])
+        self.here = around.home if self._outlive else str(around.cluster.where()[around.place.rank])
         self._known: list[Known] = []
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -224,6 +224,10 @@ class Serving:
     def homes(self) -> list[tuple[str, int]]:
         """See `House`."""
         return [(each.host, each.shard) for each in self._known]
+
+    def on(self, hosts: Collection[str]) -> list[int]:
+        """See `House`."""
+        return [each.number for each in self._known if each.host in hosts]
 
 
 def _known(told: Any) -> Known:

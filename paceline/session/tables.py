@@ -28,6 +28,7 @@ from paceline.sync import rows
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene
 from paceline.sync.lookup import Gradient, Library, Lookup, merged
+from paceline.sync.replacing import Replacing
 from paceline.sync.rowsteps import RowSteps
 from paceline.sync.table import Spec
 from paceline.trace import Served
@@ -225,9 +226,10 @@ class Tables:
         if self.lasting is not None:
             self.lasting.regroup(scene, layout)
 
-    def servers_lost(self) -> list[str]:
-        """See `Steps.servers_lost`."""
-        return [] if self.lasting is None else self.lasting.copies.take_lost()
+    @property
+    def copies(self) -> Replacing | None:
+        """See `Steps.copies`."""
+        return None if self.lasting is None else self.lasting.copies
 
     def facts(self) -> list[dict[str, Any]]:
         """What each of their servers has done so far, for the summary; not collective."""

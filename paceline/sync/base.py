@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +18,9 @@ from paceline.comm.ordered import Agreement
 from paceline.errors import PacelineError
 from paceline.sync.paying import Account
 from paceline.trace import Served, Trace
+
+if TYPE_CHECKING:
+    from paceline.sync.replacing import Replacing
 
 Axes = tuple[str, ...]
 
@@ -151,6 +154,10 @@ class House(Protocol):
         """The host of each server, and its shard."""
         ...
 
+    def on(self, hosts: Collection[str]) -> list[int]:
+        """The numbers of the servers on these hosts."""
+        ...
+
     def leave(self) -> None:
         """Go without ending any server."""
         ...
@@ -212,8 +219,9 @@ class Steps(Protocol):
         """See `Run.clip`; nothing is changed here. Collective, if in lockstep."""
         ...
 
-    def servers_lost(self) -> list[str]:
-        """What those servers are called that were lost since this was asked last."""
+    @property
+    def copies(self) -> Replacing | None:
+        """Who looks after the servers, where losses are survived."""
         ...
 
     def servers_begun(self) -> list[str]:

@@ -402,17 +402,18 @@ class Client:
     def detach(self) -> None:
         """See `Sync.detach`."""
         left, house = self.wires.left, None if self._room is None else self._room.house
-        if self.lasting is not None and self._room is not None:
-            self.lasting.copies.close()
+        if self.copies is not None:
+            self.copies.close()
         self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
         if house is not None and left:
             house.leave()
         elif self._room is not None:
             self._room.close()
 
-    def servers_lost(self) -> list[str]:
-        """See `Steps.servers_lost`."""
-        return [] if self.lasting is None else self.lasting.copies.take_lost()
+    @property
+    def copies(self) -> Replacing | None:
+        """See `Steps.copies`."""
+        return None if self.lasting is None or self._room is None else self.lasting.copies
 
     def servers_begun(self) -> list[str]:
         """See `Steps.servers_begun`."""

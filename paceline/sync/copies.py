@@ -105,7 +105,9 @@ class Copies(Wires):
             if number not in self._by_number:
                 self._by_number[number] = self.call(room, me, place)
         for number in self._by_number.keys() - {*numbers}:
-            self._hang_up(self._by_number.pop(number))
+            caller = self._by_number.pop(number)
+            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # what it was asked for is asked of another
+            self._hang_up(caller)
         shards = room.shards or numbers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
         for number, shard in sorted(zip(numbers, shards, strict=True)):

@@ -97,6 +97,19 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[Assembly], gone: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("leavers", [(0, 1), (1, 0), (2, 0)])
+def test_hosts_that_leave_are_not_missed(three: list[Assembly], leavers: tuple[int, int]) -> None:
+    """The last host goes on alone, though it is less than half of what there was before, whoever was the first."""
+    left = list(three)
+    for host in leavers:
+        three[host].leave()
+        run(left, lambda host=host: three[host].parted)
+        three[host].close()
+        left.remove(three[host])
+    run(left, lambda: left[0].view.hosts == (3 - sum(leavers),))
+    assert left[0].verdict is None and left[0].parted
+
+
 def test_a_launcher_that_says_nothing_is_left_out(three: list[Assembly]) -> None:
     heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))

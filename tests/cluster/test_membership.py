@@ -146,6 +146,23 @@ def test_of_two_halves_the_one_with_the_first_host_goes_on() -> None:
     assert net.hosts[2].stranded and net.hosts[3].stranded and net.hosts[2].view.number == 0
 
 
+@pytest.mark.parametrize("leavers", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("seed", range(10))
+def test_hosts_leave_until_one_is_left(leavers: tuple[int, ...], seed: int) -> None:
+    """Also the first of two, and several at once: half of them isn't heard afterwards, and doesn't have to be."""
+    net = Net(view((1,), (2,), *[(3,)] * (max(leavers) > 1)), seed, loss=0.2, twice=0.1, delay=0.1)
+    for host in leavers:
+        net.hosts[host].leave(net.now)
+    net.run(20)
+    staying = tuple(host for host in net.hosts if host not in leavers)
+    for host, member in net.hosts.items():
+        assert member.expelled == (host in leavers) and (host in leavers or member.view.hosts == staying), (host, member.view)
+    for host in leavers:
+        net.kill(host)
+    net.notice()
+    assert not any(net.hosts[host].stranded for host in staying)
+
+
 def test_workers_and_hosts_come() -> None:
     net = Net(view((0, 1), (2, 3)))
     net.hosts[1].lost([2], net.now)

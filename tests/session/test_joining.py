@@ -19,18 +19,18 @@ SLOWLY = "0 if (out / 'go').exists() else 0.5"
 
 
 class Hosts:
-    """Launchers of two workers each that are given the same line, all on this machine."""
+    """Launchers of two workers each that are given the same line, with these options, all on this machine."""
 
-    def __init__(self, job: Jobs) -> None:
+    def __init__(self, job: Jobs, *options: str) -> None:
         self.out = job.folder / "killed"
         self.out.mkdir()
-        self._job, self._point = job, f"127.0.0.1:{free_port()}"
+        self._job, self._point, self._options = job, f"127.0.0.1:{free_port()}", ("--min-workers", "1", *options)
 
     def come(self, hosts: int = 1, **parts: object) -> Job:
         """One more host."""
         environ = {"OUT": str(self.out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-        text = script(start="name='run', folder='killed/runs'", **({"nap": SLOWLY, "epochs": EPOCHS} | parts))
-        return self._job.run(text, 2, "--min-workers", "1", "--hosts", str(hosts), "--join", self._point, **environ)
+        text = script(**({"start": "name='run', folder='killed/runs'", "nap": SLOWLY, "epochs": EPOCHS} | parts))
+        return self._job.run(text, 2, *self._options, "--hosts", str(hosts), "--join", self._point, **environ)
 
     def events(self) -> int:
         """How often the workers became others."""
