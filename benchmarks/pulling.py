@@ -34,24 +34,23 @@ def train(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     count = 2 * options.batch
-    data = TensorDataset(torch.randn(count, options.width, generator=generator))
+    data = TensorDataset(torch.randn(count * (WARM + options.steps), options.width, generator=generator))
     with pl.start(folder=options.out, name="run", trace="off") as run:
         layers = [layer for _ in range(options.layers) for layer in (nn.Linear(options.width, options.width), nn.ReLU())]
         model = nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, count))
         forwards = []
-        for number in run.epochs(WARM + options.steps):
+        for number, (x,) in enumerate(loader):
             if number == WARM:
                 run.barrier()
                 began = time.perf_counter()
-            for (x,) in loader:
-                started = time.perf_counter()
-                loss = (model(x) ** 2).mean()
-                forwards.append(time.perf_counter() - started)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            started = time.perf_counter()
+            loss = (model(x) ** 2).mean()
+            forwards.append(time.perf_counter() - started)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         float(sum(p.detach().sum() for p in model.parameters()))  # the last step's, too
         run.barrier()
         took = (time.perf_counter() - began) / options.steps
