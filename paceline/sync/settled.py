@@ -85,7 +85,14 @@ class Settled:
         del self._makers[number]
         client.factors.pop(number, None)
         client.steps_taken[number] = step
+        if self.copies.waits:
+            client.scene.agreement.repeat(self._quieten, what="optimizer.step")
         renew(self.copies)
+
+    def _quieten(self) -> None:
+        """What I have pushed for other optimizers has come, too: who is given what servers have, has that then."""
+        for caller in self._client.wires.callers:
+            caller.call("alive", seconds=self._client.seconds)  # answered after it
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`. Raises `Voided` where the turn comes again."""

@@ -31,6 +31,26 @@ def test_the_weights_are_bit_for_bit_those_of_parameters_that_come_with_the_step
     assert json.loads((job.folder / "runs" / "ahead" / "summary.json").read_text())["sync"] == AHEAD
 
 
+FORKED = """
+if run.steps == 2 and run.is_first:
+    child = os.fork()
+    if not child:
+        try:
+            model[0].weight.sum()
+            os._exit(1)
+        except Exception as error:
+            os._exit(0 if "when this process was forked" in str(error) else 2)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.slow
+def test_what_is_read_in_a_forked_process_is_refused(job: Jobs) -> None:
+    (job.folder / "forked.py").write_text(FORKED)
+    ended = job.run(script("forked", AHEAD, after="exec(open('forked.py').read())"), 2).end(60)
+    assert ended.code == 0, ended
+
+
 class TestEndings:
     """Each while parameters are on their way: workers sleep between the step and the next forward."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
 import pickle
 import random
 import threading
@@ -519,22 +518,6 @@ def test_gradients_that_nobody_cleared_are_no_new_ones() -> None:
         return parameters(one, other)
 
     same(2, body)
-
-
-def test_what_is_read_in_a_forked_process_is_refused() -> None:
-    def each(run: Run, model: nn.Module, x: Tensor, step: int) -> None:
-        if step or run.rank:
-            return
-        child = os.fork()
-        if not child:
-            try:
-                model[0].weight.sum()
-            except UsageError as error:
-                os._exit(0 if "when this process was forked" in str(error) else 2)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-
-    workers(2, turns(each), strategy=ahead())
 
 
 def test_what_it_takes_is_seen(tmp_path: Path) -> None:
