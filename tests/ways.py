@@ -118,6 +118,7 @@ def train(name: str, notation: str, folder: Path, width: int = WIDTH, steps: int
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)
+        run.barrier()  # what was sent to others has left
         between[1] = leaving()
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     seen = {"grads": grads, "digest": digest([weights]), "left": between[1] - between[0], "host": run.host}
