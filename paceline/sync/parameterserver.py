@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.sync.base import Scene, Sync
 from paceline.sync.client import Client
 from paceline.sync.phases import check
-from paceline.wording import spell
+from paceline.wording import choices, spell
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ParameterServer:
         if self.replicas < 1:
             raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
         if self.pull not in ("step", "forward"):
-            raise UsageError(f"pull={self.pull!r} is unknown; possible are 'step' and 'forward'")
+            raise UsageError(f"pull={self.pull!r} is unknown; {choices(str(self.pull), ('step', 'forward'))}")
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 

@@ -263,16 +263,20 @@ class TestWhatCounts:
             loop(each)
 
 
+def two() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Two networks, the first before the second, and an optimizer of each."""
+    one, other = net(), nn.Linear(2, 2).double()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.fill_(0.1)
+    return one, other, torch.optim.Adam(one.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.05, momentum=0.9)
+
+
 def test_two_optimizers_that_step_by_turns() -> None:
     """As GANs have them."""
 
     def body(run: Run) -> Tensor:
-        one, other = net(), nn.Linear(2, 2).double()
-        with torch.no_grad():
-            for p in other.parameters():
-                p.fill_(0.1)
-        first, second = torch.optim.Adam(one.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.05, momentum=0.9)
-        one, other, first, second, loader = run.prepare(one, other, first, second, batches())
+        one, other, first, second, loader = run.prepare(*two(), batches())
         for _ in run.epochs(2):
             for step, (x, y) in enumerate(loader):
                 F.mse_loss(other(one(x).detach()), y).backward()

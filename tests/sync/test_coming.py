@@ -31,7 +31,7 @@ from paceline.sync.coming import Awaited
 from paceline.sync.parameterserver import ParameterServer
 from paceline.sync.server import Server
 from tests.runs import batches, cut, parameters, workers
-from tests.sync.test_client import OPTIMIZERS, net, train
+from tests.sync.test_client import OPTIMIZERS, net, train, two
 from tests.sync.test_paces import epoch
 
 LATE_SECONDS = 0.02
@@ -393,12 +393,7 @@ def test_several_optimizers_and_several_forwards_in_a_turn() -> None:
     """As GANs have them; one steps in every other turn, and once the other is still on its way."""
 
     def body(run: Run) -> Tensor:
-        one, other = net(), nn.Linear(2, 2).double()
-        with torch.no_grad():
-            for p in other.parameters():
-                p.fill_(0.1)
-        first, second = torch.optim.Adam(one.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.05, momentum=0.9)
-        one, other, first, second, loader = run.prepare(one, other, first, second, batches())
+        one, other, first, second, loader = run.prepare(*two(), batches())
         for _ in run.epochs(2):
             for step, (x, y) in enumerate(loader):
                 (F.mse_loss(other(one(x).detach()), y) + other(one(-x)).mean()).backward()
@@ -592,7 +587,7 @@ def test_who_fails_between_the_step_and_forward_has_what_the_step_has_made() -> 
         assert not coming(model) and torch.equal(parameters(model), wanted[: parameters(model).numel()]) and not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("options", "why"), [({"pull": "later"}, "possible are 'step' and 'forward'")])
+@pytest.mark.parametrize(("options", "why"), [({"pull": "later"}, "possible: forward, step")])
 def test_what_can_not_be_asked_for(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         ParameterServer(**options)
