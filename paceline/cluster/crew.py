@@ -199,7 +199,7 @@ class Crew:
         if worker.ended is None or worker.reaped:
             return
         worker.reaped = True
-        guard.end_group(worker.process.pid)  # before it is reaped: until then nobody else gets its number
+        self._known |= guard.end_group(worker.process.pid)  # before it is reaped: until then nobody else gets its number
         status = worker.process.wait()
         self._inform(self._deputy, f"-{worker.process.pid}")
         worker.code = status if status >= 0 else 128 - status

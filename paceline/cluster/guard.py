@@ -25,6 +25,7 @@ _SECOND_LOOK = 0.05  # seconds
 _SERVERS = "paceline-sockets-"
 _FOLDERS = ("pymp-", _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
 _ROUNDS = 20  # sweeps: a process may fork between two looks
+_END_SECONDS = 1.5  # that a killed process may take to end: it has no environment any more, and its files still
 
 
 def sockets(mark: str) -> str:
@@ -32,12 +33,15 @@ def sockets(mark: str) -> str:
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
-def end_group(group: int) -> None:
-    """SIGKILL to all processes of a group, and their litter with them; none left is no error."""
-    if _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
-        folders = litter(members(group))
-        _signal_group(group, signal.SIGKILL)
-        clear(folders)
+def end_group(group: int) -> set[int]:
+    """SIGKILL to all processes of a group, and their litter with them; gives who they were. None left is no error."""
+    if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
+        return set()
+    found = members(group)
+    folders = litter(found)
+    _signal_group(group, signal.SIGKILL)
+    clear(folders)
+    return {*found}
 
 
 def state(pid: int) -> str:
@@ -121,10 +125,11 @@ def _opened(process: int) -> Iterator[str]:
 
 
 def sweep(mark: str, groups: list[int]) -> set[int]:
-    """End these groups and every process with the job's mark, then remove what they left in the temporary folder; gives who was ended."""
-    ended = set(groups).union(*(members(group) for group in groups))
-    for group in groups:
-        end_group(group)
+    """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
+
+    Gives who was ended, once none of them does anything any more.
+    """
+    ended = set(groups).union(*(end_group(group) for group in groups))
     for attempt in range(_ROUNDS):
         left = marked(mark)
         ended |= {*left}
@@ -136,6 +141,9 @@ def sweep(mark: str, groups: list[int]) -> set[int]:
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
     clear([*Path(tempfile.gettempdir()).glob(sockets(mark) + "*")])
+    until = time.monotonic() + _END_SECONDS
+    while not all(map(_ended, ended)) and time.monotonic() < until:
+        time.sleep(0.002)
     return ended
 
 
@@ -181,10 +189,7 @@ def _abandoned(killed: set[int], since: float) -> Iterator[Path]:
 
 
 def _ended(process: int) -> bool:
-    try:
-        return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()[0] in {"Z", "X"}
-    except OSError:
-        return True
+    return state(process) in {"", "Z", "X"}
 
 
 def in_use(path: Path) -> bool:

@@ -93,6 +93,18 @@ def test_who_is_ended_is_told():
     assert group.wait(5) == other.wait(5) == -9
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_who_was_ended_does_nothing_any_more(grouped):
+    """A killed process has no environment long before it has ended: it may have just made what is looked for next."""
+    body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": "abf"}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        guard.sweep("abf", [process.pid] if grouped else [])
+        assert process.poll() == -9
+
+
 def test_a_deputy_that_is_told_so_does_nothing():
     job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abd"})
     deputy = subprocess.Popen([sys.executable, "-I", "-S", guard.__file__, "abd"], stdin=subprocess.PIPE)
