@@ -54,14 +54,14 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """What comes of a training by one worker that nobody disturbs; each is made once."""
-    from tests.launches import jobs
+    from tests.launches import PRELOADED, jobs
     from tests.survivors import play
 
     made: dict[str, Outcome] = {}
 
     def make(**parts: Any) -> Outcome:
         if (key := repr(sorted(parts.items()))) not in made:
-            with jobs(tmp_path_factory.mktemp("alone")) as found:
+            with jobs(tmp_path_factory.mktemp("alone"), PRELOADED) as found:
                 made[key] = play(found, "alone", workers=1, nap=0, **parts)
         return made[key]
 

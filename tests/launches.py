@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from paceline.cluster import guard
+from tests import nursery
 from tests.preloaded import ROOM
 
 ROOT = Path(__file__).parents[1]
@@ -82,10 +83,12 @@ class Job:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
         own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark, ROOM: " " * 4096}
-        self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=kept | own | environ
-        )
+        self.began, whole = time.monotonic(), kept | own | environ
+        self.process: subprocess.Popen[str] | nursery.Nursed
+        if command[1] == PRELOADED[0]:
+            self.process = nursery.launcher(command, cwd=folder, env=whole)
+        else:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=whole)
 
     def end(self, seconds: float = 60) -> Ended:
         """Wait for its end; if it doesn't come, what it has said so far."""

@@ -1,8 +1,9 @@
 """`python preloaded.py run ...` is `paceline run ...`, but its workers have torch from the start: they are forked, and not programs.
 
-Importing torch takes most of the processor time of a job under test. Here the launcher imports it once, and all its workers, also those
-that come in the place of others, begin with a copy. To everybody else they are what they always are: processes of a group of their own,
-with their own environment (also as others see it), descriptors and output. How programs start is for the tests of the launcher itself.
+Importing torch takes most of the processor time of a job under test. Here the launcher imports it once, or comes from `tests.nursery`
+with it, and all its workers, also those that come in the place of others, begin with a copy. To everybody else they are what they
+always are: processes of a group of their own, with their own environment and arguments (also as others see them), descriptors and
+output. How programs start is for the tests of the launcher itself.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
 ROOM = "PACELINE_TEST_ROOM"  # a variable that makes the launcher's environment larger than that of its workers
+_ARGUMENTS, _ENVIRONMENT = 45, 47  # where /proc/PID/stat says where they lie
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD  # those to which a launcher listens
 
 
@@ -37,7 +41,7 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            _keep(out[1], err[1], pass_fds)
+            keep((os.open(os.devnull, os.O_RDONLY), out[1], err[1]), pass_fds)
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
@@ -59,10 +63,10 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _keep(out: int, err: int, given: Sequence[int]) -> None:
-    """These descriptors alone, the first two as the output."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    for number, descriptor in enumerate((null, out, err)):
+def keep(three: Sequence[int], given: Sequence[int]) -> None:
+    """These descriptors alone, the first three as input, output and errors."""
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in three]
+    for number, descriptor in enumerate(above):
         os.dup2(descriptor, number)
     for descriptor in given:
         os.set_inheritable(descriptor, True)
@@ -77,16 +81,24 @@ def _keep(out: int, err: int, given: Sequence[int]) -> None:
 
 def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Run a script to its end, as an interpreter of its own would."""
-    os.environ.clear()
-    os.environ.update(environ)
-    _show(environ)
     script = command[1]
-    sys.argv, sys.path[0] = list(command[1:]), str(Path(script).parent)
+    sys.path[0] = str(Path(script).parent)
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = script
+    live(environ, command, lambda: exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__))
+
+
+def live(environ: Mapping[str, str], command: Sequence[str], act: Callable[[], object]) -> NoReturn:
+    """Be another program to its end."""
+    os.environ.clear()
+    os.environ.update(environ)
+    _show(_ENVIRONMENT, [f"{name}={value}" for name, value in environ.items()])
+    _show(_ARGUMENTS, command)
+    tempfile.tempdir = None
+    sys.argv = list(command[1:])
     code = 1
     try:
-        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+        act()
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
@@ -95,7 +107,7 @@ def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001  it is shown
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         assert error.__traceback__ is not None
-        error.__traceback__ = error.__traceback__.tb_next  # from the script on
+        error.__traceback__ = error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next  # from the script on
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -107,23 +119,42 @@ def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     os._exit(code & 255)
 
 
-def _show(environ: Mapping[str, str]) -> None:
-    """Others see this environment in /proc: it is written where the launcher was given its own."""
+def _show(field: int, words: Sequence[str]) -> None:
+    """Others see this environment, or these arguments, in /proc: they are written where this program was given its own."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])
-    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())
+    start, end = int(fields[field]), int(fields[field + 1])
+    block = b"".join(os.fsencode(word) + b"\0" for word in words)
     assert len(block) < end - start, f"{ROOM} has to be {len(block) - (end - start)} longer"
     ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
+def load(*names: str) -> None:
+    """Have torch, all that workers need, and these modules."""
+    importlib.import_module("tests.brisk")
+    _ = importlib.import_module("paceline").start
+    for name in names:
+        importlib.import_module(name)
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a process with threads can't be forked"
+
+
+def fork_workers(servers: Callable[..., Any] | None = None) -> None:
+    """Launchers fork their workers here; and workers start their servers so."""
+    _instead("paceline.cluster.worker", Forked)
+    if servers is not None:
+        _instead("paceline.session.serving", servers)
+
+
+def _instead(module: str, popen: Callable[..., Any]) -> None:
+    """What this module starts is started by that."""
+    importlib.import_module(module).subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+    )
+
+
 def main() -> None:
     sys.path[0] = str(Path(__file__).parents[1])
-    importlib.import_module("tests.brisk")
-    worker = importlib.import_module("paceline.cluster.worker")
-    _ = importlib.import_module("paceline").start  # and all that it needs
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a process with threads can't be forked"
-    worker.subprocess = ModuleType("subprocess")
-    worker.subprocess.Popen, worker.subprocess.PIPE, worker.subprocess.DEVNULL = Forked, subprocess.PIPE, subprocess.DEVNULL
+    load()
+    fork_workers()
     importlib.import_module("paceline.cli").main()
 
 

@@ -23,6 +23,7 @@ found = {
     "same": environ == dict(os.environ),
     "names": sorted(environ.keys() - {"PACELINE_TEST_ROOM"}),
     "rank": environ["RANK"],
+    "command": Path("/proc/self/cmdline").read_text().rstrip("\\0").split("\\0")[1:2] + sys.argv[2:],
     "arguments": sys.argv[2:],
     "name": [__name__, Path(__file__).name, Path(sys.path[0]).resolve() == Path(sys.argv[0]).resolve().parent],
     "group": os.getpgid(0) == os.getpid(),

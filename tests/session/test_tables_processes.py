@@ -10,6 +10,8 @@ import torch
 
 from tests.launches import Job, Jobs, free_port, wait_for
 
+pytestmark = pytest.mark.preloaded
+
 TRAIN = """
 torch.manual_seed(1)
 ids = torch.randint(1000, (160, 3))

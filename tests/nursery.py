@@ -1,0 +1,257 @@
+"""Where launchers and servers under test come from that needn't start by themselves: one process that has torch, and forks.
+
+Importing torch takes most of the processor time of a job under test: a job of two hosts and two servers does it four times, also with
+`tests.preloaded`. The nursery does it once for all tests. It begins with the first job that asks for it, and ends with the tests. How
+programs start is for the tests of the launcher itself, which don't ask for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from tests import preloaded
+
+ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
+SECONDS = 60.0  # in which it has forked, if it had to begin first on a busy machine
+DESCRIPTORS = 3  # input, output, errors
+
+
+class Nursed:
+    """What tests, and what starts servers, need of `subprocess.Popen`. From any thread."""
+
+    def __init__(
+        self, path: str, command: Sequence[str], given: Sequence[int], *, cwd: str, env: Mapping[str, str], group: int | None = None
+    ) -> None:
+        self.args, self.returncode = command, None
+        self.stdin: IO[Any] | None = None
+        self.stdout: IO[Any] | None = None
+        self.stderr: IO[Any] | None = None
+        self._lock, self._readers, self._parts = threading.Lock(), list[threading.Thread](), (list[str](), list[str]())
+        self._wire = socket.socket(socket.AF_UNIX)
+        self._wire.settimeout(SECONDS)
+        self._wire.connect(path)
+        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env), "group": group}).encode()
+        socket.send_fds(self._wire, [len(asked).to_bytes(8, "little")], given)
+        self._wire.sendall(asked)
+        self.pid = int.from_bytes(_exactly(self._wire, 8), "little")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended; below 0 the signal that ended it."""
+        with self._lock:
+            if self.returncode is None and _readable(self._wire, 0):
+                self.returncode = os.waitstatus_to_exitcode(int.from_bytes(_exactly(self._wire, 8), "little"))
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended. Raises `subprocess.TimeoutExpired`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            _readable(self._wire, left)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it writes until its end. Raises `subprocess.TimeoutExpired` with what it has written, and may be called again then."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._readers:
+            for stream, parts in zip((self.stdout, self.stderr), self._parts, strict=True):
+                self._readers.append(threading.Thread(target=_collect, args=(stream, parts), daemon=True))
+                self._readers[-1].start()
+        for reader in self._readers:
+            reader.join(None if until is None else max(until - time.monotonic(), 0))
+        out, err = ("".join(parts) for parts in self._parts)
+        if any(reader.is_alive() for reader in self._readers):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0, out.encode(), err.encode())
+        self.wait(None if until is None else max(until - time.monotonic(), 0.1))
+        return out, err
+
+
+def _collect(stream: IO[str], parts: list[str]) -> None:
+    for line in stream:
+        parts.append(line)
+    stream.close()
+
+
+def _readable(wire: socket.socket, seconds: float | None) -> bool:
+    poll = select.poll()
+    poll.register(wire, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+
+def _exactly(wire: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = wire.recv(count - len(found))
+        assert more, "the nursery has ended"
+        found += more
+    return found
+
+
+@functools.cache
+def path() -> str:
+    """Where the nursery of these tests listens; it begins if there is none."""
+    folder = tempfile.mkdtemp(prefix="paceline-nursery-")
+    found = os.path.join(folder, "socket")
+    environ = {"OMP_NUM_THREADS": "1", preloaded.ROOM: " " * ROOM}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(found)
+        listener.listen(64)
+        command = [sys.executable, "-m", "tests.nursery", found, str(listener.fileno()), " " * ROOM]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return found
+
+
+def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nursed:
+    """A launcher, from the nursery; what it writes is text."""
+    out, err = os.pipe(), os.pipe()
+    try:
+        process = Nursed(path(), command, (0, out[1], err[1]), cwd=str(cwd), env=env)
+    finally:
+        os.close(out[1])
+        os.close(err[1])
+    process.stdout, process.stderr = os.fdopen(out[0]), os.fdopen(err[0])
+    return process
+
+
+class Server(Nursed):
+    """A server, as `paceline.session.serving` starts one."""
+
+    home = ""  # where the nursery listens, of which this process is a child
+
+    def __init__(self, command: Sequence[str], *, process_group: int | None, **rest: Any) -> None:
+        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.sync.server", (command, rest)
+        told, out = os.pipe(), os.pipe()
+        group = os.getpgid(0) if process_group is None else process_group
+        try:
+            super().__init__(self.home, command, (told[0], out[1], 2), cwd=os.getcwd(), env=os.environ, group=group)
+        finally:
+            os.close(told[0])
+            os.close(out[1])
+        self.stdin, self.stdout = os.fdopen(told[1], "wb"), os.fdopen(out[0], "rb")
+
+
+# ---- the nursery itself
+
+
+def serve(home: str, listener: socket.socket) -> None:
+    """Fork whatever is asked for, and tell how it has ended, until the tests are over."""
+    alive: dict[int, socket.socket] = {}
+    wake, waker = os.pipe()
+    for descriptor in (wake, waker):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    poll = select.poll()
+    for watched in (0, wake, listener.fileno()):
+        poll.register(watched, select.POLLIN | select.POLLHUP)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if 0 in ready:
+            return
+        if wake in ready:
+            os.read(wake, 1 << 12)
+        for pid, status in _ended():
+            with alive.pop(pid) as wire, contextlib.suppress(OSError):  # who has asked may be gone
+                wire.sendall(status.to_bytes(8, "little"))
+        if listener.fileno() in ready:
+            wire, _ = listener.accept()
+            wire.settimeout(5.0)
+            with contextlib.suppress(AssertionError, OSError):  # whoever asks ended in the middle
+                head, given, _, _ = socket.recv_fds(wire, 8, DESCRIPTORS)
+                asked = json.loads(_exactly(wire, int.from_bytes(head, "little")))
+                pid = _fork(home, asked, given, [listener, wire, *alive.values()])
+                alive[pid] = wire
+                for descriptor in given:
+                    os.close(descriptor)
+                wire.sendall(pid.to_bytes(8, "little"))
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Which children have ended, and how."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _fork(home: str, asked: dict[str, Any], given: Sequence[int], mine: Sequence[socket.socket]) -> int:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, preloaded.SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        for wire in mine:
+            wire.detach()  # their descriptors are closed: nobody may close what has these numbers next
+        preloaded.keep(given, ())
+        signal.set_wakeup_fd(-1)
+        for number in preloaded.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _live(home, asked)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _live(home: str, asked: dict[str, Any]) -> NoReturn:
+    """Be the launcher, or the server, that somebody asked for."""
+    os.chdir(asked["cwd"])
+    if asked["group"] is not None:
+        os.setpgid(0, asked["group"])
+    command = asked["command"]
+    if command[-1] == "paceline.sync.server":
+        program = importlib.import_module("paceline.sync.server")
+        program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input
+    else:
+        program = importlib.import_module("paceline.cli")
+        Server.home = home
+        preloaded.fork_workers(servers=Server)
+    preloaded.live(asked["env"], command, program.main)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+    preloaded.load("paceline.sync.server", "paceline.cli")
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
