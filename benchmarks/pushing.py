@@ -24,6 +24,7 @@ WAYS = {
     "int8": "ParameterServer(codec=error_feedback(int8()))",
     "topk": "ParameterServer(codec=error_feedback(topk(0.01)))",
 }
+APART = {f"apart-{name}": sync.replace("(", "(staleness=inf, " if name != "none" else "(staleness=inf", 1) for name, sync in WAYS.items()}
 WARM = 3  # steps: what is told first is told exactly
 
 
@@ -46,7 +47,8 @@ def train(options: argparse.Namespace) -> None:
         took = []
         for x, _ in loader:
             loss = (model(x) ** 2).mean()
-            run.barrier()
+            if not options.apart:
+                run.barrier()
             began = time.perf_counter()
             loss.backward()
             optimizer.step()
@@ -61,8 +63,8 @@ def launch(options: argparse.Namespace, bandwidth: str, way: str) -> float:
     from paceline import lab
 
     with tempfile.TemporaryDirectory() as out, lab.cluster(hosts=2, workers=1, bandwidth=bandwidth) as cluster:
-        words = (f"--mb={options.mb}", f"--steps={options.steps}", f"--out={out}")
-        ended = cluster.run(__file__, *words, sync=WAYS[way], environ={"OMP_NUM_THREADS": "1"}, deadline=600)
+        words = [f"--mb={options.mb}", f"--steps={options.steps}", f"--out={out}", *(["--apart"] if way in APART else [])]
+        ended = cluster.run(__file__, *words, sync=(WAYS | APART)[way], environ={"OMP_NUM_THREADS": "1"}, deadline=600)
         assert ended.code == 0, ended.output
         return statistics.median(json.loads(Path(out, "took.json").read_text()))
 
@@ -71,10 +73,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=20.0, help="of the parameters")
     parser.add_argument("--bandwidth", nargs="*", default=["100mbit", "1gbit"], help="of each host")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=[*WAYS, *APART], help="apart: not in lockstep")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="timed ones of a launch")
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.out:
         train(options)

@@ -81,6 +81,10 @@ class Nursed:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it writes until its end. Raises `subprocess.TimeoutExpired` with what it has written, and may be called again then."""
         until = None if timeout is None else time.monotonic() + timeout

@@ -65,7 +65,7 @@ class Client:
         self.workers = list(range(scene.group.size))
         self.clips: dict[int, Clip] = {}  # what was asked for, of those
         self.pace: Pace = _pace(self, plan)
-        self.wrapper = Wrapper(scene, plan.codec, both=not self.pace.free)
+        self.wrapper = Wrapper(scene, plan.codec, apart=self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
         self.coming = Coming(self)
         self.arriving = self.coming if plan.pull == "forward" else None  # see `Steps.arriving`
@@ -285,9 +285,10 @@ class Client:
             for parcel, message in pulls:
                 parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
 
-    def catch_up(self, steps: Mapping[int, int]) -> None:
-        """Parameters are what servers have now, or once they have taken so many `steps` of an optimizer."""
+    def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
+        """Parameters are what servers have now, or once they have taken so many `steps` of an optimizer. `exactly`: not through a codec."""
         self.coming.arrive()
+        self.wrapper.unlearn(self._layout.parcels if exactly else ())
         reads = [self.ask_for([parcel], steps.get(parcel.optimizer, 0))[0] for parcel in self._layout.parcels]
         self.take_in(self._layout.parcels, reads, stepped=False, soon=False)
 
@@ -341,7 +342,7 @@ class Client:
         if self.free and self.slots and isinstance(self.pace, Loose | Lasting) and self.pace.desk.open:
             self.pace.desk.open = False
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
-            self.scene.agreement.lasting(lambda: self.catch_up({}))
+            self.scene.agreement.lasting(lambda: self.catch_up({}, exactly=True))
             self.scene.agreement.meet("servers are read")  # and nobody again before all have read
         elif self.wrapper.coded and self._leveled != self.steps_taken:
             self.scene.agreement.repeat(self._level, what="servers tell all")

@@ -39,9 +39,9 @@ class ParameterServer:
     go on when something is lost (`paceline run --min-workers`). In lockstep weights are those of a run in which nothing was lost; else
     each sample of an epoch is in one step all the same, and clocks are over the living.
 
-    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. In lockstep parameters come
-    back through it, too: as what is new in them, so that what it loses comes with the next step. All workers have the same, and exactly
-    what servers have where replicas are looked at as one (an evaluation, run.save, the end). Otherwise parameters come exactly.
+    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back through
+    it, too: as what is new in them, so that what it loses comes with the next step. In lockstep all workers have the same; and everywhere
+    exactly what servers have where replicas are looked at as one (an evaluation, run.save, the end).
 
     `pull="forward"`: optimizer.step doesn't wait for parameters, and they come while the next forward runs: each waits for itself where it
     is used first after the step, in a forward or anywhere else. Values are those of `pull="step"`. Whatever shares a parameter's memory

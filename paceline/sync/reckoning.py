@@ -62,6 +62,7 @@ class Reckoning:
     def _reckon(self, message: Message) -> bool:
         self._workers = frozenset(map(int, message.body["workers"]))
         self._server.clear()
+        self._server.shard.forget(self._workers)
         return self._server.answer(message, {"steps": self._server.shard.steps})
 
     def _since(self, message: Message) -> bool:

@@ -298,7 +298,8 @@ class Server:
             return False
         coded = self.shard.units[unit].coded
         if coded is not None and "has" in message.body:
-            return self.answer(message, *coded.read(message.body["has"]))
+            has, turn = message.body["has"], message.body.get("turn")
+            return self.answer(message, *(coded.read(has) if turn is None else coded.read_apart(message.sender, has, turn)))
         return self.answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
 
     def _level(self, message: Message) -> bool:

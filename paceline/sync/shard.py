@@ -10,7 +10,7 @@ Nothing here waits or sends: it is plain state, equal on all replicas that are t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,6 +317,12 @@ class Shard:
         for unit in self.units:
             unit.total = None
             unit.pushed.pop(worker, None)
+
+    def forget(self, living: Collection[int]) -> None:
+        """Of what is kept for each worker through a codec, that of others is of no use any more."""
+        for unit in self.units:
+            if unit.coded is not None:
+                unit.coded.forget(living)
 
     def void(self) -> None:
         """What has been pushed and is not applied is void, whoever has pushed it."""

@@ -4,19 +4,22 @@
     told     t0 = v0      t1           t2                t1 = t0 + decoded(encoded(v1 - t0)): what workers have, bit for bit
     number   1            2            3                 who has told number n gets the message that makes n + 1 of it; others get all of it
 
-What was lost is in the next difference, so nothing else has to be kept. All of this follows from what was pushed and closed, not from who
-has read it: it is the same on all replicas that are told the same in the same order.
+What was lost is in the next difference, so nothing else has to be kept. In lockstep all of this follows from what was pushed and closed,
+not from who has read it: it is the same on all replicas that are told the same in the same order.
+
+Out of lockstep each worker reads when it comes, and is told what is new since it did so last: that is kept for each of them, on the server
+that they ask. Another one that is asked in its place knows nothing of it, and gives all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codec.coding import nbytes, parts, room
+from paceline.codec.coding import Coding, nbytes, parts, room
 from paceline.comm.buckets import Bucket
 from paceline.errors import Mismatch
 from paceline.sync.phases import Phases, at
@@ -32,6 +35,7 @@ class Told:
         self._message: Tensor | None = None  # makes of the one before what is told now
         self._turn: int | None = None  # in which the message was encoded
         self._due: int | None = None  # a step of this turn has not been told yet
+        self._apart: dict[int, tuple[int, Tensor]] = {}  # by worker that is not in lockstep: the number of what it was told, and that
 
     def decode(self, given: Tensor, used: bytes, turn: int) -> Tensor:
         """What a worker has pushed, as it lies in the unit; zeros where it has not `used` a piece. Raises `Mismatch` for another size."""
@@ -62,15 +66,20 @@ class Told:
         if coding is None:
             self._told.copy_(flat)
             return
-        left = flat.sub(self._told).float()
-        self._message, message = room(coding, flat.numel())  # a new one each time: the one before may be on its way still
-        draw = torch.Generator().manual_seed((turn * 1_000_003 + self._seed) * 65_537 % (1 << 63))
+        self._message = self._news(coding, self._told, turn)
+
+    def _news(self, coding: Coding, told: Tensor, turn: int, worker: int = 0) -> Tensor:
+        """The message with what is new since `told`, which becomes what that makes of it."""
+        left = self._bucket.flat.sub(told).float()
+        whole, message = room(coding, left.numel())  # a new one each time: the one before may be on its way still
+        draw = torch.Generator().manual_seed(((turn * 1_000_003 + self._seed) * 65_537 + worker) % (1 << 63))
         coding.encode(left, message, draw)
-        if self._told.dtype == torch.float32:
-            coding.add(message, self._told)
+        if told.dtype == torch.float32:
+            coding.add(message, told)
         else:
             coding.decode(message, left)
-            self._told.add_(left.to(self._told.dtype))
+            told.add_(left.to(told.dtype))
+        return whole
 
     def stepped(self, turn: int) -> None:
         """The value has changed, after `settle`."""
@@ -93,10 +102,29 @@ class Told:
         told = self._bucket.flat if self._told is None else self._told
         return {"number": self._number, "turn": None}, (told.clone(),)
 
+    def read_apart(self, worker: int, has: int | None, turn: int) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """The same for a worker that is not in lockstep, in this turn of its own. Raises `Mismatch` for a turn that is no number."""
+        if type(turn) is not int:
+            raise Mismatch(f"a unit is read in turn {turn!r}, which is no number")
+        number, told = self._apart.get(worker, (0, None))
+        coding = at(self._phases, turn).coding
+        if told is None or has != number or coding is None:
+            told = self._bucket.flat.clone()
+            self._apart[worker] = number + 1, told
+            return {"number": number + 1, "turn": None}, (told,)
+        message = self._news(coding, told, turn, worker)  # it has the one before, so that is not on its way any more
+        self._apart[worker] = number + 1, told
+        return {"number": number + 1, "turn": turn}, (message,)
+
+    def forget(self, living: Collection[int]) -> None:
+        """What other workers were told is of no use any more."""
+        self._apart = {worker: found for worker, found in self._apart.items() if worker in living}
+
     @property
     def nbytes(self) -> int:
         """What this takes."""
-        return sum(x.nbytes for x in (self._told, self._message) if x is not None)
+        kept = [self._told, self._message, *(told for _, told in self._apart.values())]
+        return sum(x.nbytes for x in kept if x is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """What a replica has to have."""

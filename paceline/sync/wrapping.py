@@ -3,8 +3,9 @@
     worker                                                  server
     push   gradient + residual  --encode-->  message  --->  decode, add to those of the others
            residual = what of that did not arrive           step: value
-    pull   copy + decoded       <--- the same message  <--  encode(value - told);  told + decoded
-                                     for all                what is lost now is in the next difference (`telling`)
+    pull   copy + decoded       <--- message  <-----------  encode(value - told);  told + decoded
+                                     the same for all       what is lost now is in the next difference (`telling`)
+                                     in lockstep
 
 Copies are bit for bit what the server has told, as both add the same (DoubleSqueeze, Tang et al. 2019, codes both ways, too). A residual
 counts when the turn is over (`commit`), and is forgotten when it failed (`forget`); what is pushed twice in a step is encoded from the
@@ -56,10 +57,10 @@ class Counted:
 
 
 class Wrapper:
-    """The codec of one worker. `both`: parameters come back through it, too; else exactly."""
+    """The codec of one worker. `apart`: it is told something else than the others, as it isn't in lockstep with them."""
 
-    def __init__(self, scene: Scene, codec: Codec | Coding | None, *, both: bool) -> None:
-        self._scene, self._codec, self._both = scene, codec, both
+    def __init__(self, scene: Scene, codec: Codec | Coding | None, *, apart: bool) -> None:
+        self._scene, self._codec, self._apart = scene, codec, apart
         self._parcels: dict[Key, Parcel] = {}  # that are coded
         self._numbers: dict[Key, int] = {}  # of those
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
@@ -100,8 +101,8 @@ class Wrapper:
 
     @property
     def coded(self) -> list[Parcel]:
-        """The units that are told through the codec."""
-        return list(self._parcels.values()) if self._both else []
+        """The units that are told all workers through the codec, as one."""
+        return [] if self._apart else list(self._parcels.values())
 
     # ---- what is sent
 
@@ -158,7 +159,10 @@ class Wrapper:
 
     def asked(self, parcel: Parcel) -> dict[str, Any]:
         """What a request for the parameters of a unit says of what is here."""
-        return {"has": self._has.get((parcel.server, parcel.number))} if parcel.ways and self._both else {}
+        if not parcel.ways:
+            return {}
+        mine = {"turn": self._scene.moment.step} if self._apart else {}
+        return {"has": self._has.get((parcel.server, parcel.number)), **mine}
 
     def decode(self, parcel: Parcel, message: Message) -> Tensor:
         """The parameters of a unit, from the answer. Raises `Mismatch` for one that doesn't fit."""
@@ -167,8 +171,6 @@ class Wrapper:
         key, flat, began = (parcel.server, parcel.number), parcel.flat, time.thread_time()
         self._counted.pulled += sum(x.nbytes for x in message.tensors)
         self._counted.exact += flat.nbytes
-        if not self._both:
-            return message.tensors[0]
         number, turn = message.body["number"], message.body["turn"]
         if turn is not None:
             self._add(at(parcel.ways, turn).coding, message.tensors[0], self._copies[key])
@@ -282,7 +284,7 @@ class Wrapper:
         coded = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
         exact = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
         encoding = sum(push.encoding for push in pushes)
-        theirs = encoding / servers if self._both else 0.0
+        theirs = encoding / servers
         more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # mine is a part of backward
         self._turn.sent += sum(push.sent for push in pushes) + found.pulled
         self._turn.exact += sum(push.exact for push in pushes) + found.exact

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tests.runs
 from paceline.comm.messages import Message
-from paceline.errors import DeadlineExceeded, UsageError
+from paceline.errors import DeadlineExceeded, UsageError, ViewChanged
 from paceline.session.run import Run
 from paceline.sync.client import Client
 from paceline.sync.coming import Awaited
@@ -44,6 +44,7 @@ class Late(Server):
         super().__init__(*parts)
         self._chance, self._due = random.Random(5), dict[tuple[int, int], float]()
         self._kinds["read"] = self._late
+        self._dealing.patience = lambda seconds: min(seconds, LATE_SECONDS / 4)  # type: ignore[method-assign]
 
     def _late(self, message: Message) -> bool:
         due = self._due.setdefault((message.sender, message.number), time.monotonic() + self._chance.random() * LATE_SECONDS)
@@ -573,19 +574,21 @@ def test_a_wait_that_passes_its_deadline_says_for_what(mute: threading.Event) ->
 
 
 def test_who_fails_between_the_step_and_forward_has_what_the_step_has_made() -> None:
-    """And plain parameters."""
+    """And all have plain parameters; servers end with the first worker, so others may not have had all by then."""
     kept: dict[int, nn.Module] = {}
     wanted = workers(2, turns(lambda run, model, x, step: parameters(model)), strategy=stepwise())[0]
 
     def each(run: Run, model: nn.Module, x: Tensor, step: int) -> None:
         kept[run.rank] = model
         run.barrier()  # or this worker may fail before the other has pushed: nobody makes that step
-        raise ZeroDivisionError
+        if run.rank == 0:
+            raise ZeroDivisionError
+        run.barrier()
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((ZeroDivisionError, ViewChanged)):  # of whichever worker was through first
         workers(2, turns(each), strategy=ahead())
-    for model in kept.values():
-        assert not coming(model) and torch.equal(parameters(model), wanted[: parameters(model).numel()]) and not model._forward_pre_hooks
+    assert torch.equal(parameters(kept[0]), wanted[: parameters(kept[0]).numel()])
+    assert not any(coming(model) or model._forward_pre_hooks for model in kept.values())
 
 
 @pytest.mark.parametrize(("options", "why"), [({"pull": "later"}, "possible: forward, step")])

@@ -171,6 +171,7 @@ WRONG_CODED = {
     "too many pieces": ("push", {"unit": 0, "used": b"\1\1", "turn": 0}, (PICKED,)),
     "a turn that is no number": ("push", {"unit": 0, "used": b"\1", "turn": "x"}, (PICKED,)),
     "another phase": ("push", {"unit": 1, "used": b"\1", "turn": 0}, (encoded(int8(8), torch.ones(12)),)),
+    "a reader's turn that is no number": ("read", {"unit": 0, "step": 0, "has": 1, "turn": "x"}, ()),
     "a step of no turn": ("close", close(1, turn="x"), ()),
     "another plan": ("plan", {}, (packed(plan()),)),
 }
@@ -190,6 +191,10 @@ def test_through_a_codec_it_is_refused_with_its_reason(coded: Any, name: str) ->
     for has in (None, 0, 7, "x", [], -1):
         assert torch.equal(coded(0, "read", {"unit": 0, "step": 1, "has": has}).tensors[0], torch.tensor([1.0, 0, 1, 3, 1]))
     assert coded(0, "read", {"unit": 0, "step": 1, "has": 2}).tensors == ()
+    apart = {"unit": 0, "step": 1, "turn": 1, "copy": True}
+    for has in (None, 7, "x", [], -1):
+        assert torch.equal(coded(0, "read", {**apart, "has": has}).tensors[0], torch.tensor([1.0, 0, 1, 3, 1]))
+    assert coded(0, "read", {**apart, "has": 5}).body == {"number": 6, "turn": 1}
     coded(0, "level")
     assert coded(0, "read", {"unit": 0, "step": 1, "has": 2}).body == {"number": 3, "turn": None}
 

@@ -35,8 +35,9 @@ class Worker:
     def __init__(self, phases: tuple[Phase, ...]) -> None:
         self.phases, self.has, self.copy, self.nbytes = phases, None, torch.empty(0), 0
 
-    def read(self, told: Told) -> Tensor:
-        body, tensors = told.read(self.has)
+    def read(self, told: Told, apart: tuple[int, int] | None = None) -> Tensor:
+        """`apart`: not in lockstep, as this worker in this turn."""
+        body, tensors = told.read(self.has) if apart is None else told.read_apart(apart[0], self.has, apart[1])
         self.nbytes = sum(x.nbytes for x in tensors)
         if body["turn"] is not None:
             found = torch.empty(self.copy.numel())
@@ -44,7 +45,7 @@ class Worker:
             coding.decode(parts(coding, found.numel(), tensors[0]), found)
             self.copy = self.copy + found.to(self.copy.dtype)
         elif tensors:
-            self.copy = tensors[0]
+            self.copy = tensors[0].clone()
         self.has = body["number"]
         return self.copy
 
@@ -133,6 +134,44 @@ def test_a_replica_goes_on() -> None:
     step(told, bucket, 4)
     step(replica, theirs, 4)
     assert torch.equal(replica.read(None)[1][0], told.read(None)[1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("coding", [half(), int8(64), sign(), topk(0.1), randomk(0.2)], ids=repr)
+def test_out_of_lockstep_each_is_told_what_it_lacks(coding: Any, dtype: torch.dtype) -> None:
+    """However often others read; what is lost comes later."""
+    phases = (Phase(0, coding),)
+    told, bucket = unit(*phases, dtype=dtype)
+    quick, slow = Worker(phases), Worker(phases)
+    for turn in range(60):
+        bucket.flat.add_(torch.randn(bucket.flat.numel(), generator=torch.Generator().manual_seed(turn)), alpha=0.1 * (turn < 12))
+        for number, worker, reads in ((3, quick, True), (5, slow, turn % 4 == 0)):
+            if reads:
+                worker.read(told, (number, turn))
+                assert worker.nbytes == (bucket.flat.nbytes if turn == 0 else nbytes(coding, bucket.flat.numel()))
+        if turn == 11:
+            before = float((quick.copy.double() - bucket.flat.double()).norm())
+    left = float((quick.copy.double() - bucket.flat.double()).norm())
+    assert before > 0 and left < max(0.2 * before, 1e-3 if dtype == torch.bfloat16 else 1e-6)
+    assert told.nbytes == 2 * bucket.flat.nbytes, "what each has been told"
+    slow.has = -1
+    assert torch.equal(slow.read(told, (5, 60)), bucket.flat) and slow.nbytes == bucket.flat.nbytes, "what it has isn't what it was told"
+    assert torch.equal(slow.read(told, (5, 61)), bucket.flat) and slow.nbytes == nbytes(coding, bucket.flat.numel())
+
+
+def test_out_of_lockstep_the_bits_are_those_of_the_server() -> None:
+    """Nothing that is lost adds up: what the server takes a worker to have is what it has, in any phase."""
+    phases = (Phase(0, int8(64, "stochastic")), Phase(5, None), Phase(7, topk(0.1)))
+    told, bucket = unit(*phases)
+    workers = {number: Worker(phases) for number in (0, 1, 4)}
+    for turn in range(10):
+        bucket.flat.add_(torch.randn(bucket.flat.numel(), generator=torch.Generator().manual_seed(turn)))
+        for number, worker in workers.items():
+            assert torch.equal(worker.read(told, (number, turn)), told._apart[number][1])
+        assert torch.equal(workers[0].copy, workers[1].copy) == (turn not in (1, 2, 3, 4)), "drawn apart"
+    told.forget({0, 4})
+    assert sorted(told._apart) == [0, 4]
+    assert torch.equal(workers[1].read(told, (1, 10)), bucket.flat), "who is forgotten is given all"
 
 
 def push(coding: Any, x: Tensor) -> Tensor:

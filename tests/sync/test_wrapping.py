@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -280,9 +281,24 @@ def test_bytes_both_ways() -> None:
         assert wanted * whole < pulled / 2 + 500 < wanted * whole + 0.03 * whole, (codec, pulled / 2 / whole)
 
 
-def test_the_summary_says_whether_it_paid(tmp_path: Path) -> None:
-    import json
+FREE: dict[str, dict[str, Any]] = {"stale": {"staleness": 2}, "alone": {"staleness": math.inf}, "backups": {"backup_workers": 1}}
 
+
+@pytest.mark.parametrize("mode", FREE)
+@pytest.mark.parametrize("pull", ["step", pytest.param("forward", marks=pytest.mark.slow)])
+def test_out_of_lockstep_it_gets_there_with_what_each_is_told(mode: str, pull: str, tmp_path: Path) -> None:
+    """Most of a turn's bytes are saved both ways; and all come to what servers have, exactly."""
+    losses: list[float] = []
+    strategy = served(FINE, **FREE[mode], pull=pull)
+    one, other = workers(2, lambda run: train(run, 12, losses=[] if run.rank else losses, lr=0.01), strategy=strategy, folder=tmp_path)
+    assert torch.equal(one[-1], other[-1])
+    seen = torch.tensor(losses)
+    assert float(seen[-10:].mean()) < 0.4 * float(seen[:5].mean())
+    (verdict,) = json.loads((tmp_path / "test" / "summary.json").read_text())["codecs"]
+    assert 0.24 * verdict["bytes_exact"] < verdict["bytes_sent"] < 0.35 * verdict["bytes_exact"], verdict
+
+
+def test_the_summary_says_whether_it_paid(tmp_path: Path) -> None:
     workers(2, train, strategy=served(FINE), folder=tmp_path)
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     (verdict,) = summary["codecs"]
