@@ -24,21 +24,28 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
+from paceline.lab.enter import enter
 from tests import preloaded
 
 ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
 SECONDS = 60.0  # in which it has forked, if it had to begin first on a busy machine
-DESCRIPTORS = 3  # input, output, errors
+DESCRIPTORS = 16  # at most: input, output, errors, and namespaces
+
+
+class Door(NamedTuple):
+    """How a process gets into a host of a lab: the kinds of its namespaces, and the files to write its number to."""
+
+    kinds: tuple[str, ...] = ()
+    cgroups: str = "-"
 
 
 class Nursed:
     """What tests, and what starts servers, need of `subprocess.Popen`. From any thread."""
 
-    def __init__(
-        self, path: str, command: Sequence[str], given: Sequence[int], *, cwd: str, env: Mapping[str, str], group: int | None = None
-    ) -> None:
+    def __init__(self, path: str, command: Sequence[str], given: Sequence[int], *, cwd: str, env: Mapping[str, str], **rest: Any) -> None:
+        """`given`: input, output, errors, and namespaces; `rest`: see `_live`."""
         self.args, self.returncode = command, None
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
@@ -47,7 +54,7 @@ class Nursed:
         self._wire = socket.socket(socket.AF_UNIX)
         self._wire.settimeout(SECONDS)
         self._wire.connect(path)
-        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env), "group": group}).encode()
+        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env), **rest}).encode()
         socket.send_fds(self._wire, [len(asked).to_bytes(8, "little")], given)
         self._wire.sendall(asked)
         self.pid = int.from_bytes(_exactly(self._wire, 8), "little")
@@ -156,20 +163,49 @@ def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nu
     return process
 
 
+def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | Nursed:
+    """What `lab.Cluster.spawn` starts: launchers come from the nursery, and enter their host as they would."""
+    at = next((n for n, word in enumerate(command) if Path(word).name == "enter.py"), None)
+    if at is None or list(command[at + 4 : at + 7]) != ["-m", "paceline", "run"]:
+        return subprocess.Popen(command, **options)
+    kinds, paths = zip(*(part.split("=") for part in command[at + 1].split(",")), strict=True)
+    null, out, err = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
+    given = (null, out[1], err[1], *(int(path.rpartition("/")[2]) for path in paths))
+    try:
+        door = Door(kinds, command[at + 2])
+        process = Nursed(
+            path(),
+            [sys.executable, "paceline", *command[at + 6 :]],
+            given,
+            cwd=str(options["cwd"] or os.getcwd()),
+            env=options["env"],
+            group=options["process_group"],
+            door=door,
+        )
+    finally:
+        for descriptor in given[:3]:
+            os.close(descriptor)
+    process.stdout, process.stderr = os.fdopen(out[0], "rb", buffering=0), os.fdopen(err[0], "rb", buffering=0)
+    return process
+
+
 class Server(Nursed):
     """A server, as `paceline.session.serving` starts one."""
 
     home = ""  # where the nursery listens, of which this process is a child
+    door = Door()  # by which it has entered its host
 
     def __init__(self, command: Sequence[str], *, process_group: int | None, **rest: Any) -> None:
         assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.sync.server", (command, rest)
         told, out = os.pipe(), os.pipe()
         group = os.getpgid(0) if process_group is None else process_group
         try:
-            super().__init__(self.home, command, (told[0], out[1], 2), cwd=os.getcwd(), env=os.environ, group=group)
+            spaces = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in self.door.kinds]
+            given = (told[0], out[1], 2, *spaces)
+            super().__init__(self.home, command, given, cwd=os.getcwd(), env=os.environ, group=group, door=self.door)
         finally:
-            os.close(told[0])
-            os.close(out[1])
+            for descriptor in (told[0], out[1], *spaces):
+                os.close(descriptor)
         self.stdin, self.stdout = os.fdopen(told[1], "wb"), os.fdopen(out[0], "rb")
 
 
@@ -226,33 +262,42 @@ def _fork(home: str, asked: dict[str, Any], given: Sequence[int], mine: Sequence
     before = signal.pthread_sigmask(signal.SIG_BLOCK, preloaded.SIGNALS)
     pid = os.fork()
     if pid == 0:
-        for wire in mine:
-            wire.detach()  # their descriptors are closed: nobody may close what has these numbers next
-        preloaded.keep(given, ())
-        signal.set_wakeup_fd(-1)
-        for number in preloaded.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _live(home, asked)
+        try:
+            for wire in mine:
+                wire.detach()  # their descriptors are closed: nobody may close what has these numbers next
+            preloaded.keep(given[:3], given[3:])
+            preloaded.reset(before)
+            _live(home, given[3:], **asked)
+        finally:
+            preloaded.abandon()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
-def _live(home: str, asked: dict[str, Any]) -> NoReturn:
-    """Be the launcher, or the server, that somebody asked for."""
-    os.chdir(asked["cwd"])
-    if asked["group"] is not None:
-        os.setpgid(0, asked["group"])
-    command = asked["command"]
+def _live(
+    home: str,
+    spaces: Sequence[int],
+    *,
+    command: list[str],
+    cwd: str,
+    env: dict[str, str],
+    group: int | None = None,
+    door: Sequence[Any] = Door(),
+) -> NoReturn:
+    """Be the launcher, or the server, that somebody asked for; in a process group of another, and on a host of a lab, if that was said."""
+    os.chdir(cwd)
+    if group is not None:
+        os.setpgid(0, group)
+    if door[0]:
+        enter(",".join(f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)), door[1])
     if command[-1] == "paceline.sync.server":
         program = importlib.import_module("paceline.sync.server")
         program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input
     else:
         program = importlib.import_module("paceline.cli")
-        Server.home = home
+        Server.home, Server.door = home, Door(*door)
         preloaded.fork_workers(servers=Server)
-    preloaded.live(asked["env"], command, program.main)
+    preloaded.live(env, command, program.main)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,16 +41,13 @@ class Forked:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.pid = os.fork()
         if self.pid == 0:
-            os.setpgid(0, 0)
-            keep((os.open(os.devnull, os.O_RDONLY), out[1], err[1]), pass_fds)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-            if preexec_fn is not None:
-                preexec_fn()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _become(command, {name: value for name, value in env.items() if name != ROOM})
+            try:
+                os.setpgid(0, 0)
+                keep((os.open(os.devnull, os.O_RDONLY), out[1], err[1]), pass_fds)
+                reset(before, preexec_fn)
+                _become(command, {name: value for name, value in env.items() if name != ROOM})
+            finally:
+                abandon()
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(self.pid, self.pid)  # whoever comes first
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -61,6 +59,24 @@ class Forked:
     def wait(self) -> int:
         """Its exit code; below 0 the signal that ended it."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def reset(mask: Any, prepare: Callable[[], None] | None = None) -> None:
+    """Signals are answered as in a program that begins; `mask`: those that are blocked."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    if prepare is not None:
+        prepare()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def abandon() -> NoReturn:
+    """The end of a forked process that could not become what it was meant to be; it must never go on as what it was forked from."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def keep(three: Sequence[int], given: Sequence[int]) -> None:

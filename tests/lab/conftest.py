@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 from paceline import lab
 from paceline.lab import kernel
 from paceline.lab.hosts import Cluster
+from tests import nursery
 from tests.lab.traces import left, traces
-from tests.launches import PRELOADED, ROOM
 
 
 @pytest.fixture(scope="session")
@@ -27,14 +26,10 @@ def able() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _preloaded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked by their launchers where the test is marked so."""
+def _preloaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers, workers and servers are forked with torch in them where the test is marked so."""
     if request.node.get_closest_marker("preloaded"):
-        path = tmp_path / "python"
-        path.write_text(f'#!/bin/sh\nshift 2  # -m paceline\nexec {sys.executable} {" ".join(PRELOADED)} "$@"\n')
-        path.chmod(0o755)
-        monkeypatch.setattr("paceline.lab.running.sys", SimpleNamespace(executable=str(path)))
-        monkeypatch.setenv(ROOM, " " * 4096)
+        monkeypatch.setattr("paceline.lab.hosts.subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": nursery.on_host}))
 
 
 @pytest.fixture
