@@ -46,7 +46,7 @@ class Nursed:
 
     def __init__(self, path: str, command: Sequence[str], given: Sequence[int], *, cwd: str, env: Mapping[str, str], **rest: Any) -> None:
         """`given`: input, output, errors, and namespaces; `rest`: see `_live`."""
-        self.args, self.returncode = command, None
+        self.args = command
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
@@ -236,14 +236,18 @@ def serve(home: str, listener: socket.socket) -> None:
         if listener.fileno() in ready:
             wire, _ = listener.accept()
             wire.settimeout(5.0)
-            with contextlib.suppress(AssertionError, OSError):  # whoever asks ended in the middle
+            given: list[int] = []
+            try:
                 head, given, _, _ = socket.recv_fds(wire, 8, DESCRIPTORS)
                 asked = json.loads(_exactly(wire, int.from_bytes(head, "little")))
                 pid = _fork(home, asked, given, [listener, wire, *alive.values()])
                 alive[pid] = wire
+                wire.sendall(pid.to_bytes(8, "little"))
+            except (AssertionError, OSError):  # whoever asked has ended in the middle
+                continue
+            finally:
                 for descriptor in given:
                     os.close(descriptor)
-                wire.sendall(pid.to_bytes(8, "little"))
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -77,6 +78,35 @@ def test_each_ending_is_told_as_it_is(tmp_path: Path) -> None:
             assert words in ended.last and ended.last.startswith("paceline: rank 1 on "), (body, ended.err)
             if "boom" in body:
                 assert ended.said == "ValueError: boom" and "preloaded" not in ended.err, ended.err
+
+
+SERVED = """
+with pl.start(sync=pl.ParameterServer(servers=1)) as run:
+    model, optimizer, loader = parts(run, samples=10**6)
+    for number, (x, y) in enumerate(loader):
+        step(run, model, optimizer, x, y)
+        open(f"up{rank}", "w").close()
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("launcher", [PLAIN, PRELOADED], ids=["plain", "preloaded"])
+def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """With its environment, in its group; it ends with it, and without the others."""
+    with jobs(tmp_path, launcher) as job:
+        launched = job.run(SERVED, 2)
+        wait_for(lambda: launched.process.poll() is not None or all((tmp_path / f"up{rank}").exists() for rank in range(2)), 60)
+        (server,) = [process for process in launched.processes() if "paceline.sync.server" in process.cmdline()]
+        first = launched.worker(0)
+        assert os.getpgid(server.pid) == first.pid and server.environ()["RANK"] == "0" and server.cwd() == str(tmp_path)
+        server.kill()
+        ended = launched.end(20)
+        assert ended.code == 1 and "killed by SIGKILL (exit code 137): what it kept is lost" in ended.err, ended.err
+        launched = job.run(SERVED, 2)
+        (tmp_path / "up0").unlink()
+        wait_for(lambda: launched.process.poll() is not None or (tmp_path / "up0").exists(), 60)
+        launched.worker(0).kill()
+        assert launched.end(20).code == 137 and not job.left(2.0)
 
 
 def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from paceline.comm.group import Group
@@ -324,7 +324,10 @@ def bind_zero_grad(thing: nn.Module | Optimizer, turns: Turns) -> None:
 
 
 def bind_scheduler(scheduler: Any, turns: Turns) -> None:
-    """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers."""
+    """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers.
+
+    Out of lockstep quick workers have more turns than an epoch has batches: a schedule that has come to its end stays there.
+    """
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -332,6 +335,8 @@ def bind_scheduler(scheduler: Any, turns: Turns) -> None:
                 return None
             if isinstance(self, ReduceLROnPlateau):
                 _same_metric(turns.scene.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
+            if turns.apart and isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+                return None
             return own(self, *args, **kwargs)
 
         return step

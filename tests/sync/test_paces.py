@@ -198,6 +198,24 @@ class TestTheBound:
         assert "rank 0 waited 0.5 s in vain for rank 1, which has completed 0 turns" in text
 
 
+def test_a_schedule_that_a_quick_worker_has_ended_stays_there() -> None:
+    """It has more turns than the epoch has batches for each."""
+
+    def body(run: Run) -> tuple[int, int, float]:
+        model, optimizer, loader = table(run, 60, 6)
+        schedule = run.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10))
+        turns = 0
+        for ids in loader:
+            time.sleep(0.03 if run.rank else 0.001)
+            turn(model, optimizer, ids)
+            schedule.step()
+            turns += 1
+        return turns, schedule.last_epoch, schedule.get_last_lr()[0]
+
+    (quick, ended, rate), (slow, mine, _) = workers(2, body, strategy=ASP)
+    assert quick > 10 and ended == 9 and rate < 1e-4 and slow == mine < 10
+
+
 class TestStepsTogether:
     """Within a bound: who is on time makes a step, who is late is in the next, and nothing is lost."""
 
