@@ -299,6 +299,25 @@ def test_out_of_lockstep_it_gets_there_with_what_each_is_told(mode: str, pull: s
     assert 0.24 * verdict["bytes_exact"] < verdict["bytes_sent"] < 0.35 * verdict["bytes_exact"], verdict
 
 
+@pytest.mark.parametrize("mode", FREE)
+def test_out_of_lockstep_all_have_exactly_what_servers_have_where_an_epoch_ends(mode: str) -> None:
+    def body(run: Run) -> Tensor:
+        model, optimizer, loader = prepared(run)
+        for _ in run.epochs(2):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            client(run).converge()
+            found = parameters(model)
+            client(run).catch_up({}, exactly=True)
+            assert torch.equal(found, parameters(model))
+        return found
+
+    one, other = workers(2, body, strategy=served(COARSE, **FREE[mode]))
+    assert torch.equal(one, other)
+
+
 def test_the_summary_says_whether_it_paid(tmp_path: Path) -> None:
     workers(2, train, strategy=served(FINE), folder=tmp_path)
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
