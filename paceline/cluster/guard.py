@@ -174,12 +174,15 @@ def reclaim(killed: set[int], since: float) -> None:
 
 
 def _abandoned(killed: set[int], since: float) -> Iterator[Path]:
-    """Files of torch, which have their maker's number in their names, and the first form of semaphores, which nobody has open."""
+    """Files of torch, which have their maker's number in their names; and semaphores of multiprocessing that nobody has open.
+
+    Who makes one opens it under a name of six letters, then gives it its own, and takes that away at once: it may be killed in between.
+    """
     for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
         if match := re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name):
             if int(match[1]) in killed and _ended(int(match[1])):
                 yield path
-        elif re.fullmatch(r"sem\.[A-Za-z0-9]{6}", path.name):
+        elif re.fullmatch(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})", path.name):
             try:
                 status = path.lstat()
             except FileNotFoundError:

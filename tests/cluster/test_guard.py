@@ -15,6 +15,8 @@ import pytest
 
 from paceline.cluster import guard
 
+SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg"
+
 
 @pytest.fixture
 def make(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
@@ -38,12 +40,12 @@ def dead() -> int:
 
 class TestReclaim:
     def test_what_the_killed_left(self, make, dead):
-        left = [make(f"torch_{dead}_123_4"), make("sem.s5Ipxm")]
+        left = [make(f"torch_{dead}_123_4"), make("sem.s5Ipxm"), make("sem.mp-_moapdfg")]
         guard.reclaim({dead}, time.time() - 60)
         assert not any(path.exists() for path in left)
 
     def test_what_others_have(self, make, dead):
-        kept = [make(f"torch_{dead + 1}_123_4"), make("sem.mp-abcdefgh"), make("sem.long"), make("torch_x"), make("other")]
+        kept = [make(f"torch_{dead + 1}_123_4"), make("sem.loky-12-abcdefgh"), make("sem.long"), make("torch_x"), make("other")]
         guard.reclaim({dead}, time.time() - 60)
         assert all(path.exists() for path in kept)
 
@@ -52,13 +54,15 @@ class TestReclaim:
         guard.reclaim({os.getpid()}, 0)
         assert path.exists()
 
-    def test_what_was_there_before(self, make, dead):
-        path = make("sem.s5Ipxm")
+    @pytest.mark.parametrize("name", SEMAPHORES)
+    def test_what_was_there_before(self, make, dead, name):
+        path = make(name)
         guard.reclaim({dead}, time.time() + 60)
         assert path.exists()
 
-    def test_what_is_open_or_mapped(self, make, dead):
-        path = make("sem.s5Ipxm")
+    @pytest.mark.parametrize("name", SEMAPHORES)
+    def test_what_is_open_or_mapped(self, make, dead, name):
+        path = make(name)
         with path.open("r+b") as file:
             guard.reclaim({dead}, 0)
             assert path.exists()
