@@ -1,9 +1,9 @@
-"""`python preloaded.py run ...` is `paceline run ...`, but its workers have torch from the start: they are forked, and not programs.
+"""Workers of jobs under test that have torch from the start: they are forked, and not programs.
 
-Importing torch takes most of the processor time of a job under test. Here the launcher imports it once, or comes from `tests.nursery`
-with it, and all its workers, also those that come in the place of others, begin with a copy. To everybody else they are what they
-always are: processes of a group of their own, with their own environment and arguments (also as others see them), descriptors and
-output. How programs start is for the tests of the launcher itself.
+Importing torch takes most of the processor time of a job under test. A launcher that comes from `tests.nursery` has it, and all its
+workers, also those that come in the place of others, begin with a copy. To everybody else they are what they always are: processes of
+a group of their own, with their own environment and arguments (also as others see them), descriptors and output. How programs start
+is for the tests of the launcher itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
-ROOM = "PACELINE_TEST_ROOM"  # a variable that makes the launcher's environment larger than that of its workers
+ROOM = "PACELINE_TEST_ROOM"  # a variable that makes the environment of the nursery larger than that of what it forks
 _ARGUMENTS, _ENVIRONMENT = 45, 47  # where /proc/PID/stat says where they lie
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD  # those to which a launcher listens
 
@@ -153,11 +153,10 @@ def load(*names: str) -> None:
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "a process with threads can't be forked"
 
 
-def fork_workers(servers: Callable[..., Any] | None = None) -> None:
+def fork_workers(servers: Callable[..., Any]) -> None:
     """Launchers fork their workers here; and workers start their servers so."""
     _instead("paceline.cluster.worker", Forked)
-    if servers is not None:
-        _instead("paceline.session.serving", servers)
+    _instead("paceline.session.serving", servers)
 
 
 def _instead(module: str, popen: Callable[..., Any]) -> None:
@@ -165,14 +164,3 @@ def _instead(module: str, popen: Callable[..., Any]) -> None:
     importlib.import_module(module).subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
     )
-
-
-def main() -> None:
-    sys.path[0] = str(Path(__file__).parents[1])
-    load()
-    fork_workers()
-    importlib.import_module("paceline.cli").main()
-
-
-if __name__ == "__main__":
-    main()

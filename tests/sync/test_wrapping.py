@@ -49,6 +49,13 @@ def prepared(run: Run, lr: float = 0.02, momentum: float = 0.9, *, model: Any = 
     return run.prepare(made, torch.optim.SGD(made.parameters(), lr, momentum=momentum), batches(dtype=dtype), **options)
 
 
+def epoch(model: Any, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(run: Run, epochs: int = 4, *, losses: list[float] | None = None, dtype: Any = torch.float32, **options: Any) -> list[Tensor]:
     """The parameters after each step, and in the end."""
     model, optimizer, loader = prepared(run, dtype=dtype, model=lambda: net(dtype), **options)
@@ -304,10 +311,7 @@ def test_out_of_lockstep_all_have_exactly_what_servers_have_where_an_epoch_ends(
     def body(run: Run) -> Tensor:
         model, optimizer, loader = prepared(run)
         for _ in run.epochs(2):
-            for x, y in loader:
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            epoch(model, optimizer, loader)
             client(run).converge()
             found = parameters(model)
             client(run).catch_up({}, exactly=True)
@@ -441,10 +445,7 @@ class TestNotInLockstep:
         def body(run: Run) -> Tensor:
             model, optimizer, loader = prepared(run)
             for _ in run.epochs(2):
-                for x, y in loader:
-                    F.mse_loss(model(x), y).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                epoch(model, optimizer, loader)
             return parameters(model)
 
         found = workers(3, body, strategy=served(FINE, backup_workers=1))
