@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import pickle
 import random
 import threading
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tests.runs
-from paceline.comm.messages import Message
+from paceline.comm.messages import Caller, Message
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged
 from paceline.session.run import Run
 from paceline.sync.client import Client
@@ -516,18 +517,36 @@ def test_gradients_that_nobody_cleared_are_no_new_ones() -> None:
     same(2, body)
 
 
-def test_what_it_takes_is_seen(tmp_path: Path) -> None:
-    """Seconds for which forward waits are those of the exchange, in the trace and in each step's line."""
+class Awaiting(Late):
+    """The only server: answers what parameters are so long after a worker has begun to wait for the answer."""
 
-    def body(run: Run) -> tuple[float, int, bool]:
+    waits: ClassVar[dict[tuple[int, int], float]] = {}  # when, by the worker and the message's number
+
+    def _late(self, message: Message) -> bool:
+        return time.monotonic() >= self.waits.get((message.sender, message.number), math.inf) + LATE_SECONDS and self._read(message)
+
+
+def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds for which forward waits are those of the exchange, in the trace and in each step's line."""
+    wait = Caller.wait
+
+    def waiting(caller: Caller, number: int, seconds: float) -> Message:
+        Awaiting.waits.setdefault((caller._sender, number), time.monotonic())
+        return wait(caller, number, seconds)
+
+    def body(run: Run) -> tuple[float, list[float]]:
         train(run, "adam", epochs=2)
         spans = [span for span in run._scene.trace.spans() if span.name == "parameters" and span.kind == "exchange"]
-        return run._scene.pulling, len(spans), all(span.end > span.start for span in spans)
+        return run._scene.pulling, [(span.end - span.start) / 1e9 for span in spans]
 
-    for seconds, spans, whole in workers(2, body, strategy=ahead(1), folder=tmp_path):
-        assert seconds > 9 * LATE_SECONDS / 4 and spans >= 9 and whole
+    monkeypatch.setattr(Caller, "wait", waiting)
+    monkeypatch.setattr(tests.runs, "Server", Awaiting)
+    monkeypatch.setattr(Awaiting, "waits", {})
+    for seconds, spans in workers(2, body, strategy=ahead(1), folder=tmp_path):
+        assert len(spans) >= 9 and min(spans) > LATE_SECONDS - 1e-3
+        assert seconds == pytest.approx(sum(spans), abs=1e-4)
     lines = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["seconds"]["exchange"] for line in lines) > 9 * LATE_SECONDS / 4
+    assert sum(line["seconds"]["exchange"] for line in lines) > 9 * (LATE_SECONDS - 1e-3)
 
 
 class Mute(Server):
