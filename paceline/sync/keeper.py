@@ -170,7 +170,7 @@ class Keeper:
         self._next, self._again = (len(found.sizes), 0), deque(found.todo)
         self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
         self._times, self._pausing = found.times, bool(found.paused)
-        self._active, self._parked, self._held = {*found.under_way}, {*found.paused}, {*found.held}
+        self._active, self._parked, self._held = {*found.active}, {*found.paused}, {*found.held}
         self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
         self._decisions.clear()
         self._apart.clear()

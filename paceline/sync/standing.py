@@ -53,7 +53,8 @@ class Standing:
     times: int
     sizes: Sequence[int]
     todo: Sequence[Piece]  # to be dealt
-    under_way: Mapping[int, Sequence[Piece]]  # by worker that has turns to take: its pieces, the oldest first
+    active: Sequence[int]  # workers that have turns to take; the others may end one, or ask again whether there is anything
+    under_way: Mapping[int, Sequence[Piece]]  # by worker: its pieces, the oldest first
     clocks: Mapping[int, int]
     held: Sequence[int]  # workers that may not begin their next turn yet
     paused: Sequence[int]  # who has stopped taking
@@ -81,7 +82,7 @@ class Standing:
     @property
     def nobodys(self) -> int:
         """Samples that were to be dealt again, where nobody takes any more."""
-        return 0 if self.under_way or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
+        return 0 if self.active or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
 
 
 def latest(told: Mapping[int, Report]) -> tuple[Part, int]:
@@ -109,7 +110,8 @@ def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, step
         times,
         sizes,
         [Piece(*row) for row in gone.holes(part[1], sizes)],
-        {worker: [Piece(*row) for row in inside[worker].taken] if worker in inside else [] for worker in (*inside, *coming)},
+        [*inside, *coming],
+        {worker: [Piece(*row) for row in report.taken] if worker in there else [] for worker, report in told.items()},
         clocks,
         [worker for worker, report in inside.items() if report.held],
         [worker for worker, report in inside.items() if report.paused],

@@ -41,7 +41,17 @@ def test_what_is_in_no_step_nor_with_the_living_is_dealt_again() -> None:
 def test_who_has_left_takes_no_more_and_who_comes_stands_with_the_slowest() -> None:
     told = {0: inside(6, [[8, 0, 1]]), 1: inside(2, left=True), 2: Report((3, 0), open=True, clock=1), 3: Report(NONE)}
     found = stand(told, [2], ledger(part=(3, 0)), [0], gathers=True)
-    assert set(found.under_way) == {0, 2, 3} and found.clocks == {0: 6, 1: 2, 2: 6, 3: 6} and found.todo == [(8, 1, 2)]
+    assert found.active == [0, 2, 3] and found.clocks == {0: 6, 1: 2, 2: 6, 3: 6} and found.todo == [(8, 1, 2)]
+
+
+def test_who_has_left_may_ask_again_and_end_its_turn() -> None:
+    """It is told twice that there is nothing more, the second time perhaps after a loss; or it broke its loop off in a turn."""
+    made = Keeper()
+    made.resume(stand({0: inside(1), 1: inside(2, left=True), 2: inside(3, [[8, 0, 1]], left=True)}, [4], ledger(), [0], gathers=True))
+    assert made.take(1, 4) is False and made.take(2, 4) is False and not made.takes(1) and not made.takes(2)
+    made.tick(2, 4)
+    assert made.clocks == {0: 1, 1: 2, 2: 4} and made.may(2, 0) and made.slowest == 1, "nobody waits for them"
+    assert made.take(0, 4) == (8, 1, 4)
 
 
 def test_samples_that_nobody_takes_any_more_are_counted() -> None:
@@ -113,15 +123,16 @@ def test_however_often_somebody_is_lost_each_sample_is_trained_once(seed: int) -
     trained: list[tuple[int, int]] = []
     gradients = dict.fromkeys(range(4), 0)
     while any(not report.left for report in living.values()):
-        worker = chance.choice([worker for worker, report in living.items() if not report.left])
-        report, act = living[worker], chance.random()
-        if act < 0.06 and len(living) > 1 and all(not other.left for other in living.values()):
+        worker, act = chance.choice([*living]), chance.random()
+        report, others = living[worker], [report for other, report in living.items() if other != worker]
+        if act < 0.06 and any(not other.left for other in others):
             del living[worker]
             keeper = keeper if chance.random() < 0.5 else Keeper()
             keeper.resume(stand(living, sizes, servers, [sum(gradients.values())], gathers=False))
         elif act < 0.5 and (found := keeper.take(worker, chance.randint(1, 4))) is not None:
             if isinstance(found, Piece):
                 report.taken.append(list(found))
+            assert not report.left or not keeper.takes(worker), "who has left is told so again"
             report.left = not keeper.takes(worker)
         elif report.taken:
             gradients[worker] += 1
