@@ -1,11 +1,12 @@
 """What is left of the speed of workers when they wait for each other: the paces of a parameter server, with workers that are slow.
 
-    python benchmarks/paces.py [--workers 4 --turns 150 --milliseconds 60 --repeats 1]
+    python benchmarks/paces.py [--workers 4 --turns 150 --milliseconds 60 --repeats 1 --rows 0]
 
 A turn of a worker takes so many milliseconds (it sleeps, so that the processors of this machine don't count). Two cases: each worker is
 slowed five times in a random tenth of its turns; and the last worker is four times slower all the time. What is shown is the samples that
 came to count in a second, by the sum of the workers' own speeds, each measured in the same run without its waits and exchanges: a worker
-that never waits has 1. With backup workers, in the second case, by the sum of the quick ones.
+that never waits has 1. With backup workers, in the second case, by the sum of the quick ones. With `--rows` the model has a sparse
+table of so many, of which each sample uses eight.
 """
 
 from __future__ import annotations
@@ -48,21 +49,34 @@ def sleeps(case: str, rank: int, size: int, base: float) -> Any:
             yield base * (5 if chance.random() < 0.1 else 1)
 
 
-def worker(sync: str, case: str, turns: int, base: float, out: str) -> None:
+class Model(nn.Module):
+    """A layer, and a sparse table perhaps."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = pl.SparseEmbedding(rows, 16, "sum", servers=1) if rows else None
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor, pulled: torch.Tensor | None) -> torch.Tensor:
+        return self.top(x if pulled is None else x + pulled)
+
+
+def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int) -> None:
     """One of the workers: trains hardly anything, and says how long that took."""
     torch.set_num_threads(1)
     with pl.start(sync, folder=out) as run:
-        model = nn.Linear(16, 1)
-        data = TensorDataset(torch.randn(turns * run.size * SHARE, 16), torch.randn(turns * run.size * SHARE, 1))
+        model, count = Model(rows), turns * run.size * SHARE
+        data = TensorDataset(torch.randn(count, 16), torch.randn(count, 1), torch.randint(max(rows, 1), (count, 8)))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, SHARE * run.size))
         pauses, busy, mine = sleeps(case, run.rank, run.size, base), 0.0, 0
         run.barrier()
         began = time.time()
-        for x, y in loader:
+        for x, y, ids in loader:
+            pulled = None if model.table is None else model.table(ids)
             started = time.perf_counter()
             time.sleep(next(pauses))
-            loss = ((model(x) - y) ** 2).mean()
+            loss = ((model(x, pulled) - y) ** 2).mean()
             loss.backward()
             busy += time.perf_counter() - started
             mine += len(x)
@@ -76,7 +90,7 @@ def worker(sync: str, case: str, turns: int, base: float, out: str) -> None:
 def measure(pace: str, case: str, options: argparse.Namespace) -> float:
     """The part of the workers' own speeds that is left."""
     with tempfile.TemporaryDirectory() as folder:
-        asked = [PACES[pace], case, str(options.turns), str(options.milliseconds / 1000), folder]
+        asked = [PACES[pace], case, str(options.turns), str(options.milliseconds / 1000), str(options.rows), folder]
         command = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers), __file__, "--worker", *asked]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)]
@@ -90,16 +104,17 @@ def measure(pace: str, case: str, options: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--turns", type=int, default=150, help="of each worker, if all were equal")
     parser.add_argument("--milliseconds", type=float, default=60.0, help="of a turn")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=0, help="of a sparse table; 0: none")
     parser.add_argument("--json", type=Path, help="write results here")
     options = parser.parse_args()
     if options.worker:
-        sync, case, turns, base, out = options.worker
-        worker(sync, case, int(turns), float(base), out)
+        sync, case, turns, base, rows, out = options.worker
+        worker(sync, case, int(turns), float(base), out, rows=int(rows))
         return
     results: dict[str, dict[str, list[float]]] = {case: {pace: [] for pace in PACES} for case in CASES}
     for _ in range(options.repeats):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.apps.clicks import NUMBERS, Batch, Clicks, Log, auc
+from paceline.sync.base import Strategy
 from paceline.sync.parameterserver import ParameterServer
 from paceline.sync.rows import initial
 
@@ -104,14 +105,20 @@ def main() -> None:
     parser.add_argument("--tables-by", choices=("server", "worker"), default="server", help="where tables are: worker is nn.EmbeddingBag")
     parser.add_argument("--servers", type=int, default=None, help="default: one on each host")
     parser.add_argument("--replicas", type=int, default=1, help="servers that keep the same, with paceline run --min-workers")
+    parser.add_argument("--staleness", type=float, default=0, help="turns that a worker may be ahead, with --dense-by server; inf: any")
+    parser.add_argument("--backup-workers", type=int, default=0, help="how many a step doesn't wait for, with --dense-by server")
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=True, help="ask for the next batch's rows early")
     parser.add_argument("--name", default=None, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="where run folders are")
     options = parser.parse_args()
+    if (options.staleness or options.backup_workers) and options.dense_by != "server":
+        parser.error("--staleness and --backup-workers are for --dense-by server")
 
     log, samples = Log(options.tables, options.rows, options.bag), options.steps * options.batch
-    sync = ParameterServer(servers=options.servers, replicas=options.replicas) if options.dense_by == "server" else pl.AllReduce()
-    with pl.start(sync, name=options.name, folder=options.folder, total_steps=options.steps) as run:
+    layers: Strategy = pl.AllReduce()
+    if options.dense_by == "server":
+        layers = ParameterServer(options.servers, options.staleness, options.backup_workers, replicas=options.replicas)
+    with pl.start(layers, name=options.name, folder=options.folder, total_steps=options.steps) as run:
         served = options.tables_by == "server"
         model = build(log, options.dim, served=served, servers=options.servers, replicas=options.replicas)
         optimizer = optimizer_of(options.optimizer, model)

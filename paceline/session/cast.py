@@ -98,18 +98,18 @@ class Cast:
 
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
-        found = self.tables.find(self.models)
-        if found and self._desk is not None:
+        found, sync = self.tables.find(self.models), self._backward.sync
+        if found and self.survives and self._desk is not None:
             raise UsageError(
-                f"sparse tables ({found[0][0]}) are stepped by all workers together, and with staleness or backup_workers they are not in "
-                "lockstep: leave those out"
+                f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
+                "they aren't: leave those out, or leave out --min-workers"
             )
         if found and self.survives and self._backward.sync.apart:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        self.tables.open(found, self.optimizers)
+        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, Steps) and sync.desk is not None else None)
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""

@@ -3,6 +3,8 @@
 model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
 optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
 
+Where workers are not in lockstep, both are made on servers, by the same workers (`sync.freerows`).
+
 Where losses are survived, both are made on all workers or on none (`sync.rowsteps`); a turn that comes again begins with the gradients that
 it began with at first.
 """
@@ -27,6 +29,7 @@ from paceline.parallel.embedding import SparseEmbedding
 from paceline.sync import rows
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene
+from paceline.sync.freerows import FreeRows
 from paceline.sync.lookup import Gradient, Library, Lookup, merged
 from paceline.sync.replacing import Replacing
 from paceline.sync.rowsteps import RowSteps
@@ -93,6 +96,7 @@ class Tables:
         self._scene, self._backward = scene, backward
         self._library: Library | None = None
         self.lasting: RowSteps | None = None  # where losses are survived
+        self._free: FreeRows | None = None  # where workers are not in lockstep
         self.kept: list[Kept] = []
         self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
@@ -105,8 +109,8 @@ class Tables:
                     found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
         return list(found.values())
 
-    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer]) -> None:
-        """Take these tables in. Collective. Raises `UsageError` for what can't be honoured."""
+    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: FreeRows | None = None) -> None:
+        """Take these tables in. Collective. Raises `UsageError` for what can't be honoured. `free`: where workers are not in lockstep."""
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
         told = [rows.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
@@ -126,6 +130,10 @@ class Tables:
             lookup = self._library.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
             module.source = Shown(lookup, self._backward, frozen=owner is None)
             self.kept.append(Kept(name, module, lookup, *(owner or (None, 0))))
+        if found and free is not None:
+            assert self._library is not None
+            self._free = free
+            free.open(self._library, self._mine, optimizers)
 
     def _begin(self, servers: int | None, replicas: int | None) -> None:
         self._library = Library(self._scene, servers, replicas or 1)
@@ -140,20 +148,27 @@ class Tables:
         """Whether this optimizer steps any table."""
         return any(kept.optimizer is optimizer for kept in self.kept)
 
+    def _mine(self, optimizer: Any) -> list[Kept]:
+        """Those that it steps."""
+        return [kept for kept in self.kept if kept.optimizer is optimizer]
+
     def give(self, optimizer: Any) -> None:
         """Give the servers what they need for the next step of its tables; waits for nobody.
 
         Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises `Voided`.
+        Where workers are not in lockstep all else of its step comes with it.
         """
-        mine = [kept for kept in self.kept if kept.optimizer is optimizer]
-        if mine and self._library is not None:
+        mine = self._mine(optimizer)
+        if mine and self._free is not None:
+            self._free.offer(optimizer)
+        elif mine and self._library is not None:
             with _exchanging(self._backward, "gradients of rows"):
                 found = [(kept.lookup, kept.gradient(), kept.settings) for kept in mine]
                 self._library.give(found) if self.lasting is None else self.lasting.settle(found)
 
     def make(self, optimizer: Any) -> None:
         """Make the step of its tables that all have given something for."""
-        mine = [kept.lookup for kept in self.kept if kept.optimizer is optimizer]
+        mine = [kept.lookup for kept in self._mine(optimizer)]
         if mine and self.lasting is not None:
             with _exchanging(self._backward, "steps of rows"):
                 self.lasting.make(mine)
@@ -161,7 +176,7 @@ class Tables:
     @contextlib.contextmanager
     def hidden(self, optimizer: Any) -> Iterator[None]:
         """Let its own step see no gradient of a table."""
-        mine = [kept.module.weight for kept in self.kept if kept.optimizer is optimizer]
+        mine = [kept.module.weight for kept in self._mine(optimizer)]
         grads = [weight.grad for weight in mine]
         for weight in mine:
             weight.grad = None

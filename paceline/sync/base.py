@@ -20,6 +20,7 @@ from paceline.sync.paying import Account
 from paceline.trace import Served, Trace
 
 if TYPE_CHECKING:
+    from paceline.sync.freerows import FreeRows
     from paceline.sync.replacing import Replacing
 
 Axes = tuple[str, ...]
@@ -204,6 +205,11 @@ class Steps(Protocol):
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether this one does."""
+        ...
+
+    @property
+    def rows(self) -> FreeRows:
+        """What steps sparse tables with them, where workers are not in lockstep."""
         ...
 
     @property

@@ -10,7 +10,6 @@ When workers wait for each other, and which gradients make a step, is a matter o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,9 @@ from paceline.sync.base import Room, Scene, Slot
 from paceline.sync.clipping import Clip, covered, own_norm
 from paceline.sync.coming import Coming
 from paceline.sync.copies import Bill, Copies, Waiter, named
-from paceline.sync.enduring import Lasting
-from paceline.sync.paces import Backup, Eager, Lockstep, Loose, Pace, Stale
+from paceline.sync.enduring import Lasting, paced
+from paceline.sync.freerows import FreeRows
+from paceline.sync.paces import Loose, Pace
 from paceline.sync.parcels import Layout, Parcel, packed
 from paceline.sync.replacing import Replacing
 from paceline.sync.server import write
@@ -56,6 +56,7 @@ class Client:
         scene.sides.append(Bill(self.wires))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
+        self._dense = 0  # the first of them have parameters on servers, the others nothing but sparse tables
         self.steps_taken: list[int] = []
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
         self._layout = Layout([], [], 1, 1)
@@ -64,7 +65,8 @@ class Client:
         self._lost: PacelineError | None = None  # in a backward of this turn
         self.workers = list(range(scene.group.size))
         self.clips: dict[int, Clip] = {}  # what was asked for, of those
-        self.pace: Pace = _pace(self, plan)
+        self.pace: Pace = paced(self, plan)
+        self.rows = FreeRows(self)  # what else these optimizers step, where workers are not in lockstep
         self.wrapper = Wrapper(scene, plan.codec, apart=self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
         self.coming = Coming(self)
@@ -123,7 +125,9 @@ class Client:
         if any(slot.parameter.device.type != "cpu" for slot in slots):
             raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")
         self.slots = [slot for slot in slots if slot.optimizer is not None]
-        self.optimizers = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
+        dense = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
+        self._dense = len(dense)
+        self.optimizers = dense + [known for known in self.optimizers if self.rows.has(known) and all(known is not one for one in dense)]
         self.steps_taken = [0] * len(self.optimizers)
         self.wires.dismiss(told=self.scene.group.rank == 0)
         assert self.scene.servers is not None
@@ -150,7 +154,7 @@ class Client:
         self.wires.follow(self.scene.breaker if self.free else None)
         self.wires.open(room, self.workers[self.scene.group.rank])
         ways = [self.wrapper.ways(slot) for slot in self.slots]
-        self._layout = Layout(self.slots, self.optimizers, len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
+        self._layout = Layout(self.slots, self.optimizers[: self._dense], len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
         self.wrapper.lay_out(self._layout.parcels)
         self.coming.lay_out()
         self.pace.begin()
@@ -441,10 +445,3 @@ class Client:
         found = [state for state in states if state]
         self._hand_over(stocking.saved(found, len(self.slots)))
         self.wrapper.adopt(found)
-
-
-def _pace(client: Client, plan: ParameterServer) -> Pace:
-    if client.scene.survives and (plan.backup_workers or plan.staleness):
-        return Lasting(client, plan)
-    kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
-    return kind(client, plan)

@@ -30,6 +30,7 @@ from paceline.comm.messages import Caller
 from paceline.errors import ServerLost, UsageError
 from paceline.sync import recipe
 from paceline.sync.ledger import merged
+from paceline.sync.paces import Backup, Eager, Lockstep, Pace, Stale, again
 from paceline.sync.parcels import packed
 from paceline.sync.replacing import Replacing
 from paceline.sync.standing import Report, latest, stand
@@ -59,7 +60,7 @@ class Lasting:
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
         self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
-        self._late = False  # this turn
+        self._late = self._stepped = False  # for any optimizer, and in a step of any, in this turn
 
     def begin(self) -> None:
         """See `Pace`."""
@@ -103,7 +104,7 @@ class Lasting:
             self._clip_again(number)
         if self._is_made(number):
             client.take_in(parcels, client.ask_for(parcels, self._made[number]))
-            client.steps_taken[number] = self._made[number]
+            client.steps_taken[number], self._stepped = self._made[number], True
             return
         found = self._decide(number)
         client.settle(number)  # raises if p.grad has been changed since
@@ -111,6 +112,12 @@ class Lasting:
             self._skip(number, int(found["late"]))
         else:
             self._close(number, found)
+            self._stepped = True
+
+    @property
+    def _again(self) -> bool:
+        """See `paces.Backup`."""
+        return self._spec.requeue and again(self._decided, late=self._late, made=self._stepped)
 
     def _decide(self, number: int) -> Mapping[str, Any]:
         """Who makes the step that I am in: "workers", what the first of them "said", the sum of "parts"; or "late", the last step."""
@@ -126,7 +133,8 @@ class Lasting:
         said = {"part": client.scene.moment.part, "settings": settings, "number": gradient, "pieces": self.desk.pieces()}
         asked: dict[str, Any] = {"optimizer": number, "said": said}
         if self.drops:
-            kind, step, more = "arrive", gradient, {"step": gradient, "backups": self._spec.backup_workers}
+            step = 0 if self._again else gradient  # 0: late
+            kind, more = "arrive", {"step": step, "backups": self._spec.backup_workers}
         else:
             bound = -1 if self._alone else int(self._bound)
             kind, step, more = "gather", 0, {"number": gradient, "bound": bound, "alone": self._alone, "part": False}
@@ -159,7 +167,7 @@ class Lasting:
         made, reads = client.everywhere("taken", number, step, {}), client.ask_for(parcels, step)
         for caller, message in made:
             caller.wait(message, client.seconds)
-        if pieces and not self._spec.requeue:
+        if pieces and not self._again:
             body = {"epoch": self.desk.part[0], "pieces": pieces}
             told = [(caller, caller.send("drop", body=body, seconds=client.seconds)) for caller in client.wires.callers]
             for caller, message in told:
@@ -203,8 +211,9 @@ class Lasting:
         """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
         if not self.desk.open:
             return
-        client, late, self._late = self._client, self._late, False
-        self.desk.tick(("again" if self._spec.requeue else "dropped") if late else "")
+        client, dropped = self._client, "again" if self._again else "dropped" if self._late else ""
+        self._late = self._stepped = False
+        self.desk.tick(dropped)
         known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
         if self.desk.clock - known > self._bound:
             self.desk.go()
@@ -279,3 +288,11 @@ class Lasting:
         """The names of the copies that have begun since this was asked last."""
         found, self._begun = self._begun, []
         return found
+
+
+def paced(client: Client, plan: ParameterServer) -> Pace:
+    """The pace that a plan asks for, here."""
+    if client.scene.survives and (plan.backup_workers or plan.staleness):
+        return Lasting(client, plan)
+    kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
+    return kind(client, plan)

@@ -74,6 +74,7 @@ class Library:
         self.waiting = self.room.house is not None and not self.room.addresses  # to be told where servers are
         if not self.waiting:
             self.wires.open(self.room, self.me)
+        self.free = ""  # workers are not in lockstep: each steps tables "alone", or "together" with those who make a step (`freerows`)
         self._given: list[Sent] = []  # what was not acknowledged yet
         self.tables: list[Lookup] = []
 
@@ -140,11 +141,11 @@ class Library:
     def give(self, found: Sequence[Step]) -> None:
         """My part of the next step of these tables, which is made once all have given theirs. Waits for nobody."""
         self.settle()
-        self._given = self.spread(found, {"workers": list(range(self.scene.group.size))})
+        self._given = self.spread("rows.give", found, {"workers": list(range(self.scene.group.size))})
         for lookup, _, _ in found:
             lookup.advance()
 
-    def spread(self, found: Sequence[Step], body: dict[str, Any]) -> list[Sent]:
+    def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[Sent]:
         """Send this to all servers, with my part of the next step of these tables."""
         parts = [dict(self.split(gradient.ids)) for _, gradient, _ in found]
         nothing = torch.empty(0, dtype=torch.int64)
@@ -156,7 +157,7 @@ class Library:
                 where = part.get(shard, nothing)
                 tensors += [gradient.ids[where], gradient.values[where]]
             for caller in self.wires.of[shard]:
-                sent.append(Sent(caller, caller.send("rows.give", body=body, tensors=tensors, seconds=self.scene.deadline)))
+                sent.append(Sent(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline)))
         return sent
 
     def settle(self) -> None:
@@ -225,7 +226,11 @@ class Lookup:
         return Asked(step, ids, [(shard, where, self._send(shard, ids[where], step)) for shard, where in self._library.split(ids)])
 
     def _send(self, shard: int, ids: Tensor, step: int) -> Sent:
-        return self._library.send(shard, "rows.pull", {"table": self.number, "step": step}, [ids])
+        return self._library.send(shard, "rows.pull", self._at(step), [ids])
+
+    def _at(self, step: int) -> dict[str, Any]:
+        """For a message that waits for this step."""
+        return {"table": self.number, "step": step, "free": self._library.free}
 
     def _take(self, asked: Asked) -> Tensor:
         answers = []
@@ -237,7 +242,8 @@ class Lookup:
             try:
                 answers.append((where, self._library.answer(sent, again).tensors[0]))
             except DeadlineExceeded as error:
-                raise error if self._library.room.house is not None else self._named(error, shard) from error
+                lockstep = self._library.room.house is None and not self._library.free
+                raise self._named(error, shard) if lockstep else error from error
         if len(answers) == 1:
             return answers[0][1]
         values = torch.empty(len(asked.ids), self.spec.dim, dtype=self.spec.kind)
@@ -255,14 +261,15 @@ class Lookup:
     # ---- steps
 
     def entry(self, gradient: Gradient, settings: dict[str, Any]) -> dict[str, Any]:
-        """What is told of the next step, beside the gradient. Where losses are survived, what was told may be void: so all of it again."""
-        changed = settings != self._told or self._library.room.house is not None
+        """What is told of the next step, beside the gradient. What was told may be void where losses are survived, or workers not in
+        lockstep: so all of it again."""
+        changed = settings != self._told or self._library.room.house is not None or bool(self._library.free)
         self._told = settings
         return {"table": self.number, "step": self.steps + 1, "used": gradient.used, "settings": settings if changed else None}
 
-    def advance(self) -> None:
-        """The next step has been given."""
-        self.steps += 1
+    def advance(self, step: int | None = None) -> None:
+        """The next step has been given, or `step` is the last one that I know of."""
+        self.steps = self.steps + 1 if step is None else step
         self._trained = False
         old = [asked for asked in self._ahead if asked.step < self.steps]
         self._ahead = [asked for asked in self._ahead if asked.step >= self.steps]
@@ -287,8 +294,7 @@ class Lookup:
 
     def facts(self) -> dict[str, Any]:
         """A digest of the rows in use, how many they are, and how many steps there were, over all servers."""
-        body = {"table": self.number, "step": self.steps}
-        found = [self._library.call(shard, "rows.digest", body).body for shard in range(self._library.shards)]
+        found = [self._library.call(shard, "rows.digest", self._at(self.steps)).body for shard in range(self._library.shards)]
         digest = sum(int(answer["digest"], 16) for answer in found) % (1 << 64)
         return {"digest": f"{digest:016x}", "rows": sum(answer["rows"] for answer in found), "count": found[0]["count"]}
 
@@ -302,8 +308,7 @@ class Lookup:
         """The same of one shard, as it is sent: copies have their rows in the same order, so another may go on where one is lost."""
         each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
         for start in itertools.count(0, each):
-            body = {"table": self.number, "step": self.steps, "start": start, "stop": start + each}
-            answer = self._library.call(shard, "rows.part", body)
+            answer = self._library.call(shard, "rows.part", {**self._at(self.steps), "start": start, "stop": start + each})
             if not len(answer.tensors[0]):
                 return
             yield answer
@@ -311,7 +316,7 @@ class Lookup:
     def clear(self, seed: int, count: int) -> None:
         """Nothing is in use any more; so many steps have been taken."""
         for shard in range(self._library.shards):
-            self._library.tell(shard, "rows.clear", {"table": self.number, "step": self.steps, "seed": seed, "count": count})
+            self._library.tell(shard, "rows.clear", {**self._at(self.steps), "seed": seed, "count": count})
 
     def put(self, part: dict[str, Tensor]) -> None:
         """Take up what `parts` gave."""

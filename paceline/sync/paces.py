@@ -6,23 +6,21 @@
                                                                               who is late is in the next step, and goes on before it
     Eager       each applies what it has pushed as a step of its own          nobody waits
 
-But for the first each worker takes its samples when it is ready for them (`Counter`).
+But for the first each worker takes its samples when it is ready for them (`counter`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.sync import recipe
-from paceline.sync.parcels import letters, packed
+from paceline.sync.counter import Counter
 
 if TYPE_CHECKING:
     from paceline.sync.client import Client
@@ -32,6 +30,16 @@ if TYPE_CHECKING:
 def shrink(norm: float, limit: float) -> float:
     """What gradients of such a norm are multiplied by, clipped (as `nn.utils.clip_grad_norm_` does it)."""
     return min(1.0, limit / (norm + 1e-6))
+
+
+def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
+    """Whether a turn is late for the first of its optimizers, and so in no step of the others: or it would be in them twice, dealt again.
+
+    `decided`: who makes the steps that are still to come; `late`, `made`: what became of those before.
+    """
+    if late or made:
+        return late and not made
+    return any("late" in found for found in decided.values()) and all("late" in found for found in decided.values())
 
 
 class Pace(Protocol):
@@ -120,57 +128,6 @@ class Lockstep:
         """See `Pace`."""
 
 
-class Counter:
-    """What the keeper is asked for: samples, and whether to go on (`Desk`)."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self.clock = 0
-        self.open = False  # an epoch is under way
-        self.paused = False
-        self._had = 0  # letters that came last
-
-    def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
-        """Deal these global batches, from number `first` of the epoch on. All workers call it."""
-        client = self._client
-        body = {"epoch": epoch, "first": first, "workers": client.workers}
-        found = client.callers[0].call("deal", body=body, tensors=[torch.tensor(sizes, dtype=torch.int64)], seconds=client.seconds)
-        self.clock, self.open = found.body["clock"], True
-
-    def take(self, most: int) -> tuple[int, int, int] | None:
-        """My next samples, at most so many: the number of their global batch, the first, and the one after the last; None: no more."""
-        client = self._client
-        began = time.perf_counter()
-        sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
-        found = client.wait(client.callers[0], sent, "the next batch", ("behind", {})).body["piece"]
-        client.wires.waited += time.perf_counter() - began
-        return None if found is None else (found[0], found[1], found[2])
-
-    def pause(self) -> None:
-        """See `Desk`: where no loss is survived nobody is let in."""
-
-    def leave(self) -> None:
-        """I take no more turns in this epoch: nobody waits for me."""
-        client = self._client
-        if self.open and client.callers:
-            with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
-                for number in range(len(client.optimizers)):
-                    client.pace.pushing(number)  # or what I had pushed last might be in no step
-                client.callers[0].call("leave", seconds=client.seconds)
-
-    def together(self) -> AbstractContextManager[None]:
-        """See `Desk`."""
-        return self._client.scene.agreement.entered()
-
-    def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """See `Desk`."""
-        client = self._client
-        asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had}
-        found = client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
-        self._had = len(found.tensors)
-        return letters(found)
-
-
 class Loose:
     """What those have in common that are not in lockstep."""
 
@@ -217,6 +174,7 @@ class Loose:
             **more,
         }
         closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+        closes += client.rows.close(number, step, found, float(more.get("part", 1.0)))
         for caller, message in closes:
             caller.wait(message, client.seconds)
         if read:
@@ -265,6 +223,7 @@ class Eager(Loose):
             "settings": list(enumerate(recipe.settings(client.optimizers[number]))),
         }
         sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
+        sent += client.rows.apply(number)
         for caller, message in sent:
             caller.wait(message, client.seconds)
         client.take_in(parcels, reads)
@@ -313,6 +272,7 @@ class Stale(Loose):
         """
         if number not in self._decided:
             self._client.settle(number)
+            self._client.rows.hold(number)
             self._asked[number] = self._asked.get(number, 0) + 1
             self._decided[number] = self._gather(number, part=part)
         found: Mapping[str, Any] = self._decided[number]
@@ -330,6 +290,7 @@ class Stale(Loose):
             parcels = client.units(number)
             client.take_in(parcels, client.ask_for(parcels, found["step"]))
             client.steps_taken[number] = found["step"]
+            client.rows.go(number, found["step"])
         else:
             self._close(number, found["step"], found, part=found["parts"], keep=True)
         self._known[number] = found["slowest"]
@@ -347,6 +308,7 @@ class Stale(Loose):
         else:
             for caller, message in client.everywhere("taken", number, found["step"], {}):
                 client.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
+            client.rows.go(number, found["step"])
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
@@ -374,6 +336,8 @@ class Stale(Loose):
             self.going = None
             client.wires.waited += time.perf_counter() - began
             client.catch_up(dict(told))
+            for number, step in told:
+                client.rows.go(number, step)
             self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
 
 
@@ -386,17 +350,23 @@ class Backup(Loose):
         super().__init__(client)
         self._spec = spec
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
-        self._late = False  # this turn
+        self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
 
     def weight(self, part: float) -> float:
         """See `Pace`."""
         return part
 
+    @property
+    def _again(self) -> bool:
+        """Whether my samples are dealt again."""
+        return self._spec.requeue and again(self._decided, late=self._late, made=self._made)
+
     def _decide(self, number: int) -> dict[str, Any]:
         """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
             self._client.settle(number)
-            step = self._client.steps_taken[number] + 1
+            self._client.rows.hold(number)
+            step = 0 if self._again else self._client.steps_taken[number] + 1  # 0: late
             self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._spec.backup_workers})
         found: dict[str, Any] = self._decided[number]
         return found
@@ -413,8 +383,10 @@ class Backup(Loose):
             parcels, self._late, step = client.units(number), True, int(found["late"])
             client.take_in(parcels, client.ask_for(parcels, step), stepped=False)
             client.steps_taken[number] = step
+            client.rows.go(number, step)
         else:
             self._close(number, step, found)
+            self._made = True
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
@@ -431,5 +403,6 @@ class Backup(Loose):
         """See `Pace`."""
         if not self.desk.open:
             return
-        late, self._late = self._late, False
-        self._tick(("again" if self._spec.requeue else "dropped") if late else "")
+        dropped = "again" if self._again else "dropped" if self._late else ""
+        self._late = self._made = False
+        self._tick(dropped)

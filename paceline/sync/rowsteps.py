@@ -44,7 +44,7 @@ class RowSteps:
             raise Voided("a worker was lost in this turn")
 
         def act() -> list[int]:
-            for sent in library.spread(found, {"decided": True}):
+            for sent in library.spread("rows.give", found, {"decided": True}):
                 library.wait(sent)
             return list(agreement.origins)
 

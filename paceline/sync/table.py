@@ -180,10 +180,18 @@ class Table:
             values[new] = self.spec.initial(ids[new])
         return values
 
-    def step(self, pushed: Sequence[tuple[Tensor, Tensor]], settings: Settings | None = None, *, undo: bool = False) -> Before:
+    def step(
+        self,
+        pushed: Sequence[tuple[Tensor, Tensor]],
+        settings: Settings | None = None,
+        *,
+        undo: bool = False,
+        factor: float = 1.0,
+        part: float = 1.0,
+    ) -> Before:
         """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the order of the sum is theirs.
 
-        Gives what `back` takes, with `undo`; without it no rows are in that.
+        The sum is multiplied by `factor`, the learning rate by `part`. Gives what `back` takes, with `undo`; without it that has no rows.
         """
         before = self.change(settings)
         for ids, grad in pushed:
@@ -198,7 +206,8 @@ class Table:
             old = slots[slots < before.used]
             before = before._replace(slots=old, kept=[kept.index_select(0, old) for kept in self._kept])
         found = [kept.index_select(0, slots) for kept in self._kept]
-        self._rule.step(found, grad, self.settings, self.count)
+        how = self.settings if part == 1.0 else {**self.settings, "lr": self.settings["lr"] * part}
+        self._rule.step(found, grad if factor == 1.0 else grad * factor, how, self.count)
         for kept, values in zip(self._kept, found, strict=True):
             kept.index_copy_(0, slots, values)
         return before
@@ -219,10 +228,6 @@ class Table:
             kept.index_copy_(0, before.slots, values)
         if self.used > before.used:
             self._index, self.used = self._indexed(before.used), before.used
-
-    def apply(self, ids: Tensor, grad: Tensor, settings: Settings | None = None) -> None:
-        """Step with this gradient alone, as soon as it has come; for workers that are not in lockstep."""
-        self.step([(ids, grad)], settings)
 
     def _mine(self, ids: Tensor) -> Any:
         """Their numbers on this server."""

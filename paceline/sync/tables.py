@@ -1,4 +1,4 @@
-"""What a server does for sparse tables: the messages, and when each is answered. All workers step a table together, in lockstep.
+"""What a server does for sparse tables: the messages, and when each is answered. Workers step a table together, in lockstep.
 
 worker                               server
 rows.table            ----------->   what the table is
@@ -16,11 +16,18 @@ rows.stand, .become   ----------->   what a table is and how far, for a copy tha
 
 Workers say there how many calls they have completed together (`calls`): what one that is lost had sent for a turn that is void may come
 after others have gone on, and does nothing then.
+
+Workers that are not in lockstep (`freerows`) have no step in common that they wait for, so a pull may have later ones in it:
+
+rows.apply            ----------->   a step with this gradient alone
+rows.hold(after)      ----------->   kept, in place of what this worker held, once that step has been made
+rows.close(step)      ----------->   the step is made by these workers, with what is held of them: the first to say so makes it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,6 +49,13 @@ class Given(NamedTuple):
     settings: dict[str, Any] | None  # where they are others than before
 
 
+class Sole(NamedTuple):
+    """A step out of lockstep: gradients times `factor`, by `part` of the learning rate."""
+
+    factor: float
+    part: float
+
+
 class Made(NamedTuple):
     """A step that may go back."""
 
@@ -60,6 +74,8 @@ class Shelf:
     broken: str = ""  # why there can't be a next step
     made: list[Made] = field(default_factory=list)  # in the turn under way
     void: int = -1  # calls when a turn was void last
+    held: dict[int, Given] = field(default_factory=dict)  # out of lockstep, by worker: what it has come with, and is in no step yet
+    alone: Counter[int] = field(default_factory=Counter)  # out of lockstep, by worker: the steps that it has made alone
 
 
 class Tables:
@@ -77,6 +93,9 @@ class Tables:
             "rows.back": self._back,
             "rows.stand": self._stand,
             "rows.become": self._become,
+            "rows.apply": self._apply,
+            "rows.hold": self._hold,
+            "rows.close": self._close,
             "rows.digest": self._digest,
             "rows.part": self._part,
             "rows.clear": self._clear,
@@ -86,7 +105,12 @@ class Tables:
     @property
     def nbytes(self) -> int:
         """What is kept here: rows in use, what is remembered of them, and what was given for the next steps."""
-        given = [tensor for shelf in self._shelves.values() for found in shelf.given.values() for tensor in (found.ids, found.grad)]
+        given = [
+            tensor
+            for shelf in self._shelves.values()
+            for found in (*shelf.given.values(), *shelf.held.values())
+            for tensor in (found.ids, found.grad)
+        ]
         return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(tensor.nbytes for tensor in given)
 
     def facts(self) -> dict[str, Any]:
@@ -99,10 +123,12 @@ class Tables:
         return self._shelves[number]
 
     def _stands(self, message: Message) -> Shelf | None:
-        """The table of this message if the step that it waits for has been taken, and no other since."""
-        shelf, step = self._shelf(message.body["table"]), message.body["step"]
+        """The table of this message if the step that it waits for has been taken, and no other since; if workers are in lockstep."""
+        shelf, step, free = self._shelf(message.body["table"]), message.body["step"], message.body.get("free")
         if shelf.broken:
             raise UsageError(shelf.broken)
+        if free:
+            return shelf if step <= (shelf.alone[message.sender] if free == "alone" else shelf.step) else None
         if step < shelf.step:
             raise Mismatch(f"table {message.body['table']} is asked for as it was after step {step}, and {shelf.step} have been taken")
         return shelf if step == shelf.step else None
@@ -156,6 +182,46 @@ class Tables:
             before = shelf.table.change(told)
         shelf.given, shelf.step = {}, shelf.step + 1
         return before
+
+    # ---- out of lockstep
+
+    def _entries(self, message: Message) -> list[tuple[Shelf, Given]]:
+        """What a worker comes with, for each of these tables."""
+        found = []
+        for number, entry in enumerate(message.body["tables"]):
+            ids, grad = message.tensors[2 * number : 2 * number + 2]
+            found.append((self._shelf(entry["table"]), Given(ids, grad, entry["used"], entry["settings"])))
+        return found
+
+    def _apply(self, message: Message) -> bool:
+        how = _sole(message.body)
+        for shelf, given in self._entries(message):
+            _free_step(shelf.table, [given], how)
+            shelf.alone[message.sender] += 1
+        return self._answer(message, {}, ())
+
+    def _hold(self, message: Message) -> bool:
+        entries, after = self._entries(message), message.body["after"]
+        if any(shelf.step < after for shelf, _ in entries):
+            return False  # what it held before may be in that
+        for shelf, given in entries:
+            shelf.held[message.sender] = given
+        return self._answer(message, {}, ())
+
+    def _close(self, message: Message) -> bool:
+        body, how = message.body, _sole(message.body)
+        for number in body["tables"]:
+            shelf = self._shelf(number)
+            if body["step"] <= shelf.step:
+                continue
+            if body["step"] > shelf.step + 1:
+                return False  # the step before has been decided, too
+            absent = [worker for worker in body["workers"] if worker not in shelf.held]
+            if absent or not body["workers"]:
+                raise Mismatch(f"workers {absent} have come with nothing for step {body['step']} of table {number}")
+            _free_step(shelf.table, [shelf.held.pop(worker) for worker in body["workers"]], how)
+            shelf.step = body["step"]
+        return self._answer(message, {}, ())
 
     # ---- where losses are survived
 
@@ -221,8 +287,22 @@ class Tables:
         if shelf is None:
             return False
         shelf.table.forget(message.body["seed"], message.body["count"])
+        shelf.held.clear()
         return self._answer(message, {}, ())
 
     def _put(self, message: Message) -> bool:
         self._shelf(message.body["table"]).table.put(dict(zip(message.body["names"], message.tensors, strict=True)))
         return self._answer(message, {}, ())
+
+
+def _sole(body: Mapping[str, Any]) -> Sole:
+    return Sole(float(body["factor"]), float(body["part"]))
+
+
+def _free_step(table: Table, found: Sequence[Given], how: Sole) -> None:
+    """With the settings of the first, whose schedule may be elsewhere than that of the others."""
+    told = found[0].settings
+    if any(given.used for given in found):
+        table.step([(given.ids, given.grad) for given in found], told, factor=how.factor, part=how.part)
+    else:
+        table.change(told)

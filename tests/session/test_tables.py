@@ -517,11 +517,6 @@ class TestMisuse:
         with pytest.raises(UsageError, match=r"replicas=2.* is for runs that go on when a server is lost: .*--min-workers"):
             workers(1, body)
 
-    @pytest.mark.parametrize("options", [{"staleness": 2}, {"backup_workers": 1}])
-    def test_where_workers_are_not_in_lockstep(self, options: Any) -> None:
-        with pytest.raises(UsageError, match="with staleness or backup_workers they are not in lockstep"):
-            workers(3, _prepared, strategy=ParameterServer(**options))
-
     def test_of_copies(self) -> None:
         def body(run: Run) -> None:
             copy.deepcopy(_prepared(run))(torch.tensor([[1]]))

@@ -95,7 +95,7 @@ class TestWhatIsTrained:
     def test_quick_workers_train_more(self) -> None:
         found = epoch(ASP, slow=lambda rank: 0.03 if rank == 1 else 0.002)
         taken = [len(ids) for ids, _, _ in found]
-        assert sum(taken) == 60 and taken[1] < min(taken[0], taken[2]) / 2
+        assert sum(taken) == 60 and taken[1] < 15, "a third would be 20, and 2 of 32 by their speeds"
         bounded = epoch(ParameterServer(1, 1), slow=lambda rank: 0.03 if rank == 1 else 0.002)
         assert all(14 <= len(ids) <= 26 for ids, _, _ in bounded), "the bound keeps them together"
 
@@ -322,6 +322,34 @@ class TestBackupWorkers:
         kept = [ids for ids in trained if bool((weights[torch.tensor(ids)] != 0).all())]
         assert len(trained) - len(kept) == dropped["gradients"]
         assert all(torch.equal(weights, other) for other, _ in found)
+
+    @pytest.mark.parametrize("clip", [False, True])
+    def test_dealt_again_with_two_optimizers(self, clip: bool) -> None:
+        """Who is late for the first isn't in a step of the second: dealt again, it would be there twice. And there is an end: of two
+        workers who were each late for another optimizer, each could make the other late for ever."""
+        chance = random.Random(5)
+
+        def body(run: Run) -> tuple[Tensor, Tensor]:
+            models = Table(60), Table(60)
+            optimizers = [torch.optim.SGD(model.parameters(), 1.0) for model in models]
+            first, second, one, two, loader = run.prepare(*models, *optimizers, DataLoader(Numbers(60), 6))
+            for ids in loader:
+                time.sleep(chance.random() * 0.01)
+                (first(ids) + second(ids)).backward()
+                if clip:
+                    run.clip([*first.parameters(), *second.parameters()], 1e6)
+                one.step()
+                time.sleep(chance.random() * 0.01)
+                two.step()
+                one.zero_grad()
+                two.zero_grad()
+            run.barrier()
+            return parameters(first), parameters(second)
+
+        single = [-6 / parts / 6 for parts in (2, 4, 6)]  # a share in a step of one worker, of two, of three
+        for first, second in workers(3, body, strategy=REQUEUE):
+            assert all(any(math.isclose(weight, one) for one in single) for weight in first.tolist())
+            assert all(any(math.isclose(weight, one) for one in (0.0, *single)) for weight in second.tolist())
 
     @pytest.mark.parametrize("clip", [None, 0.5])
     def test_a_step_is_the_mean_of_who_made_it(self, clip: float | None) -> None:

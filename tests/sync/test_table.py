@@ -81,14 +81,14 @@ def test_a_hashed_table_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(values(stepped(2), torch.arange(SPEC.rows)), values(one, torch.arange(SPEC.rows)))
     large = Table(Spec(10**15, 4, "float64", 3, 1.0, "Adagrad"), SETTINGS, server=1, servers=3)
     far = ids(10**14, 10**15 - 3) // 3 * 3 + 1
-    large.apply(far, grad(far))
+    large.step([(far, grad(far))])
     assert len(large) == 2 and not torch.equal(large.read(far), large.spec.initial(far))
 
 
 def test_what_comes_by_itself_is_applied_by_itself() -> None:
     one, other = (Table(SPEC, SETTINGS, server=0, servers=1) for _ in range(2))
     for found in (ids(1, 4), ids(4, 6)):
-        one.apply(found, grad(found))
+        one.step([(found, grad(found))])
         other.step([(found, grad(found))])
     assert torch.equal(one.read(ids(1, 4, 6)), other.read(ids(1, 4, 6))) and one.count == 2
 

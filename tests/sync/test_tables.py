@@ -204,3 +204,87 @@ class TestRefusals:
             one.call("rows.pull", body={}, seconds=SECONDS)
         with pytest.raises(Mismatch, match="nobody has said yet"):
             one.call("close", body={}, seconds=SECONDS)
+
+
+class TestOutOfLockstep:
+    """By messages: what is held, who makes a step, and what waits for what."""
+
+    def hold(self, caller: Caller, after: int, *rows: int, used: bool = True) -> int:
+        entry = {"table": 0, "used": used, "settings": {"lr": 1.0}}
+        tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+        return caller.send("rows.hold", body={"after": after, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+    def close(self, caller: Caller, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> int:
+        body = {"tables": [0], "step": step, "workers": workers, "factor": factor, "part": part}
+        return caller.send("rows.close", body=body, seconds=SECONDS)
+
+    def now(self, caller: Caller, free: str, step: int, *rows: int) -> int:
+        return caller.send("rows.pull", body={"table": 0, "step": step, "free": free}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+
+    def moved(self, caller: Caller, free: str, step: int, row: int) -> float:
+        return round(float((wait(caller, self.now(caller, free, step, row)).tensors[0] - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
+
+    def test_a_step_is_made_once_by_those_who_are_named(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, self.hold(one, 0, 1))
+        wait(two, self.hold(two, 0, 1))
+        asked = self.now(two, "together", 1, 1)
+        with pytest.raises(TimeoutError):
+            wait(two, asked, 0.3)
+        for caller in callers:
+            wait(caller, self.close(caller, 1, 0, factor=0.5, part=0.5))
+        assert torch.equal(wait(two, asked).tensors[0], SPEC.initial(torch.tensor([1])) - 0.25)
+        assert self.moved(two, "together", 0, 1) == -0.25, "later steps may be in what is read"
+
+    def test_what_was_late_is_in_the_next_step_or_replaced(self, callers: Callers) -> None:
+        one, two = callers
+        for step in (1, 2):
+            wait(one, self.hold(one, step - 1, 1))
+            wait(two, self.hold(two, 0, 1, 2))
+            wait(one, self.close(one, step, 0))
+        assert self.moved(two, "together", 2, 2) == 0.0
+        again = self.hold(two, 3, 3)
+        with pytest.raises(TimeoutError):
+            wait(two, again, 0.3)  # what it held before may be in step 3
+        wait(one, self.close(one, 3, 1))
+        wait(two, again)
+        wait(two, self.close(two, 4, 1))
+        assert [self.moved(two, "together", 4, row) for row in (1, 2, 3)] == [-3.0, -1.0, -1.0]
+
+    def test_a_step_waits_for_the_one_before(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, self.hold(one, 0, 1))
+        wait(two, self.hold(two, 0, 2))
+        early = self.close(two, 2, 1)
+        with pytest.raises(TimeoutError):
+            wait(two, early, 0.3)
+        wait(one, self.close(one, 1, 0))
+        wait(two, early)
+        assert [self.moved(one, "together", 2, row) for row in (1, 2)] == [-1.0, -1.0]
+
+    def test_alone(self, callers: Callers) -> None:
+        """Each waits for its own steps, and for nobody's else."""
+        one, two = callers
+        entry = {"table": 0, "used": True, "settings": {"lr": 1.0}}
+        body, tensors = {"tables": [entry], "part": 0.5, "factor": 2.0}, [torch.tensor([4]), torch.ones(1, 2).double()]
+        ahead = self.now(one, "alone", 1, 4)
+        with pytest.raises(TimeoutError):
+            wait(one, ahead, 0.3)
+        assert self.moved(two, "alone", 0, 4) == 0.0
+        one.call("rows.apply", body=body, tensors=tensors, seconds=SECONDS)
+        assert torch.equal(wait(one, ahead).tensors[0], SPEC.initial(torch.tensor([4])) - 1.0)
+        assert self.moved(two, "alone", 0, 4) == -1.0
+
+    def test_a_step_without_any_gradient_counts_for_nobody(self, callers: Callers) -> None:
+        one, _ = callers
+        wait(one, self.hold(one, 0, used=False))
+        wait(one, self.close(one, 1, 0))
+        digest = one.call("rows.digest", body={"table": 0, "step": 1, "free": "together"}, seconds=SECONDS)
+        assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+
+    def test_whoever_has_come_with_nothing_is_named(self, callers: Callers) -> None:
+        one, _ = callers
+        wait(one, self.hold(one, 0, 1))
+        with pytest.raises(Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"):
+            wait(one, self.close(one, 1, 0, 1))
+        assert self.moved(one, "together", 0, 1) == 0.0
