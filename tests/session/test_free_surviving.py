@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             {after}
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
-            (out / "told").write_text(f"{{len(run._backward.sync.wires.callers)}} {{len(run.events)}}") if run.is_first else None
+            if run.is_first:
+                (out / "told").write_text(f"{{len(run._backward.sync.wires.callers)}} {{len(run.events)}} {{run.size}}")
             time.sleep({nap})
     if run.is_first:
         torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
@@ -230,7 +232,7 @@ def test_many_servers_are_killed(job: Jobs, mode: str, seed: int) -> None:
     chance, there = random.Random(seed), job.folder / "killed" / "told"
     launched = begun(job, mode, epochs=8, nap=until(12, 0.6))
     for events in range(0, 12, 2):
-        wanted = f"4 {events}"  # or the only one that has a shard might be killed
+        wanted = f"4 {events} 3"  # or the only one that has a shard might be killed
         wait_for(lambda w=wanted: launched.process.poll() is not None or (there.exists() and there.read_text() == w), 60)
         pause(chance, 0.5)
         with contextlib.suppress(IndexError):
@@ -368,7 +370,7 @@ def test_a_storm(job: Jobs, mode: str, seed: int) -> None:
     chance, there = random.Random(seed), job.folder / "killed" / "told"
     launched = begun(job, mode, 3, "--restarts", "6", epochs=6, nap="chance.uniform(0, 0.5)")
     for _ in range(6):
-        wait_for(lambda: launched.process.poll() is not None or (there.exists() and there.read_text().startswith("4 ")), 90)
+        wait_for(lambda: launched.process.poll() is not None or (there.exists() and re.fullmatch(r"4 \d+ 3", there.read_text())), 90)
         pause(chance, 2.0)
         with contextlib.suppress(IndexError, psutil.NoSuchProcess):
             victims = chance.choice([[*servers(launched)[:1]], [chance.choice(servers(launched)), chance.choice(launched.workers())]])
