@@ -104,6 +104,13 @@ class Cast:
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
                 "they aren't: leave those out, or leave out --min-workers"
             )
+        handles = {id(module.weight) for _, module in found} | self.tables.handles()
+        others = [slot for slot in self.slots if slot.optimizer is not None and id(slot.parameter) not in handles]
+        if found and self._desk is not None and not any(slot.parameter.requires_grad for slot in others):
+            raise UsageError(
+                f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or backup_workers the servers of other "
+                "parameters keep the clocks: leave those out, or train some other parameter with them"
+            )
         if found and self.survives and self._backward.sync.apart:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "

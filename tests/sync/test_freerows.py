@@ -220,6 +220,15 @@ def test_a_table_that_comes_after_its_optimizer_has_stepped_is_refused() -> None
         workers(2, body, strategy=SSP)
 
 
+def test_nothing_but_tables_is_refused() -> None:
+    def body(run: Run) -> None:
+        table = SparseEmbedding(COUNT, 1, "sum")
+        run.prepare(table, torch.optim.SGD(table.parameters(), 1.0), DataLoader(Numbers(COUNT), BATCH))
+
+    with pytest.raises(UsageError, match="train some other parameter with them"):
+        workers(2, body, strategy=ASP)
+
+
 def test_where_losses_are_survived_it_is_refused() -> None:
     def body(run: Run) -> None:
         run._cast.survives = True
