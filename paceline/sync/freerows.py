@@ -89,9 +89,9 @@ class FreeRows:
         tables, library = self._tables(number), self._library
         if not tables or library is None or number in self._held:
             return
+        mine = self._found.get(number) or [table.gradient() for table in tables]
         self._client.pace.pushing(number)  # what I have come with before is in a step, or void
-        if number not in self._found:
-            self._found[number] = [table.gradient() for table in tables]
+        self._found[number] = mine
         for sent in library.spread("rows.hold", self._steps(number, tables), {"after": tables[0].lookup.steps}):
             library.wait(sent)
         self._held.add(number)

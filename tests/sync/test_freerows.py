@@ -70,6 +70,7 @@ def trained(
     epochs: int = 2,
     between: Callable[[Run, Twins], object] = lambda run, model: None,
     slow: float = 0.01,
+    late: float = 0.0,
 ) -> list[tuple[Tensor, Tensor, list[int]]]:
     """On each worker: the rows and their twins in the end, and the samples that it has trained."""
     chance = random.Random(3)
@@ -80,7 +81,7 @@ def trained(
         for _ in run.epochs(epochs):
             for ids in loader:
                 loss(model, ids).backward()
-                time.sleep(chance.random() * slow)
+                time.sleep(chance.random() * slow + (late if run.rank == 1 and chance.random() < 0.5 else 0.0))
                 if (following := loader.peek()) is not None and chance.random() < 0.5:
                     model.rows.prefetch(following[:, None])
                 between(run, model)
@@ -112,6 +113,14 @@ def test_each_gradient_is_in_the_rows_once(strategy: ParameterServer, make: Make
         assert torch.allclose(rows, torch.full((COUNT, 1), -2 / BATCH, dtype=torch.float64), rtol=1e-12)
         assert torch.allclose(dense, rows, rtol=1e-12)
     assert sorted(sample for _, _, mine in found for sample in mine) == sorted([*range(COUNT)] * 2)
+
+
+@pytest.mark.parametrize("make", [SGD, OWN], ids=["one", "of its own"])
+def test_what_comes_late_is_in_the_next_step(make: Make) -> None:
+    """A worker goes on before its step is made, and takes part in that when it comes with more."""
+    for rows, dense, _ in trained(ParameterServer(2, 4), make, late=0.1, slow=0.004):
+        assert torch.allclose(rows, torch.full((COUNT, 1), -2 / BATCH, dtype=torch.float64), rtol=1e-12)
+        assert torch.allclose(dense, rows, rtol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [BACKUP, REQUEUE], ids=repr)
