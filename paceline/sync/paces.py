@@ -39,7 +39,7 @@ def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
     """
     if late or made:
         return late and not made
-    return any("late" in found for found in decided.values()) and all("late" in found for found in decided.values())
+    return bool(decided) and all("late" in found for found in decided.values())
 
 
 class Pace(Protocol):

@@ -49,13 +49,6 @@ class Given(NamedTuple):
     settings: dict[str, Any] | None  # where they are others than before
 
 
-class Sole(NamedTuple):
-    """A step out of lockstep: gradients times `factor`, by `part` of the learning rate."""
-
-    factor: float
-    part: float
-
-
 class Made(NamedTuple):
     """A step that may go back."""
 
@@ -148,18 +141,25 @@ class Tables:
 
     # ---- steps
 
+    def _entries(self, message: Message) -> list[tuple[Shelf, Given]]:
+        """What a worker comes with, for each of these tables."""
+        found = []
+        for number, entry in enumerate(message.body["tables"]):
+            ids, grad = message.tensors[2 * number : 2 * number + 2]
+            found.append((self._shelf(entry["table"]), Given(ids, grad, entry["used"], entry["settings"])))
+        return found
+
     def _give(self, message: Message) -> bool:
-        body, shelves = message.body, [self._shelf(entry["table"]) for entry in message.body["tables"]]
-        if any(entry["step"] > shelf.step + 1 for entry, shelf in zip(body["tables"], shelves, strict=True)):
+        body, found = message.body, self._entries(message)
+        if any(entry["step"] > shelf.step + 1 for entry, (shelf, _) in zip(body["tables"], found, strict=True)):
             return False  # somebody has not given anything for the step before
-        for number, (entry, shelf) in enumerate(zip(body["tables"], shelves, strict=True)):
+        for entry, (shelf, given) in zip(body["tables"], found, strict=True):
             if shelf.broken:
                 raise UsageError(shelf.broken)
             decided = bool(body.get("decided"))  # by others whether the step is made: what is given again counts in place of the first
             if entry["step"] != shelf.step + 1 or (message.sender in shelf.given and not decided):
                 raise Mismatch(f"worker {message.sender} gives step {entry['step']} of table {entry['table']}, which it has given before")
-            ids, grad = message.tensors[2 * number : 2 * number + 2]
-            shelf.given[message.sender] = Given(ids, grad, entry["used"], entry["settings"])
+            shelf.given[message.sender] = given
             if not decided and all(worker in shelf.given for worker in body["workers"]):
                 self._step(entry["table"], shelf, body["workers"])
         return self._answer(message, {}, ())
@@ -185,18 +185,9 @@ class Tables:
 
     # ---- out of lockstep
 
-    def _entries(self, message: Message) -> list[tuple[Shelf, Given]]:
-        """What a worker comes with, for each of these tables."""
-        found = []
-        for number, entry in enumerate(message.body["tables"]):
-            ids, grad = message.tensors[2 * number : 2 * number + 2]
-            found.append((self._shelf(entry["table"]), Given(ids, grad, entry["used"], entry["settings"])))
-        return found
-
     def _apply(self, message: Message) -> bool:
-        how = _sole(message.body)
         for shelf, given in self._entries(message):
-            _free_step(shelf.table, [given], how)
+            _free_step(shelf.table, [given], message.body)
             shelf.alone[message.sender] += 1
         return self._answer(message, {}, ())
 
@@ -209,7 +200,7 @@ class Tables:
         return self._answer(message, {}, ())
 
     def _close(self, message: Message) -> bool:
-        body, how = message.body, _sole(message.body)
+        body = message.body
         for number in body["tables"]:
             shelf = self._shelf(number)
             if body["step"] <= shelf.step:
@@ -219,7 +210,7 @@ class Tables:
             absent = [worker for worker in body["workers"] if worker not in shelf.held]
             if absent or not body["workers"]:
                 raise Mismatch(f"workers {absent} have come with nothing for step {body['step']} of table {number}")
-            _free_step(shelf.table, [shelf.held.pop(worker) for worker in body["workers"]], how)
+            _free_step(shelf.table, [shelf.held.pop(worker) for worker in body["workers"]], body)
             shelf.step = body["step"]
         return self._answer(message, {}, ())
 
@@ -295,14 +286,10 @@ class Tables:
         return self._answer(message, {}, ())
 
 
-def _sole(body: Mapping[str, Any]) -> Sole:
-    return Sole(float(body["factor"]), float(body["part"]))
-
-
-def _free_step(table: Table, found: Sequence[Given], how: Sole) -> None:
+def _free_step(table: Table, found: Sequence[Given], how: Mapping[str, Any]) -> None:
     """With the settings of the first, whose schedule may be elsewhere than that of the others."""
     told = found[0].settings
     if any(given.used for given in found):
-        table.step([(given.ids, given.grad) for given in found], told, factor=how.factor, part=how.part)
+        table.step([(given.ids, given.grad) for given in found], told, factor=float(how["factor"]), part=float(how["part"]))
     else:
         table.change(told)
