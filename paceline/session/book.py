@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, TextIO
 
 from paceline.session.folder import PARTS, Folder, Totals, tame, unwritten
 from paceline.session.line import Beat, Line
+from paceline.session.slowness import WORK, unequal
 
+LAST = 1000  # steps that are looked at for who makes the others wait
 Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
 
 
@@ -30,6 +32,7 @@ class Book:
         self._final_loss: float | None = None
         self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
+        self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
 
     def take_over(self, line: Line) -> None:
         """The worker that wrote is lost: write from now on, and first what it had not written of the last lines."""
@@ -66,6 +69,7 @@ class Book:
             final_loss=self._final_loss,
             step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
             rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
+            rank_work=unequal(self._work),
         )
 
     def close(self, total: int | None) -> None:
@@ -99,6 +103,7 @@ class Book:
     def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
         self._steps += 1
         self._samples += samples
+        self._work.append({rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in spent.items()})
         for rank, seconds in spent.items():
             self._ranks[rank].update({"steps": 1})
             for part, value in zip(PARTS, seconds, strict=True):

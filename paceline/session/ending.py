@@ -13,6 +13,7 @@ from torch import nn
 from paceline.cluster.snapshot import raw
 from paceline.cluster.topology import Cluster
 from paceline.comm.group import Traffic
+from paceline.data.loader import ShareLoader
 from paceline.session import timeline
 from paceline.session.cast import Cast
 from paceline.session.folder import Folder, Summary
@@ -69,11 +70,21 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
         events=outcome.events,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
+        loader=_dealt(outcome.cast.loaders),
         results=outcome.results,
     ).write(folder)
     if any(spans.values()):
         events = timeline.merge(spans, names=cluster.names(), offsets=ahead, servers=outcome.served)
         timeline.write(folder.trace, events, offsets=ahead)
+
+
+def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
+    """How the first loader that trains is dealt; None where there is none."""
+    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    if terms is None:
+        return None
+    batch = terms.loader.batch_size
+    return {"num_workers": terms.loader.num_workers, "shares": [] if batch is None else list(terms.shares(batch))}
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:

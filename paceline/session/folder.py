@@ -119,6 +119,7 @@ class Totals:
     final_loss: float | None
     step_seconds: dict[str, float]
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
+    rank_work: list[dict[str, float]] = field(default_factory=list)  # of each rank, see `paceline.session.slowness.unequal`
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Summary:
     checkpoints: dict[str, float]  # the fields of `paceline.session.saving.Tally`
     events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
     servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.sync.server`)
+    loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:

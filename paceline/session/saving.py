@@ -37,6 +37,7 @@ class Tally:
     stall_seconds: float = 0.0  # for which training stood still
     write_seconds: float = 0.0  # of writing, in the background or not
     nbytes: int = 0
+    background: int = 0  # of those that were begun, how many were asked for in the background
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Saving:
         """See `Run.save`; gives the path on all workers."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
-        if order.background and self._tables.kept:
+        asked = order.background
+        if asked and self._tables.kept:
             self._scene.say("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
@@ -85,6 +87,7 @@ class Saving:
             if not begun:
                 missed = self._missed()
                 self.settle()
+                self._tally.background += asked
                 begun.append((str(self._begin(order, own)), missed))
             return bytes(msgpack.packb([*begun[0], *astuple(self._tally)]))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.session.folder import PARTS
@@ -21,7 +21,7 @@ LATE, STILL_LATE = 0.2, 0.1  # of a step: for who is named, and for who has been
 LEAST = 1e-3  # seconds: less is not worth a line
 FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
 PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between two that name the same
-_WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
+WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
 
 
 class _Flush(NamedTuple):
@@ -59,7 +59,7 @@ class Slowness:
         if len(steps) < 2 or not all(steps):
             return None
         length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
-        work = tuple(sum(second[part] for second in mine for part in _WORK) / len(mine) for mine in steps)
+        work = tuple(sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps)
         self._flushes.append(_Flush(len(steps[0]), length * len(steps[0]), work))
         self._clock += self._flushes[-1].seconds
         if not _enough([*self._flushes]):
@@ -99,6 +99,20 @@ def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Se
         who = f"the workers of {', '.join(where)} (ranks {', '.join(map(str, sorted(late)))})"
     make = "makes" if len(late) == 1 else "make"
     return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {remedy(work)}"
+
+
+def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
+    """For each rank the median of its seconds of own work in these steps, and in which share of them it was a tenth above the usual.
+
+    A step has the seconds of each rank that took part.
+    """
+    usual = [1.1 * statistics.median_low(step.values()) for step in steps]
+    found = []
+    for rank in sorted({rank for step in steps for rank in step}):
+        mine = [(step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step]
+        late = sum(seconds > limit for seconds, limit in mine)
+        found.append({"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)})
+    return found
 
 
 def remedy(work: Sequence[float]) -> str:

@@ -19,11 +19,13 @@ from paceline.session.log import Log
 QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
 
 
-def finished(tmp_path: Path, parts: dict[str, float] | None = None, **changes: Any) -> Path:
-    """A run that has ended, whose steps were split into `parts`."""
-    parts = parts or QUIET
+def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[dict[str, float]] | None = None, **changes: Any) -> Path:
+    """A run that has ended, whose steps were split into `parts`: a hundred alike, or `steps`."""
+    steps = steps or [parts or QUIET] * 100
+    count = len(steps)
+    parts = {part: sum(step[part] for step in steps) / count for part in QUIET}
     folder = Folder.create(tmp_path, "run", say=lambda text: None)
-    whole = 100 * sum(parts.values())
+    whole = count * sum(parts.values())
     fields: dict[str, Any] = {
         "sync": "AllReduce()",
         "workers": 2,
@@ -33,9 +35,12 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, **changes: A
         "events": [],
         "checkpoints": {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0},
     }
-    ranks = changes.pop("ranks", [parts, parts])
-    totals = Totals(100, 6400, changes.pop("seconds", whole * 1.01), 6400 / whole, changes.pop("loss", 1.2345), parts, ranks)
+    work = changes.pop("work", [])
+    rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
+    totals = Totals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
     Summary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
+    lines = ({"step": number, "time": 0.1 * number, "samples": 64, "seconds": step} for number, step in enumerate(steps, 1))
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder.path
 
 
@@ -99,24 +104,126 @@ def test_an_exposed_exchange(tmp_path: Path, sync: str, hosts: int, words: str) 
     assert ("200 Mbit/s out of each host" in text) == (hosts == 2)
 
 
+def works(*seconds: float, late: tuple[float, ...]) -> list[dict[str, float]]:
+    return [{"seconds": mine, "late": share} for mine, share in zip(seconds, late, strict=True)]
+
+
 def test_a_slow_worker_is_named_with_shares_that_fit(tmp_path: Path) -> None:
-    ranks = [split(wait=0.05), split(), split(wait=0.04)]
-    text = report(finished(tmp_path, split(wait=0.03), ranks=ranks, workers=3))
+    work = works(0.05, 0.1, 0.06, late=(0.0, 0.97, 0.3))
+    text = report(finished(tmp_path, split(wait=0.03), work=work, workers=3))
     assert "Waiting for slower workers takes 30% of a step. The slowest is rank 1, with 100.0 ms of own work" in text
     assert "where the median is 60.0 ms" in text
     assert "prepare(..., shares=[1, 0.5, 0.83])" in text
 
 
+def test_shares_that_are_unequal_already_are_gone_on_from(tmp_path: Path) -> None:
+    work, loader = works(0.05, 0.1, late=(0.0, 1.0)), {"num_workers": 0, "shares": [48, 16]}
+    text = report(finished(tmp_path, split(wait=0.03), work=work, loader=loader))
+    assert "the shares are 48, 16 now, and by speed they would be shares=[1, 0.17]" in text
+
+
+def test_a_worker_that_is_slower_only_now_and_then_gets_no_shares(tmp_path: Path) -> None:
+    text = report(finished(tmp_path, split(wait=0.03), work=works(0.05, 0.1, late=(0.2, 0.6))))
+    assert "no worker is the slowest throughout" in text and "shares" not in text
+
+
 def test_waiting_without_a_slowest(tmp_path: Path) -> None:
-    text = report(finished(tmp_path, split(wait=0.03), ranks=[split(wait=0.03)] * 2))
+    text = report(finished(tmp_path, split(wait=0.03), work=works(0.07, 0.07, late=(0.1, 0.1))))
     assert "no worker is the slowest throughout" in text
     assert "trace.json" in text
 
 
 def test_slow_data(tmp_path: Path) -> None:
-    assert "waited for during 25% of a step. Let others prepare it: DataLoader(..., num_workers=2" in report(
+    assert "waited for during 25% of a step. Where cores are left, let others prepare it: DataLoader(..., num_workers=2" in report(
         finished(tmp_path, split(data=0.025))
     )
+
+
+@pytest.mark.parametrize(
+    ("readers", "seconds", "words"),
+    [
+        (2, 0.0015, "see whether num_workers=0 is faster"),  # what two readers cost a step of 3 ms
+        (
+            2,
+            0.005,
+            "with num_workers=2 for each worker. Such processes need a few milliseconds to hand a batch over: see whether num_workers=0",
+        ),
+        (4, 0.015, "with num_workers=4 for each worker. More of them help only where cores are left"),
+    ],
+)
+def test_readers_that_there_are_already_are_not_advised(tmp_path: Path, readers: int, seconds: float, words: str) -> None:
+    parts = {"compute": 2 * seconds, "exchange": 0.0, "wait": 0.0, "data": seconds}
+    text = report(finished(tmp_path, parts, loader={"num_workers": readers, "shares": [32, 32]}))
+    assert words in text and "num_workers=2 or more" not in text
+
+
+# Advice from noise ------------------------------------------------------------------------------------------------------------
+
+LARGE = {"exchange": split(exchange=0.04), "wait": split(wait=0.03), "data": split(data=0.03)}
+SLOWER = works(0.05, 0.1, late=(0.0, 1.0))  # what the wait would be put down to
+
+
+def some(often: int, parts: dict[str, float]) -> list[dict[str, float]]:
+    """A hundred steps: of every ten in a row, taken together, so many tenths of the run have `parts` and the others are quiet."""
+    return [parts if number // 10 < often else QUIET for number in range(100)]
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_what_lasts_gets_advice(tmp_path: Path, part: str) -> None:
+    assert "What to do about it" in report(finished(tmp_path, LARGE[part], work=SLOWER))
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_few_steps_get_no_advice(tmp_path: Path, part: str) -> None:
+    text = report(finished(tmp_path, steps=[LARGE[part]] * 10, work=SLOWER))
+    assert "10 steps are too few to tell a rule from chance: from 25 on there is advice." in text
+    assert "shares=" not in text and "What to do" not in text
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_what_comes_and_goes_gets_no_advice(tmp_path: Path, part: str) -> None:
+    steps = some(6, LARGE[part])
+    assert sum(step[part] for step in steps) > 0.15 * sum(sum(step.values()) for step in steps)  # on the mean it is large
+    text = report(finished(tmp_path, steps=steps, work=SLOWER))
+    assert "What to do" not in text and ("stands out" in text or "comes and goes" in text)
+    assert "What to do" in report(finished(tmp_path / "more", steps=some(9, LARGE[part]), work=SLOWER))
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_the_first_steps_are_no_advice(tmp_path: Path, part: str) -> None:
+    steps = [{name: 20 * seconds for name, seconds in LARGE[part].items()}] * 5 + [QUIET] * 40
+    assert sum(step[part] for step in steps) > 0.2 * sum(sum(step.values()) for step in steps)
+    assert "What to do" not in report(finished(tmp_path, steps=steps, work=SLOWER))
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_what_is_short_gets_no_advice(tmp_path: Path, part: str) -> None:
+    """A step of 1.2 ms, a third of which is not compute, as that of examples/train.py."""
+    parts = {"compute": 0.0008, "exchange": 0.0, "wait": 0.0, "data": 0.0} | {part: 0.0004}
+    assert "Nothing to gain for sure" in report(finished(tmp_path, parts, work=works(0.0006, 0.0012, late=(0.0, 1.0))))
+
+
+def test_a_short_stop_for_a_checkpoint_is_no_advice(tmp_path: Path) -> None:
+    saved = {"count": 2, "stall_seconds": 0.4, "write_seconds": 0.4}
+    assert "What to do" not in report(finished(tmp_path, seconds=5.0, checkpoints=saved))
+
+
+def test_saving_in_the_background_is_not_advised_where_it_is_done(tmp_path: Path) -> None:
+    saved = {"count": 4, "stall_seconds": 2.0, "write_seconds": 1.8, "background": 4}
+    text = report(finished(tmp_path, seconds=10.0, checkpoints=saved))
+    assert "save less often" in text and "background=True" not in text
+
+
+def test_busy_servers_get_advice_after_enough_steps_only(tmp_path: Path) -> None:
+    server = {"busy_seconds": 9.0, "bytes": 1, "bytes_sent": 1, "memory_bytes": 1, "put_off": 0}
+    assert "--servers N" in report(finished(tmp_path / "long", seconds=10.0, servers=[server]))
+    assert "--servers N" not in report(finished(tmp_path / "short", seconds=10.0, steps=[QUIET] * 10, servers=[server]))
+
+
+def test_without_the_time_of_each_step_there_is_no_advice(tmp_path: Path) -> None:
+    folder = finished(tmp_path, LARGE["data"])
+    (folder / "metrics.jsonl").unlink()
+    assert "metrics.jsonl is missing" in report(folder)
 
 
 def test_time_outside_of_steps(tmp_path: Path) -> None:
@@ -156,12 +263,12 @@ def unfinished(tmp_path: Path, steps: int = 3) -> Folder:
 
 
 def test_a_run_that_has_not_ended(tmp_path: Path) -> None:
-    folder = unfinished(tmp_path)
+    folder = unfinished(tmp_path, 30)
     with folder.metrics.open("a") as file:
-        file.write('{"step": 4, "lo')  # being written
+        file.write('{"step": 31, "lo')  # being written
     text = report(folder.path)
-    assert text.startswith("run has not ended (no summary.json): it is still running, or was broken off. So far: 3 steps of 30 samples")
-    assert "last loss 3" in text
+    assert text.startswith("run has not ended (no summary.json): it is still running, or was broken off. So far: 30 steps of 300 samples")
+    assert "last loss 30" in text
     assert "data       30%    30.0 ms" in text
     assert "waited for during 30%" in text
 

@@ -88,7 +88,18 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
     found = json.loads(folder.summary.read_text())
     assert list(found) == [
         *("sync", "workers", "hosts", "steps", "samples", "seconds", "samples_per_second", "final_loss", "step_seconds"),
-        *("rank_seconds", "bytes_sent", "codecs", "parameters_sha256", "checkpoints", "events", "servers", "results"),
+        *(
+            "rank_seconds",
+            "rank_work",
+            "bytes_sent",
+            "codecs",
+            "parameters_sha256",
+            "checkpoints",
+            "events",
+            "servers",
+            "loader",
+            "results",
+        ),
     ]
     assert found["step_seconds"]["exchange"] == 0.02
     assert [path.name for path in folder.path.iterdir()] == ["summary.json"]

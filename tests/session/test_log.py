@@ -330,6 +330,7 @@ def test_totals(tmp_path: Path) -> None:
     assert (totals.steps, totals.samples, totals.final_loss) == (4, 40, 14.0)
     assert totals.step_seconds == {"compute": 1.5, "exchange": 0.5, "wait": 0.5, "data": 0.0}
     assert [seconds["compute"] for seconds in totals.rank_seconds] == [1.0, 2.0]
+    assert totals.rank_work == [{"seconds": 1.0, "late": 0.0}, {"seconds": 2.0, "late": 1.0}]
     assert totals.samples_per_second == 4.0
 
 

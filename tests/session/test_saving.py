@@ -131,7 +131,7 @@ def test_a_save_waits_for_the_one_under_way(tmp_path: Path, gate: Gate) -> None:
 
     workers(1, body, folder=tmp_path)
     found = summary(tmp_path)["checkpoints"]
-    assert found["count"] == 5 and found["stall_seconds"] > 0.15 and found["write_seconds"] > 0.15
+    assert found["count"] == 5 and found["background"] == 4 and found["stall_seconds"] > 0.15 and found["write_seconds"] > 0.15
     sizes = {path.stat().st_size for path in (tmp_path / "test" / "checkpoints").glob("*/tensors.safetensors")}
     assert len(sizes) == 1 and found["nbytes"] == 5 * sizes.pop()
     assert len(list((tmp_path / "test" / "checkpoints").iterdir())) == 2
@@ -189,7 +189,7 @@ def test_memory_is_used_again_and_let_go(tmp_path: Path) -> None:
 
 def test_a_run_that_saves_nothing_says_so(tmp_path: Path) -> None:
     workers(2, lambda run: train(run, lambda step: None), folder=tmp_path)
-    assert summary(tmp_path)["checkpoints"] == {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0}
+    assert summary(tmp_path)["checkpoints"] == {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0, "background": 0}
 
 
 def test_one_in_the_background_and_one_not_is_named(tmp_path: Path) -> None:

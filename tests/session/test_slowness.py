@@ -113,6 +113,31 @@ def test_other_workers_are_judged_anew() -> None:
     assert flush(found, *SLOW, times=FLUSHES - 1) == []
 
 
+def test_who_is_late_in_most_steps_is_told_from_chance() -> None:
+    random.seed(7)
+    noise = [{0: random.uniform(0.05, 0.15), 1: random.uniform(0.05, 0.15)} for _ in range(200)]
+    assert all(0.2 < found["late"] < 0.6 for found in slowness.unequal(noise))
+    slow = [{rank: seconds * (1 + rank) for rank, seconds in step.items()} for step in noise]
+    first, second = slowness.unequal(slow)
+    assert first["late"] < 0.2 and second["late"] > 0.8 and second["seconds"] == pytest.approx(2 * first["seconds"], rel=0.2)
+    assert slowness.unequal([]) == [] and slowness.unequal([{0: 1.0}, {0: 1.0, 2: 2.0}])[1] == {"seconds": 2.0, "late": 1.0}
+
+
+def test_the_summary_has_how_samples_are_dealt_and_who_had_more_to_do(tmp_path: Path) -> None:
+    def train(run: Run) -> None:
+        model = nn.Linear(6, 2).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        model, optimizer, loader, _ = run.prepare(model, optimizer, batches(40, 8), batches(16, 4), shares=[3, 1])
+        for x, y in loader:
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+
+    workers(2, train, folder=tmp_path)
+    found = json.loads((tmp_path / "test/summary.json").read_text())
+    assert found["loader"] == {"num_workers": 0, "shares": [6, 2]}
+    assert [sorted(rank) for rank in found["rank_work"]] == [["late", "seconds"]] * 2
+
+
 @pytest.mark.slow
 def test_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sleeps in its loop is named in a line, and in the events of the summary."""

@@ -1,0 +1,143 @@
+"""What to do about where the time of a run went. Each rule looks at one thing.
+
+A rule speaks only of what lasts: it takes its share of a step in four of five tenths of the run, after the first steps, so that neither the
+start nor a busy moment is taken for the rule; it is worth having, in seconds; and it is not what the run does already.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from paceline.observe import serving
+from paceline.observe.facts import FEWEST, Facts, Steady
+from paceline.session.slowness import remedy
+from paceline.wording import counted
+
+LEAST = 1e-3  # seconds of a step that are worth a change of the training
+READING = 2e-3  # seconds of a step that are worth processes that read: to hand over a batch costs them up to so much
+READERS_COST = 10e-3  # seconds of a step below which it may be the handing over that is waited for
+STOOD = 1.0  # seconds of a run that are worth another way to save
+
+
+def advise(facts: Facts) -> str:
+    """What to do, or why there is nothing."""
+    always = [advice for rule in WHOLE for advice in rule(facts)]
+    steady = facts.steady
+    found = always if steady is None else [*always, *(advice for rule in RULES for advice in rule(facts, steady))]
+    if found:
+        return "\n".join(["What to do about it:", *(f"- {advice}" for advice in found)])
+    if facts.steps < FEWEST:
+        few = f"{counted(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
+        return f"{few} to tell a rule from chance: from {FEWEST} on there is advice."
+    if steady is None:
+        return "metrics.jsonl is missing, and without the time of each step there is no advice."
+    if facts.share("compute") >= 0.75:
+        return f"Nothing stands out: {facts.share('compute'):.0%} of a step is compute."
+    return "Nothing to gain for sure: what isn't compute is short, or comes and goes."
+
+
+def exchange(facts: Facts, steady: Steady) -> Iterator[str]:
+    """The exchange is exposed for more than a quarter of a step."""
+    if not steady.lasts("exchange", 0.25, LEAST):
+        return
+    yield (
+        f"Exchange takes {facts.share('exchange'):.0%} of a step. A larger global batch makes fewer exchanges for the same samples "
+        f"(prepare(..., accumulate=k) if memory is short); parameters in bfloat16 halve the bytes"
+    )
+    if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:
+        yield f"{facts.sync} names its own way between hosts. AllReduce() and AllReduce(via='hierarchical') send one copy per host"
+    elif facts.hosts == 1 and "via=" in facts.sync:
+        yield f"{facts.sync} names its own way inside the host. AllReduce() goes through shared memory, which is usually fastest there"
+    elif facts.hosts > 1:
+        yield "One copy per host is sent already. `paceline bench collectives` says whether the link is as fast as it should be"
+
+
+def slow(facts: Facts, steady: Steady) -> Iterator[str]:
+    """Workers wait for one that is slower, or for a different one each time."""
+    if not steady.lasts("wait", 0.1, LEAST):
+        return
+    busy = [work.seconds for work in facts.work]
+    slowest = max(range(len(busy)), key=busy.__getitem__, default=0)
+    head = f"Waiting for slower workers takes {facts.share('wait'):.0%} of a step"
+    if busy and min(busy) > 0 and busy[slowest] > 1.15 * min(busy) and facts.work[slowest].late >= 0.8:
+        yield (
+            f"{head}. The slowest is rank {slowest}, with {seconds(busy[slowest])} of own work in a step where the median is "
+            f"{seconds(statistics.median(busy))}. {_evened(facts, busy)}"
+        )
+    elif not busy:
+        yield f"{head}. Once the run has ended, this report says whether it is always the same one that is late"
+    else:
+        yield (
+            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of texts), or other programs on the "
+            f"machines. trace.json, opened in Perfetto (ui.perfetto.dev), shows who was late when"
+        )
+
+
+def _evened(facts: Facts, busy: list[float]) -> str:
+    """What to do about a slow worker: shares by speed, where they are not so already."""
+    shares = facts.dealing.shares if facts.dealing else ()
+    if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
+        return remedy(busy)
+    speeds = [share / mine for share, mine in zip(shares, busy, strict=True)]
+    fit = ", ".join(f"{speed / max(speeds):.2g}" for speed in speeds)
+    return f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed they would be shares=[{fit}]"
+
+
+def data(facts: Facts, steady: Steady) -> Iterator[str]:
+    """Batches come too slowly."""
+    readers = facts.dealing.num_workers if facts.dealing else 0
+    if not steady.lasts("data", 0.1, LEAST if readers else READING):
+        return
+    head = f"The next batch is waited for during {facts.share('data'):.0%} of a step"
+    if not readers:
+        yield (
+            f"{head}. Where cores are left, let others prepare it: DataLoader(..., num_workers=2 or more, persistent_workers=True); or do "
+            f"the costly part of the data set once, ahead"
+        )
+    elif steady.least["data"] < READERS_COST:
+        yield (
+            f"{head}, with num_workers={readers} for each worker. Such processes need a few milliseconds to hand a batch over: see whether "
+            f"num_workers=0 is faster, or larger batches"
+        )
+    else:
+        yield (
+            f"{head}, with num_workers={readers} for each worker. More of them help only where cores are left; else do the costly part of "
+            f"the data set once, ahead"
+        )
+
+
+def servers(facts: Facts, steady: Steady) -> Iterator[str]:
+    """See `serving.advise`."""
+    return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
+
+
+RULES: tuple[Callable[[Facts, Steady], Iterator[str]], ...] = (exchange, slow, data, servers)
+
+
+def outside(facts: Facts) -> Iterator[str]:
+    """Much of the run lies outside of its steps."""
+    if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
+        yield (
+            f"Only {facts.step * facts.steps / facts.seconds:.0%} of the run was spent in steps: evaluate and save less often, "
+            f"or see what the script does before the first"
+        )
+
+
+def checkpoints(facts: Facts) -> Iterator[str]:
+    """Training stands still for checkpoints."""
+    stood = facts.stall * facts.saves
+    if not facts.seconds or stood < STOOD or stood <= 0.03 * facts.seconds:
+        return
+    if facts.stall > facts.write / 2 and not facts.background:
+        yield f"Checkpoints took {stood / facts.seconds:.0%} of the run: run.save(background=True) writes them while training goes on"
+    else:
+        yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
+
+
+WHOLE: tuple[Callable[[Facts], Iterator[str]], ...] = (outside, checkpoints)
+
+
+def seconds(value: float) -> str:
+    """So many seconds, as the report writes them."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

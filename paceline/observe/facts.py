@@ -1,0 +1,189 @@
+"""What the files of a run say: its summary, and, step by step, its metrics."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.observe import serving
+from paceline.session.folder import PARTS, Folder
+
+WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How the training loader was dealt."""
+
+    num_workers: int = 0  # processes that read ahead, for each worker
+    shares: tuple[int, ...] = ()  # of a usual batch; empty where there is no usual one
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker had to do by itself, apart from exchange and waiting."""
+
+    seconds: float  # in a step, the median
+    late: float  # the share of the steps in which it was a tenth above what is usual among the workers
+
+
+@dataclass(frozen=True)
+class Steady:
+    """What lasts through a run, told from what comes and goes: what is so in four of five tenths of it, first steps left out."""
+
+    step: float  # seconds of a step, the median of the tenths
+    least: dict[str, float]  # seconds that each part of a step took at least in four of five tenths
+
+    def lasts(self, part: str, share: float, seconds: float) -> bool:
+        """Whether `part` takes more than this share of a step and at least so many seconds of it, nearly all the time."""
+        return self.least[part] >= seconds and self.least[part] > share * self.step
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files of a run say; a run that has not ended lacks what only the summary has."""
+
+    name: str
+    ended: bool
+    steps: int
+    samples: int
+    final_loss: float | None
+    step_seconds: dict[str, float]
+    seconds: float | None = None  # of the whole run
+    sync: str = ""
+    workers: int = 1
+    hosts: int = 1
+    steady: Steady | None = None  # None where the steps are too few to tell
+    work: tuple[Work, ...] = ()  # of each rank
+    dealing: Dealing | None = None  # None where it isn't known
+    bytes_sent: dict[str, float] | None = None
+    codecs: list[str] = field(default_factory=list)  # whether each paid, in words
+    events: list[dict[str, Any]] = field(default_factory=list)
+    saves: int = 0  # checkpoints on the disk
+    stall: float = 0.0  # seconds for which training stood still for each of them
+    write: float = 0.0  # seconds that each took until it was on the disk
+    background: bool = False  # whether all were asked for in the background
+    servers: list[serving.Server] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a mean step."""
+        return sum(self.step_seconds.values())
+
+    def share(self, part: str) -> float:
+        """The share of a step that `part` takes."""
+        return self.step_seconds[part] / self.step if self.step > 0 else 0.0
+
+
+def read(folder: Folder) -> Facts:
+    """The facts of a run: from its summary, or, if it has none yet, from its metrics."""
+    if folder.summary.is_file():
+        return _from_summary(folder)
+    if folder.metrics.is_file():
+        return _from_metrics(folder)
+    if not folder.path.is_dir():
+        runs = sorted(path.parent.name for path in folder.path.parent.glob("*/metrics.jsonl"))
+        near = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"
+        raise UsageError(f"there is no run folder {folder.path}; {near}")
+    if not any(folder.path.iterdir()):
+        return Facts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0))
+    runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
+    inside = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
+    raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
+
+
+def steadied(steps: Sequence[dict[str, float]]) -> Steady | None:
+    """What lasts through these steps, each with the seconds of its parts; None where they are too few."""
+    if len(steps) < FEWEST:
+        return None
+    warmed = steps[WARM:]
+    tenths = [warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)]
+    means = [{part: statistics.fmean(step[part] for step in tenth) for part in PARTS} for tenth in tenths]
+    least = {part: sorted(mean[part] for mean in means)[TENTHS // 5] for part in PARTS}
+    return Steady(statistics.median(sum(mean.values()) for mean in means), least)
+
+
+def _from_summary(folder: Folder) -> Facts:
+    try:
+        fields = json.loads(folder.summary.read_text(encoding="utf-8"))
+        saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
+        each = max(int(saved["count"]), 1)
+        dealt = fields.get("loader")
+        facts = Facts(
+            name=folder.name,
+            ended=True,
+            steps=int(fields["steps"]),
+            samples=int(fields["samples"]),
+            final_loss=_number(fields["final_loss"]),
+            step_seconds={part: float(fields["step_seconds"][part]) for part in PARTS},
+            seconds=float(fields["seconds"]),
+            sync=str(fields["sync"]),
+            workers=int(fields["workers"]),
+            hosts=int(fields["hosts"]),
+            work=tuple(Work(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
+            dealing=Dealing(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
+            bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+            codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
+            events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
+            saves=int(saved["count"]),
+            stall=float(saved["stall_seconds"]) / each,
+            write=float(saved["write_seconds"]) / each,
+            background=int(saved.get("background", 0)) >= each,
+            servers=[serving.read(server, number) for number, server in enumerate(fields.get("servers", []))],
+        )
+    except KeyError as error:
+        raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder.summary} is damaged ({error}); remove it, and the report is made of {folder.metrics.name}") from error
+    return replace(facts, steady=steadied(_steps(folder, _lines(folder)))) if folder.metrics.is_file() else facts
+
+
+def _from_metrics(folder: Folder) -> Facts:
+    lines = _lines(folder)
+    steps = _steps(folder, lines)
+    try:
+        losses = [_number(line["loss"]) for line in lines if "loss" in line]
+        return Facts(
+            name=folder.name,
+            ended=False,
+            steps=len(steps),
+            samples=sum(int(line["samples"]) for line in lines if "seconds" in line),
+            final_loss=losses[-1] if losses else None,
+            step_seconds={part: statistics.fmean([step[part] for step in steps] or [0.0]) for part in PARTS},
+            seconds=max((float(line["time"]) for line in lines), default=None),
+            steady=steadied(steps),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise _foreign(folder, error) from error
+
+
+def _lines(folder: Folder) -> list[dict[str, Any]]:
+    texts = folder.metrics.read_text(encoding="utf-8").splitlines()
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(texts, 1):
+        try:
+            lines.append(json.loads(text))
+        except ValueError as error:
+            if number < len(texts):  # the last may be half-written
+                raise UsageError(f"{folder.metrics} is damaged in line {number} ({error}); mend or remove that line") from error
+    return lines
+
+
+def _steps(folder: Folder, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """The seconds of the parts of each step."""
+    try:
+        return [{part: float(line["seconds"][part]) for part in PARTS} for line in lines if "seconds" in line]
+    except (KeyError, ValueError, TypeError) as error:
+        raise _foreign(folder, error) from error
+
+
+def _foreign(folder: Folder, error: Exception) -> UsageError:
+    return UsageError(f"{folder.metrics} is not of this version of paceline: {error!r}")
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
