@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -14,8 +15,8 @@ from paceline.cluster.assembly import Assembly
 from paceline.cluster.peers import Failure
 from paceline.cluster.worker import Worker
 
-_BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started again; twice as long each time
-_STEADY_SECONDS = 60.0  # a worker that lived for so long is started again as if none had died before
+_BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started again; twice as long each time that it dies
+_STEADY_SECONDS = 10.0  # one that has trained for so long is started again as if it had never died
 _STOPPED_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # how long a worker may be stopped; between two looks
 _LEAVE_SECONDS = 5.0  # how long one that has failed may take to end
 _PART_SECONDS = 5.0  # how long the others may take to decide that they do without a host that leaves
@@ -43,6 +44,7 @@ class Mending:
     _called: set[int] = field(default_factory=set)  # who is ready, as the others know
     _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
     _failures: list[Failure] = field(default_factory=list)
+    _falls: dict[int, int] = field(default_factory=dict)  # by rank: how often in a row it died before it had trained for a while
     _stopped: dict[int, float] = field(default_factory=dict)  # since when
     _looked_at: float = 0.0
     _short_since: float | None = None  # when there were fewer than the job needs
@@ -162,8 +164,15 @@ class Mending:
         self.say(f"{failure.line()}; {'it is started again' if again else 'the others go on'}")
         if again:
             self.restarts -= 1
-            times = 1 if time.time() - worker.began > _STEADY_SECONDS else len(self._failures)
-            self._due.append((now + min(_BACKOFF_SECONDS * 2 ** (times - 1), _LONGEST_BACKOFF), worker.rank))
+            self._due.append((now + self._pause(worker), worker.rank))
+            self._due.sort()
+
+    def _pause(self, worker: Worker) -> float:
+        """Seconds before another takes its place: longer each time, where it dies again and again without having trained for a while."""
+        trained = next((float(str(record["time"])) for record in worker.records if record["event"] == "surviving"), math.inf)
+        steady = (worker.ended or time.time()) - trained > _STEADY_SECONDS
+        self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1
+        return float(min(_BACKOFF_SECONDS * 2 ** (falls - 1), _LONGEST_BACKOFF))
 
     def _too_few(self, workers: Sequence[Worker]) -> Failure | None:
         """Why the job can't go on, if there are too few."""

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +47,6 @@ class Worker:
     was_sent: set[int] = field(default_factory=set)
     number: int = -1
     joining: bool = False
-    began: float = field(default_factory=time.time)
     _line: bytes = b""
 
     def said(self, event: str) -> bool:
