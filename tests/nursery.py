@@ -166,7 +166,7 @@ def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nu
 def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | Nursed:
     """What `lab.Cluster.spawn` starts: launchers come from the nursery, and enter their host as they would."""
     at = next((n for n, word in enumerate(command) if Path(word).name == "enter.py"), None)
-    if at is None or list(command[at + 4 : at + 7]) != ["-m", "paceline", "run"]:
+    if at is None or list(command[at + 4 : at + 8]) != ["-P", "-m", "paceline", "run"]:
         return subprocess.Popen(command, **options)
     kinds, paths = zip(*(part.split("=") for part in command[at + 1].split(",")), strict=True)
     null, out, err = os.open(os.devnull, os.O_RDONLY), os.pipe(), os.pipe()
@@ -175,7 +175,7 @@ def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] |
         door = Door(kinds, command[at + 2])
         process = Nursed(
             path(),
-            [sys.executable, "paceline", *command[at + 6 :]],
+            [sys.executable, "paceline", *command[at + 7 :]],
             given,
             cwd=str(options["cwd"] or os.getcwd()),
             env=options["env"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -152,8 +153,16 @@ def remove(folder: Path) -> None:
 
 
 def orphans(bases: Iterable[Base]) -> list[Path]:
-    """All groups of labs under these bases, ours and others'."""
-    return sorted({folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if folder.is_dir()})
+    """All groups of this user's labs under these bases. Those of other users are theirs, also where nobody is inside yet."""
+    return sorted({folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _owned(folder)})
+
+
+def _owned(folder: Path) -> bool:
+    try:
+        state = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
 
 
 def _mount(line: str) -> tuple[str, frozenset[str], str, Path]:

@@ -25,8 +25,9 @@ def clean() -> list[str]:
                 f"of lab {record['identity']} ({record['name']}) this can't be removed: {', '.join(left)}; end it, and clean again"
             )
         done.append(f"lab {record['identity']} ({record['name']}) was killed: its processes, control groups and files are removed")
+    groups = cgroups.orphans(_bases())  # before the records: a lab that begins now has its record before its groups
     known = {record["identity"] for record in remains.read_all()}
-    for folder in cgroups.orphans(_bases()):
+    for folder in groups:
         identity = folder.name.removeprefix(cgroups.PREFIX).partition("-")[0]
         if identity not in known and not remains.grouped([str(folder)]):  # who is inside may have a record that this user can't see
             with suppress(FileNotFoundError):  # somebody else cleans too

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -27,8 +26,11 @@ _UNITS: Final[dict[str, dict[str, int]]] = {
 }
 _EXAMPLES: Final = {"rate": "100mbit", "size": "2GB", "time": "20ms"}
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-_LEAST_MEMORY: Final = 2**20
-_LEAST_PROCESSORS: Final = 0.01
+_MOST_WORKERS: Final = 1_000  # of a host
+_LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
+_LEAST_PROCESSORS, _MOST_PROCESSORS = 0.01, 10_000
+_LONGEST_DELAY: Final = 60.0  # seconds; netem counts a sixteenth of a microsecond in 32 bits
+_SHOWN: Final = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,24 @@ class Description:
 
 def rate(value: str | int, where: str = "the bandwidth") -> Rate:
     """Bits per second, from text such as `100mbit` or from a number of bits per second."""
-    found = value if isinstance(value, int) and not isinstance(value, bool) else round(_measure(value, "rate", where))
+    found = value if isinstance(value, int) and not isinstance(value, bool) else _measure(value, "rate", where)
     if not _SLOWEST <= found <= _FASTEST:
-        raise UsageError(f"{where} is {value}, and has to be 8kbit to 34gbit")
-    return found
+        raise UsageError(f"{where} is {shown(value)}, and has to be 8kbit to 34gbit")
+    return round(found)
+
+
+def shown(value: object) -> str:
+    """A value in a message: in one line, and the start of it where it is long."""
+    try:
+        text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def quoted(value: object) -> str:
+    """The same with the quotes of a text."""
+    return shown(repr(value) if isinstance(value, str) else value)
 
 
 def spell(value: Rate | None) -> str:
@@ -108,7 +124,7 @@ def spell(value: Rate | None) -> str:
 def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any) -> Description:
     """A cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth, up, down, delay, processors, memory."""
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
-        raise UsageError(f"hosts is {hosts!r}, and has to be 1 to {MOST_HOSTS}")
+        raise UsageError(f"hosts is {shown(hosts)}, and has to be 1 to {MOST_HOSTS}")
     reader = _Reader("the cluster")
     given = {"workers": workers, **{name: value for name, value in each.items() if value is not None}}
     reader.known(given)
@@ -139,7 +155,7 @@ def read(path: str | Path) -> Description:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: {', '.join(names())}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of numbers of thousands of digits, of a thousand brackets
         raise UsageError(f"{path} isn't TOML: {error}") from error
     return _Reader(str(path)).whole(content, Path(path).stem)
 
@@ -149,7 +165,7 @@ def _measure(value: object, kind: str, where: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
     units = _UNITS[kind]
     if match is None or match[2] not in units:
-        raise UsageError(f"{where} is {value!r}, and has to be a number with one of {', '.join(units)}, such as {_EXAMPLES[kind]!r}")
+        raise UsageError(f"{where} is {quoted(value)}, and has to be a number with one of {', '.join(units)}, such as {_EXAMPLES[kind]!r}")
     return float(match[1]) * units[match[2]]
 
 
@@ -202,19 +218,23 @@ class _Reader:
         fields: dict[str, Any] = self._sides(table, where)
         if "workers" in table:
             fields["workers"] = workers = table["workers"]
-            if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-                raise self._wrong(f"{where}.workers", workers, "a whole number of at least 1")
+            if not isinstance(workers, int) or isinstance(workers, bool) or not 1 <= workers <= _MOST_WORKERS:
+                raise self._wrong(f"{where}.workers", workers, f"a whole number of at least 1, at most {_MOST_WORKERS}")
         if "processors" in table:
             fields["processors"] = cores = table["processors"]
-            if not isinstance(cores, int | float) or isinstance(cores, bool) or not _LEAST_PROCESSORS <= cores < math.inf:
-                raise self._wrong(f"{where}.processors", cores, f"a number of cores, at least {_LEAST_PROCESSORS}")
+            if not isinstance(cores, int | float) or isinstance(cores, bool) or not _LEAST_PROCESSORS <= cores <= _MOST_PROCESSORS:
+                wanted = f"a number of cores, at least {_LEAST_PROCESSORS}, at most {_MOST_PROCESSORS}"
+                raise self._wrong(f"{where}.processors", cores, wanted)
         if "memory" in table:
             memory = table["memory"]
-            fields["memory"] = memory if isinstance(memory, int) else int(_measure(memory, "size", self._at(f"{where}.memory")))
-            if isinstance(memory, bool) or fields["memory"] < _LEAST_MEMORY:
-                raise self._wrong(f"{where}.memory", memory, "at least 1MiB")
+            nbytes = memory if isinstance(memory, int) else _measure(memory, "size", self._at(f"{where}.memory"))
+            if isinstance(memory, bool) or not _LEAST_MEMORY <= nbytes <= _MOST_MEMORY:
+                raise self._wrong(f"{where}.memory", memory, "at least 1MiB, at most 1048576GiB")
+            fields["memory"] = int(nbytes)
         if "delay" in table:
-            fields["delay"] = _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+            fields["delay"] = delay = _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+            if delay > _LONGEST_DELAY:
+                raise self._wrong(f"{where}.delay", table["delay"], f"at most {_LONGEST_DELAY:g}s")
         return fields
 
     def _sides(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
@@ -242,10 +262,10 @@ class _Reader:
     def _known(self, table: Mapping[str, Any], possible: tuple[str, ...], prefix: str) -> None:
         for key in table:
             if key not in possible:
-                raise UsageError(f"{self._source}: there is no key {prefix}{key}; {choices(key, possible)}")
+                raise UsageError(f"{self._source}: there is no key {prefix}{shown(key)}; {choices(key, possible)}")
 
     def _wrong(self, key: str, found: object, wanted: str) -> UsageError:
-        return UsageError(f"{self._at(key)} is {found!r}, and has to be {wanted}")
+        return UsageError(f"{self._at(key)} is {quoted(found)}, and has to be {wanted}")
 
     def _at(self, key: str) -> str:
         return f"{self._source}: {key}"
@@ -255,13 +275,13 @@ def _check(cluster: Description) -> None:
     """What concerns more than one value."""
     at = cluster.source or f"cluster {cluster.name}"
     if cluster.placement not in PLACEMENTS:
-        raise UsageError(f"{at}: placement is {cluster.placement!r}; {choices(str(cluster.placement), PLACEMENTS)}")
+        raise UsageError(f"{at}: placement is '{shown(cluster.placement)}'; {choices(shown(cluster.placement), PLACEMENTS)}")
     if not 1 <= len(cluster.hosts) <= MOST_HOSTS:
         raise UsageError(f"{at}: there are {len(cluster.hosts)} hosts, and there have to be 1 to {MOST_HOSTS}: add [[host]] tables")
     for kind, found in (("host", [host.name for host in cluster.hosts]), ("rack", [rack.name for rack in cluster.racks])):
         for name in found:
             if not _NAME.fullmatch(name):
-                raise UsageError(f"{at}: a {kind} is called {name!r}; names have small letters, digits and dashes inside, at most 32")
+                raise UsageError(f"{at}: a {kind} is called {quoted(name)}; names have small letters, digits and dashes inside, at most 32")
             if found.count(name) > 1:
                 raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
     for host in cluster.hosts:
@@ -277,10 +297,11 @@ def _check_numbers(host: Host, at: str) -> None:
     for side in ("up", "down"):
         if getattr(host, side) is not None:
             rate(getattr(host, side), f"{at}: {side} of host {host.name}")
-    for name, least in (("workers", 1), ("processors", _LEAST_PROCESSORS), ("memory", _LEAST_MEMORY), ("delay", 0)):
+    bounds = (1, _MOST_WORKERS), (_LEAST_PROCESSORS, _MOST_PROCESSORS), (_LEAST_MEMORY, _MOST_MEMORY), (0, _LONGEST_DELAY)
+    for name, (least, most) in zip(("workers", "processors", "memory", "delay"), bounds, strict=True):
         value = getattr(host, name)
-        if value is not None and not least <= value < math.inf:
-            raise UsageError(f"{at}: {name} of host {host.name} is {value}, and has to be at least {least}")
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"{at}: {name} of host {host.name} is {shown(value)}, and has to be at least {least}, at most {most:g}")
 
 
 def _check_racks(cluster: Description, at: str) -> None:
@@ -291,7 +312,7 @@ def _check_racks(cluster: Description, at: str) -> None:
             raise UsageError(f"{at}: rack {rack.name} has no hosts: name them in `hosts`")
         for name in rack.hosts:
             if name not in known:
-                raise UsageError(f"{at}: rack {rack.name} has a host {name}, which isn't there; {choices(name, known)}")
+                raise UsageError(f"{at}: rack {rack.name} has a host {shown(name)}, which isn't there; {choices(name, known)}")
             if name in where:
                 raise UsageError(f"{at}: host {name} is in rack {where[name]} and in rack {rack.name}: leave it out of one")
             where[name] = rack.name

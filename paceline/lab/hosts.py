@@ -108,7 +108,16 @@ class Cluster:
 
         self._built()
         self._runs += 1
-        return run(self, start, self.folder / f"run{self._runs}")
+        return run(self, start, self.pages(self._runs))
+
+    @property
+    def secret(self) -> Path:
+        """The file with the secret of its jobs. Like all that lies beside the folders of hosts it has a dot, which no host's name has."""
+        return self.folder / "job.secret"
+
+    def pages(self, run: int) -> Path:
+        """Where workers say how far they are, in this run (counted from 1)."""
+        return self.folder / f"run.{run}"
 
     def spawn(
         self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any
@@ -207,7 +216,7 @@ class Cluster:
         return self.hosts[host]
 
     def _build(self, held: ExitStack) -> None:
-        names = self.folder / "hosts"
+        names = self.folder / "hosts.table"
         # The second form is how torch looks up who has connected; it needs another name, or the host would seem to have two addresses.
         table = [
             f"{links.address(number)} {host.name}\n::ffff:{links.address(number)} {host.name}.lab"
@@ -215,8 +224,8 @@ class Cluster:
         ]
         names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *table]) + "\n")
         names.chmod(0o644)
-        (self.folder / "secret").touch(mode=0o600)
-        (self.folder / "secret").write_bytes(secret.fresh())
+        self.secret.touch(mode=0o600)
+        self.secret.write_bytes(secret.fresh())
         self._switch = spaces.Space.make(["net"])
         held.callback(self._switch.close)
         seats = [self._furnish(number, names, held) for number in range(len(self.description.hosts))]

@@ -177,7 +177,7 @@ class _Run:
         start, cluster = self._start, self._cluster
         if any(launcher.host == host and launcher.process.poll() is None for launcher in self._launchers):
             raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
-        words = [sys.executable, "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
+        words = [sys.executable, "-P", "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
         elastic = start.min_workers is not None
         if len(self._present) > 1 or host not in self._present or elastic:  # who comes later asks the others, and never runs alone
             from paceline.lab.hosts import PORT
@@ -189,7 +189,7 @@ class _Run:
                 "--join",
                 f"{first}:{PORT}",
                 "--secret-file",
-                str(cluster.folder / "secret"),
+                str(cluster.secret),
             ]
             words += ["--host-rank", str(self._present.index(host))] if host in self._present and not self._again(host) else []
             words += ["--placement", cluster.description.placement]

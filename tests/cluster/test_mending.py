@@ -38,7 +38,7 @@ class Host:
         self._begin(rank)
 
     def pause(self, rank: int, trained: float | None) -> float:
-        """The newest worker of this rank is killed after it has trained for so long (None: before it did). Seconds until the next begins."""
+        """The newest of this rank is killed after it has trained for so long (None: before it did). Gives the seconds until the next."""
         newest = [worker for worker in self.workers if worker.rank == rank][-1]
         if trained is not None:
             newest.records.append({"event": "surviving", "time": self.at})

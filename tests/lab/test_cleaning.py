@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,40 @@ def test_groups_without_a_record(tmp_path, monkeypatch):
             (folder / "cgroup.procs").write_text(inside)
     assert cleaning.clean() == [f"control group {tmp_path}/paceline-lab-dead-0 is removed"]
     assert [path.name for path in tmp_path.iterdir()] == ["paceline-lab-used-0"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_groups_of_other_users_are_theirs(tmp_path, monkeypatch):
+    """A lab of another user has its records elsewhere; it may have made its groups, and nobody is inside yet."""
+    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
+    for name, user in (("mine", 0), ("theirs", 12345)):
+        folder = tmp_path / f"{cgroups.PREFIX}{name}-0"
+        folder.mkdir()
+        os.chown(folder, user, user)
+    assert cleaning.clean() == [f"control group {tmp_path}/paceline-lab-mine-0 is removed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["paceline-lab-theirs-0"]
+
+
+def test_groups_of_a_lab_that_begins_just_now_are_its_own(tmp_path, monkeypatch):
+    """It writes its record before it makes groups; both may come about while somebody cleans."""
+    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
+    read_all, begun, calls = remains.read_all, tmp_path / f"{cgroups.PREFIX}fresh-0", list[int]()
+
+    def read_then_begin() -> list[dict[str, Any]]:
+        found = read_all()
+        calls.append(len(found))
+        if len(calls) < 2:  # the dead are looked for first
+            return found
+        whose = {"identity": "fresh", "name": "x", "process": os.getpid(), "began": remains.began(os.getpid())}
+        remains.write({**whose, "keeper": 0, "folder": str(tmp_path / "none"), "hosts": []})
+        begun.mkdir()
+        return found
+
+    monkeypatch.setattr(remains, "read_all", read_then_begin)
+    monkeypatch.setattr(remains, "drop_halves", lambda: None)
+    assert cleaning.clean() == [] and begun.exists() and calls == [0, 0]
 
 
 def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):

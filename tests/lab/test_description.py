@@ -5,11 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline import lab
 from paceline.errors import UsageError
 from paceline.lab import description
 from paceline.lab.description import Description, Host, Rack, find, rate, read, ready, regular, spell
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**30, -(10**400), 0, -1, True, 2**40])
+WORDS = st.text(max_size=8) | st.sampled_from(["1gbit", "9" * 400 + "gbit", "20ms", "9" * 400 + "s", "2GB", "block", "a\nb", "host0"])
+VALUES = st.recursive(NUMBERS | WORDS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2), max_leaves=4)
+HOSTS = st.dictionaries(st.sampled_from(["name", "workers", "processors", "memory", "bandwidth", "up", "down", "delay"]) | WORDS, VALUES)
+RACKS = st.dictionaries(st.sampled_from(["name", "hosts", "up", "bandwidth"]) | WORDS, VALUES, max_size=3)
+CONTENT = st.fixed_dictionaries(
+    {"host": st.lists(HOSTS, min_size=1, max_size=2) | VALUES},
+    optional={"rack": st.lists(RACKS, max_size=2), "all": HOSTS | VALUES, "name": VALUES, "placement": VALUES, "delays": VALUES},
+)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -88,6 +100,27 @@ class TestRead:
             ("[[host]]\n[[rack]]", "rack rack0 has no hosts"),
             ("[[host]]\n[[rack]]\nhosts = ['host0']\n[[rack]]\nhosts = ['host0']", "host host0 is in rack rack0 and in rack rack1"),
             ("name = 4\n[[host]]", "name is 4, and has to be text"),
+            ("[[host]]\nworkers = 1000000000000000000000000000000", "host[0].workers is 1000000000000000000000000000000, and has to be"),
+            ("[[host]]\nworkers = 1001", "host[0].workers is 1001, and has to be a whole number of at least 1, at most 1000"),
+            ("[[host]]\nprocessors = 1e400", "host[0].processors is inf, and has to be a number of cores, at least 0.01, at most 10000"),
+            ("[[host]]\nprocessors = nan", "host[0].processors is nan"),
+            ("[[host]]\nprocessors = -1", "host[0].processors is -1"),
+            ("[[host]]\nprocessors = 1e300", "host[0].processors is 1e+300"),
+            ("[[host]]\nmemory = 1e400", "host[0].memory is inf, and has to be a number with one of KB, MB"),
+            ("[[host]]\nmemory = 1000000000000000000000000000000", "and has to be at least 1MiB, at most 1048576GiB"),
+            ("[[host]]\nmemory = '99999999999999999999GB'", "and has to be at least 1MiB, at most 1048576GiB"),
+            ("[[host]]\nmemory = true", "host[0].memory is True"),
+            (f"[[host]]\nmemory = '{'9' * 400}GB'", f"host[0].memory is '{'9' * 59}..., and has to be at least 1MiB"),
+            (f"[[host]]\nbandwidth = '{'9' * 400}gbit'", f"host[0].bandwidth is {'9' * 60}..., and has to be 8kbit to 34gbit"),
+            ("[[host]]\nup = -1", "host[0].up is -1, and has to be 8kbit to 34gbit"),
+            ("[[host]]\nup = inf", "host[0].up is inf, and has to be a number with one of bit"),
+            ("[[host]]\ndelay = '61s'", "host[0].delay is '61s', and has to be at most 60s"),
+            (f"[[host]]\ndelay = '{'9' * 400}s'", "and has to be at most 60s"),
+            (f"[[host]]\nworkers = 0x{'f' * 5000}", "host[0].workers is a number of thousands of digits, and has to be"),
+            (f"[[host]]\nworkers = {'9' * 5000}", "isn't TOML: "),
+            (f"host = {'[' * 5000}", "isn't TOML: "),
+            ('[[host]]\n"a\\nb" = 1', "there is no key host[0].a b; possible"),
+            ("placement = [1e400]\n[[host]]", "placement is '[inf]'; possible: block, round-robin"),
             ("name = ", "isn't TOML: "),
         ],
     )
@@ -95,6 +128,18 @@ class TestRead:
         with pytest.raises(UsageError) as raised:
             read(written(tmp_path, text))
         assert said in str(raised.value) and "mine.toml" in str(raised.value)
+
+    @given(st.data())
+    def test_whatever_is_written_is_read_or_refused_in_a_line(self, data):
+        """As TOML gives it: numbers of any size, tables where none belong, words that are almost right."""
+        found = data.draw(CONTENT)
+        try:
+            cluster = description._Reader("mine.toml").whole(found, "mine")
+        except UsageError as error:
+            text = str(error)
+            assert text.startswith("mine.toml: ") and "\n" not in text and len(text) < 400
+        else:
+            assert cluster.workers <= 200 * 1000 and spell(cluster.hosts[0].up)
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(UsageError, match=r"none.toml can't be read \(No such file or directory\); ready-made ones: ethernet-1g, "):

@@ -86,7 +86,7 @@ class Watched:
         self.cluster, self._run, self._done = cluster, run, done
 
     def page(self, rank: int) -> Page:
-        file = progress.path(self.cluster.folder / "run1", rank)
+        file = progress.path(self.cluster.pages(1), rank)
         wait_for(lambda: self._run.done() or (file.exists() and Page(file).pid > 0))
         assert file.exists(), self._run.result().output
         return Page(file)

@@ -57,6 +57,16 @@ class TestHost:
         assert process.communicate()[1].decode() == "paceline: /no/such can't be started in this host (No such file or directory)\n"
         assert process.returncode == 126
 
+    def test_may_be_called_as_it_likes(self, build):
+        """Also as what a lab keeps beside the folders of its hosts, at any time."""
+        names = ("hosts", "secret", "job", "run", "run1", "table")
+        cluster = build(description=Description("c", tuple(Host(name) for name in names)))
+        cluster.pages(1).mkdir()
+        assert [ask(cluster, host, "sh", "-c", "hostname; ls -d $TMPDIR").split() for host in range(len(names))] == [
+            [name, str(cluster.folder / name)] for name in names
+        ]
+        assert len(cluster.secret.read_bytes()) == 64
+
 
 class TestQuotas:
     @pytest.mark.slow

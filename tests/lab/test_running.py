@@ -65,6 +65,21 @@ class TestCommand:
         assert ended.err.splitlines()[0] == "paceline: lab c: 2 hosts, 3 workers dealt in blocks, unlimited links"
 
     @pytest.mark.slow
+    def test_what_lies_in_the_folder_is_for_the_script_alone(self, started):
+        """Launchers may be root: they take no module from where they are started. The script finds what lies beside it."""
+        for name in ("typer", "click", "rich"):
+            (started.folder / f"{name}.py").write_text("open('taken', 'w'); raise SystemExit(9)")
+        (started.folder / "sibling.py").write_text("WORDS = 'from beside'")
+        (started.folder / "script.py").write_text(PLAIN + "import sibling\nprint(sibling.WORDS, rank)")
+        command = [sys.executable, "-P", "-m", "paceline", "lab", "run", pairs(started.folder), "script.py"]
+        ended = started.start(command).end()
+        assert (ended.code, sorted(ended.out.splitlines())) == (
+            0,
+            ["[a 0] from beside 0", "[b 1] from beside 1", "[b 2] from beside 2"],
+        ), ended.err
+        assert not (started.folder / "taken").exists()
+
+    @pytest.mark.slow
     def test_placement(self, started):
         body = PLAIN + "print(os.environ['LOCAL_RANK'])"
         ended = lab(started, pairs(started.folder), body, "--placement", "round-robin").end()
