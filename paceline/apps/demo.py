@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.machine import cores
+from paceline.apps import load
+from paceline.cluster.machine import allowed, cores
 from paceline.errors import UsageError
 from paceline.wording import counted
 
@@ -48,9 +49,10 @@ class Outcome:
     losses: list[float]  # of each step, over all workers
     validation: tuple[float, float]  # before and after
     sample: str
+    others: float = 0.0  # cores that other programs have kept busy meanwhile
 
 
-def demo(plan: Plan, launch: Launch, console: Console) -> int:
+def demo(plan: Plan, launch: Launch, console: Console, clocks: Callable[[], load.Reading | None] = load.read) -> int:
     """Train alone and together, print the table; gives the exit code of the first run that failed, else 0."""
     share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
     whole = share * plan.workers
@@ -65,15 +67,30 @@ def demo(plan: Plan, launch: Launch, console: Console) -> int:
         console.print(f"\n{title}: {steps} steps", style="bold")
         arguments = ["--steps", str(steps), "--of", str(plan.steps), "--name", name, "--folder", plan.folder]
         arguments += ["--text", str(plan.text)] if plan.text else []
+        before = clocks()
         code = launch(SCRIPT, arguments, workers, threads)
         if code != 0:
             return code
-        outcomes.append(collect(Path(plan.folder) / name, title))
+        outcomes.append(replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks())))
     console.print(table(outcomes))
+    if disturbed(outcomes):
+        console.print(busy(outcomes), style="bold", soft_wrap=True)
     console.print("A sample of what it has learned to write:\n", style="bold")
     console.print(Text(outcomes[-1].sample), soft_wrap=True)
     console.print(f"\nWhere the time went: paceline report {plan.folder}/{runs[-1][1]}", soft_wrap=True)
     return 0
+
+
+def disturbed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether other programs took so much of the processors that speeds can't be compared."""
+    return load.crowded(max(outcome.others for outcome in outcomes), cores(), allowed())
+
+
+def busy(outcomes: Sequence[Outcome]) -> str:
+    """What to say then."""
+    most = max(outcomes, key=lambda outcome: outcome.others)
+    used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
+    return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
 
 
 def collect(folder: Path, title: str) -> Outcome:
@@ -87,7 +104,7 @@ def collect(folder: Path, title: str) -> Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """The outcomes side by side; speed-up and losses are compared with the first."""
-    base = outcomes[0]
+    base, quiet = outcomes[0], not disturbed(outcomes)
     whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
     whole.add_column("", no_wrap=True)
     for outcome in outcomes:
@@ -101,7 +118,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         ("largest difference, 20 steps", lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}"),
         (f"largest difference, {len(base.losses)} steps", lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}"),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
-        ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"),
+        ("speed-up", lambda o: f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x" if quiet else "busy"),
         *((f"step, {part}", lambda o, part=part: milliseconds(o, part)) for part in ("compute", "exchange", "wait", "data")),
         ("sent in a step, within hosts", lambda o: megabytes(o, "within")),
         ("sent in a step, between hosts", lambda o: megabytes(o, "between")),

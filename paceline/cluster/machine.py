@@ -14,9 +14,13 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
     """The number of cores, at least 1: what the affinity mask and the CPU quotas of all enclosing cgroups (v1 and v2) leave."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = quota(proc, mount)
-    return max(1, allowed if share is None else min(allowed, math.ceil(share)))
+    return max(1, allowed() if share is None else min(allowed(), math.ceil(share)))
+
+
+def allowed() -> int:
+    """The number of cores that the affinity mask leaves."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.apps import demo
+from paceline.apps import demo, load
 from paceline.errors import UsageError
 
 
@@ -41,9 +41,24 @@ class Launcher:
         return 0
 
 
-def play(plan: demo.Plan, launcher: Launcher) -> tuple[int, str]:
+class Clocks:
+    """Of a machine on which others keep so many cores busy, in one run after the other; ours keeps one."""
+
+    def __init__(self, *others: float) -> None:
+        self.rates = [rate for each in others for rate in (each, 0.0)]
+        self.last = load.Reading(0.0, 0.0, 0.0)
+
+    def __call__(self) -> load.Reading:
+        now, self.last = (
+            self.last,
+            load.Reading(*(a + b for a, b in zip(self.last, (10.0, 10 * (1 + self.rates.pop(0)), 10.0), strict=True))),
+        )
+        return now
+
+
+def play(plan: demo.Plan, launcher: Launcher, *others: float) -> tuple[int, str]:
     console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
-    code = demo.demo(plan, launcher, console)
+    code = demo.demo(plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))))
     return code, console.export_text()
 
 
@@ -67,6 +82,40 @@ def test_runs_and_table(tmp_path: Path) -> None:
     assert rows["step, exchange"] == ["1.0 ms", "1.0 ms", "2.0 ms"]
     assert rows["sent in a step, within hosts"] == ["0.00 MB", "0.00 MB", "3.47 MB"]
     assert "def [bold]tools(self):" in said and "paceline report" in said
+
+
+@pytest.mark.parametrize("others", [(1.6, 0.0, 0.0), (0.0, 0.0, 1.6)])
+def test_a_busy_machine_is_said_instead_of_a_speed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]) -> None:
+    monkeypatch.setattr(demo, "cores", lambda: 2)
+    monkeypatch.setattr(demo, "allowed", lambda: 2)
+    code, said = play(demo.Plan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), *others)
+    beside = ("1 worker, 1 core", "2 workers, 1 core each")[others[2] > 0]
+    assert code == 0
+    assert f"The machine is busy (beside '{beside}' other programs used 1.6 of 2 cores): the speed-up isn't meaningful" in said
+    assert "2.00x" not in said and "busy" in next(line for line in said.splitlines() if "speed-up  " in line)
+
+
+def test_a_little_of_others_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "cores", lambda: 2)
+    monkeypatch.setattr(demo, "allowed", lambda: 2)
+    _, said = play(demo.Plan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1)
+    assert "2.00x" in said and "busy" not in said
+
+
+def test_with_a_quota_others_may_use_the_rest() -> None:
+    assert not load.crowded(6.0, needed=2, there=8) and load.crowded(6.3, needed=2, there=8)
+
+
+def test_the_cores_that_are_mine_are_counted() -> None:
+    text = "cpu  1 1 1 1 1 1 1 1\ncpu0 10 1 5 900 90 2 3 4 7 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\ncpu10 7 0 0 5\nintr 5\n"
+    assert load.busy(text, {0}) == 10 + 1 + 5 + 2 + 3 + 4 and load.busy(text, {1, 10}) == 1007
+    assert load.others(None, load.read()) == 0.0
+
+
+def test_the_clocks_of_this_machine_go_on() -> None:
+    first, second = load.read(), load.read()
+    assert first is not None and second is not None and all(later >= earlier for earlier, later in zip(first, second, strict=True))
+    assert second.busy > 0 and second.ours > 0
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])

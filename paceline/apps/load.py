@@ -1,0 +1,50 @@
+"""How much of the processors' time others take meanwhile: where they take much, what is measured says little."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+BUSY = 0.1  # of what is needed: when others take so much of it, they disturb
+_TICKS = (0, 1, 2, 5, 6, 7)  # of a line in /proc/stat: user, nice, system, irq, softirq, steal
+
+
+class Reading(NamedTuple):
+    """The clocks at one moment, in seconds."""
+
+    now: float
+    busy: float  # of the cores that this process may use, since the machine began
+    ours: float  # of this process and the children that have ended
+
+
+def read() -> Reading | None:
+    """Read the clocks; None where the kernel doesn't tell."""
+    try:
+        text = Path("/proc/stat").read_text(encoding="ascii")
+        mine = os.sched_getaffinity(0)
+    except (OSError, AttributeError):  # another system than Linux
+        return None
+    used = os.times()
+    return Reading(time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4]))
+
+
+def busy(text: str, cores: Iterable[int]) -> int:
+    """The ticks that these cores have worked, as the text of /proc/stat has it."""
+    names = {f"cpu{core}" for core in cores}
+    lines = [line.split() for line in text.splitlines() if line.startswith("cpu")]
+    return sum(int(words[1 + tick]) for words in lines if words[0] in names for tick in _TICKS if len(words) > 1 + tick)
+
+
+def others(before: Reading | None, after: Reading | None) -> float:
+    """How many cores others have kept busy between two readings, in the mean; 0 where that isn't known."""
+    if before is None or after is None or after.now <= before.now:
+        return 0.0
+    return max(0.0, (after.busy - before.busy) - (after.ours - before.ours)) / (after.now - before.now)
+
+
+def crowded(taken: float, needed: int, there: int) -> bool:
+    """Whether others that keep so many cores busy leave less than `needed` of those that are `there` (with a quota these are more)."""
+    return there - taken < (1 - BUSY) * needed
