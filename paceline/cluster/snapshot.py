@@ -13,7 +13,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,10 @@ from paceline.errors import CheckpointError
 
 Json = Any  # what json.dumps takes: dict, list, str, int, finite float, bool, None
 
+DTYPES: Final[dict[str, torch.dtype]] = {  # by the name that they are written as
+    str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
+WORD: Final = 8  # bytes
 _RESERVED: Final = "__metadata__"  # a name that safetensors keeps for itself
 _SAFE: Final = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -104,6 +108,13 @@ def raw(tensor: Tensor) -> Tensor:
     return flat(tensor.detach().cpu())
 
 
+def shaped(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor whose bytes are `data` (1-D uint8): a view of them, or a copy where they begin at an address that is odd for its dtype."""
+    if data.data_ptr() % max(dtype.itemsize, WORD):  # vector instructions on complex128 end the process there
+        data = data.clone()
+    return data.view(dtype).view(shape)
+
+
 def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
     """Tensors of dtypes that any version of safetensors can keep, and notes (dtype, shape) on those that had to be changed for it.
 
@@ -135,7 +146,7 @@ def lift(kept: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str
     """The tensors that `plain` or `lower` was given."""
     tensors = dict(kept)
     for path, (dtype, shape) in notes.items():
-        tensors[path] = kept[path].reshape(-1).view(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        tensors[path] = shaped(kept[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape)
     return tensors
 
 
@@ -268,7 +279,7 @@ class _Decoder:
         if kind == "complex":
             return complex(*map(float.fromhex, value))
         if kind in ("dtype", "device"):
-            return getattr(torch, value) if kind == "dtype" else torch.device(value)
+            return DTYPES[value] if kind == "dtype" else torch.device(value)
         raise CheckpointError(_foreign(kind))
 
     def _tensor(self, tree: Json) -> Tensor:

@@ -222,7 +222,7 @@ class error_feedback:
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         """See `Codec.init`."""
         numel = sum(map(math.prod, shapes))
-        return {"residual": torch.zeros(numel, device=device), "inner": lift(self.codec).init(shapes, device)}
+        return {"residual": torch.zeros(numel, dtype=torch.float32, device=device), "inner": lift(self.codec).init(shapes, device)}
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         """See `Codec.sum`."""

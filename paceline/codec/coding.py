@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.wording import spell
 
 SPAN = 128 << 10  # elements that are worked on together, so that what lies between stays in the cache
+NARROWED = "through a codec float64 travels as float32"  # what a strategy says once
 Message = Sequence[Tensor]
 
 

@@ -144,7 +144,7 @@ class _Levels(_Blocks):
         level = rows * scale.clamp_min_(TINY).reciprocal_().unsqueeze(1)
         if self.rounding == "nearest":
             return level.round_()
-        chance = torch.rand(rows.shape, generator=draw, device=rows.device)
+        chance = torch.rand(rows.shape, generator=draw, dtype=rows.dtype, device=rows.device)
         return level.add_(chance).floor_().clamp_(-self.top, self.top)
 
 

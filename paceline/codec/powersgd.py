@@ -68,7 +68,8 @@ class powersgd:
         """See `Codec.init`."""
         cuts = self._cuts(shapes)
         generator = torch.Generator().manual_seed(SEED)
-        q = torch.randn(sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank, generator=generator).to(device)
+        numel = sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank
+        q = torch.randn(numel, generator=generator, dtype=torch.float32).to(device)
         inner = lift(self.inner)
         return {"q": q, "inner p": inner.init(self._thin(cuts, 0), device), "inner q": inner.init(self._thin(cuts, 1), device)}
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from zmq.utils import z85
 
 from paceline.cluster.secret import derive
-from paceline.cluster.snapshot import raw
+from paceline.cluster.snapshot import raw, shaped
 from paceline.comm.breaker import Breaker
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 
@@ -149,7 +149,7 @@ def _tensor(form: tuple[str, tuple[int, ...]], frame: memoryview) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     if frame.readonly:
         frame = memoryview(bytearray(frame))
-    return torch.frombuffer(frame, dtype=dtype).view(shape)
+    return shaped(torch.frombuffer(frame, dtype=torch.uint8), dtype, shape)
 
 
 class _Guard:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.cluster.snapshot import DTYPES
 from paceline.errors import DataError
 
 TUPLE, TENSOR, ARRAY, BIG, APART = 1, 2, 3, 4, 5
@@ -88,7 +89,7 @@ def unflatten(heads: list[tuple[str, list[int]]], buffer: Tensor) -> list[Tensor
     """The tensors that `flatten` made `buffer` of: views of it."""
     tensors, start = [], 0
     for kind, shape in heads:
-        dtype: torch.dtype = getattr(torch, kind)
+        dtype = DTYPES[kind]
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         tensors.append(buffer[start : start + size].view(dtype).reshape(shape))
         start += _padded(size)
@@ -97,7 +98,7 @@ def unflatten(heads: list[tuple[str, list[int]]], buffer: Tensor) -> list[Tensor
 
 def room(heads: list[tuple[str, list[int]]]) -> int:
     """Bytes of the buffer that `flatten` made."""
-    return sum(_padded(int(np.prod(shape, dtype=np.int64)) * getattr(torch, kind).itemsize) for kind, shape in heads)
+    return sum(_padded(int(np.prod(shape, dtype=np.int64)) * DTYPES[kind].itemsize) for kind, shape in heads)
 
 
 def _padded(size: int) -> int:
@@ -113,4 +114,4 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 def _tensor(body: bytes) -> Tensor:
     kind, shape, content = msgpack.unpackb(body)
     plain = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return plain.view(getattr(torch, kind)).reshape(shape)
+    return plain.view(DTYPES[kind]).reshape(shape)

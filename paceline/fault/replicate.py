@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.checksum import checksums
-from paceline.cluster.snapshot import Json, Snapshot, pack, raw
+from paceline.cluster.snapshot import DTYPES, Json, Snapshot, pack, raw, shaped
 from paceline.errors import CheckpointError, UsageError
 
 FORM: Final = 1  # of a label
@@ -105,7 +105,7 @@ class Label(NamedTuple):
 
     @property
     def _lengths(self) -> list[int]:
-        return [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self.tensors]
+        return [math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.tensors]
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class Label(NamedTuple):
     def unpack(self, room: Tensor) -> Any:
         """The state in `room`, as new objects."""
         views = zip(self.tensors, self.pieces(room), strict=True)
-        tensors = {path: piece.view(getattr(torch, dtype)).view(shape) for (path, dtype, shape), piece in views}
+        tensors = {path: shaped(piece, DTYPES[dtype], shape) for (path, dtype, shape), piece in views}
         return Snapshot(self.step, self.tree, tensors).unpack()
 
 

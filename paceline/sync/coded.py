@@ -16,7 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
-from paceline.codec.coding import Coding
+from paceline.codec.coding import NARROWED, Coding
 from paceline.comm.buckets import Bucket, Shape
 from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.relay import Relay
@@ -39,6 +39,7 @@ class Coded:
         self._record = Record() if isinstance(codec, auto) else None
         self._relay = Relay(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
         scene.sides.append(self._relay)
+        self._narrowed = False  # something is float64, which has been said
         self._buckets: Sequence[Bucket] = ()
         self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
         self._codecs: list[Codec | None] = []  # of each bucket, as of now
@@ -57,7 +58,12 @@ class Coded:
             self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return None
         chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
-        return None if all(isinstance(codec, plain) for codec in chosen) else chosen
+        if all(isinstance(codec, plain) for codec in chosen):
+            return None
+        if slot.parameter.dtype == torch.float64 and not self._narrowed:
+            self._narrowed = True
+            self._scene.say(NARROWED)
+        return chosen
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[Shape], kinds: Sequence[Kind | None]) -> None:
         """These are the buckets, of parameters with these shapes and kinds; all states begin anew. Collective."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.codec.coding import Coding, exact, parts, room
+from paceline.codec.coding import Coding, Message, exact, parts, room
 from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
@@ -130,6 +130,10 @@ class Mixing:
         shapes = [Shape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
         runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
         self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        if self._account is not None:
+            for slot in slots:
+                if not slot.parameter.dtype.is_floating_point:
+                    self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
         self._forget()
         self._measure()
 
@@ -152,7 +156,7 @@ class Mixing:
         self._known.clear()
         coded = not isinstance(self._plan.codec, exact)
         self._others = False
-        self._equal = [self._read(bucket).to(torch.float32, copy=True) for bucket in self._buckets] if coded else []
+        self._equal = [self._read(bucket).to(_wide(bucket.flat.dtype), copy=True) for bucket in self._buckets] if coded else []
 
     def _read(self, bucket: Bucket) -> Tensor:
         for number, view in zip(bucket.members, bucket.views, strict=True):
@@ -209,9 +213,9 @@ class Mixing:
             self._means()
             return True
         sources, targets = self._neighbours(turn)
-        mixes = self._mix_exact if self._account is None else self._mix_coded
-        for index in range(len(self._buckets)):
-            mixes(index, sources, targets)
+        for index, bucket in enumerate(self._buckets):
+            exactly = self._account is None or not bucket.flat.dtype.is_floating_point
+            (self._mix_exact if exactly else self._mix_coded)(index, sources, targets)
         return False
 
     def _means(self) -> None:
@@ -238,17 +242,17 @@ class Mixing:
 
     def _mix_coded(self, index: int, sources: Near, targets: Near) -> None:
         bucket, coding = self._buckets[index], self._plan.codec
-        mine = self._read(bucket).to(torch.float32, copy=True)
+        mine = self._read(bucket).to(_wide(bucket.flat.dtype), copy=True)
         sends, receives, began = [], [], time.thread_time()
         for rank, _ in targets:
             known = self._about(index, rank, own=True)
             whole, message = room(coding, mine.numel(), mine.device)
             seed = (self._steps * 1_000_003 + index) * 65_537 + self._scene.group.rank * 256 + rank
-            coding.encode(mine - known, message, torch.Generator(device=mine.device).manual_seed(seed))
-            coding.add(message, known)
+            coding.encode((mine - known).float(), message, torch.Generator(device=mine.device).manual_seed(seed))
+            _learn(coding, message, known)
             sends.append((rank, whole))
             self._turn.sent += whole.nbytes
-            self._turn.exact.append(4 * mine.numel())
+            self._turn.exact.append(bucket.flat.nbytes)
             self._turn.compare(mine, known)
         for rank, _ in sources:
             receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
@@ -256,7 +260,7 @@ class Mixing:
         self._scene.group.exchange(sends, receives, tag=TAG + index).wait()
         began = time.thread_time()
         for rank, whole in receives:
-            coding.add(parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
+            _learn(coding, parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
         for rank, weight in sources:
             mine.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
         for rank, weight in targets:
@@ -341,3 +345,18 @@ class Mixing:
         self._grads.clear()
         self._forget()
         self._equals = True
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """What a replica of this dtype is mixed in: nothing that it has may be rounded away."""
+    return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
+
+
+def _learn(coding: Coding, message: Message, known: Tensor) -> None:
+    """What is known becomes that and what the message says: the same bits on both sides."""
+    if known.dtype == torch.float32:
+        coding.add(message, known)
+        return
+    news = torch.empty(known.shape, dtype=torch.float32, device=known.device)
+    coding.decode(message, news)
+    known.add_(news)

@@ -46,7 +46,7 @@ class Told:
         want = nbytes(coding, flat.numel())
         if given.dtype != torch.uint8 or given.shape != (want,):
             raise Mismatch(f"{coding!r} of {flat.numel()} elements is uint8 [{want}], and not {given.dtype} {list(given.shape)}")
-        out = torch.empty(flat.numel())
+        out = torch.empty(flat.numel(), dtype=torch.float32)
         coding.decode(parts(coding, flat.numel(), given), out)
         for view, reached in zip(self._bucket.over(out), used, strict=True):
             if not reached:

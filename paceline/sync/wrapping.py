@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.codec import Codec, finite
-from paceline.codec.coding import Coding, nbytes, parts, room
+from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room
 from paceline.comm.group import Finished, Traffic
 from paceline.comm.messages import Message
 from paceline.errors import Mismatch
@@ -68,6 +68,7 @@ class Wrapper:
         self._pushed: dict[Key, Tensor] = {}  # what a step would make of them
         self._copies: dict[Key, Tensor] = {}  # what servers have told me
         self._has: dict[Key, int] = {}  # the number of it
+        self._narrowed = False  # something is float64, which has been said
         self._every = 1  # one element in so many is looked at
         self._decoding: dict[int, float] = {}  # seconds that it takes, by unit
         self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
@@ -79,6 +80,9 @@ class Wrapper:
         if found and not slot.parameter.dtype.is_floating_point:
             self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return ()
+        if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
+            self._narrowed = True
+            self._scene.say(NARROWED)
         return found
 
     def lay_out(self, parcels: Sequence[Parcel]) -> None:
@@ -192,7 +196,7 @@ class Wrapper:
         if copy.dtype == torch.float32:
             coding.add(message, copy)
         else:
-            found = torch.empty(copy.numel())
+            found = torch.empty(copy.numel(), dtype=torch.float32)
             coding.decode(message, found)
             copy.add_(found.to(copy.dtype))
 
@@ -243,7 +247,7 @@ class Wrapper:
         for key, parcel in self._parcels.items():
             numbers = {piece.slot for piece, _ in parcel.members}
             if any(states[number] is not None for states in found for number in numbers):
-                self._kept[key] = torch.zeros(parcel.flat.numel())
+                self._kept[key] = torch.zeros(parcel.flat.numel(), dtype=torch.float32)
                 for (piece, _), view in zip(parcel.members, parcel.over(self._kept[key]), strict=True):
                     for whole in (states[piece.slot] for states in found):
                         if whole is not None:
