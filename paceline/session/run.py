@@ -31,6 +31,7 @@ from paceline.session.handing import Handing
 from paceline.session.leaving import Leaving
 from paceline.session.line import Line
 from paceline.session.log import Log
+from paceline.session.optimizers import Watch
 from paceline.session.saving import Order, Saving
 from paceline.session.state import Progress
 from paceline.session.step import Turns
@@ -63,6 +64,7 @@ class Run:
         self._backward = Backward(strategy.begin(scene), scene)
         self._turns = Turns(scene, self._backward, self, around.page)
         self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
+        self._watch = Watch(self._cast, self._turns)
         self.state = self._cast.state
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
@@ -98,6 +100,7 @@ class Run:
         self.folder, self._log, self._total_steps = folder, log, total_steps
         log.total_steps, log.note = total_steps, self._lost
         self._handing.open(log)
+        self._watch.begin()
 
     # ---- who and where
 
@@ -420,6 +423,7 @@ class Run:
     def _end(self, *, failed: bool) -> None:
         if self._around.watching is not None:
             self._around.watching.stop()
+        self._watch.end()
         self._backward.unwatch()
         self._turns.release()
         groups = [*self._scene.sides, self.group]

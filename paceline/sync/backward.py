@@ -326,6 +326,7 @@ class Backward:
 
         With `due` gradients are about to be used, and what silent passes have left is exchanged too.
         """
+        self.refuse_inside(where)
         if self._open:
             self._forget()
             raise UsageError(
@@ -336,6 +337,14 @@ class Backward:
         if expected and self.taps and (self.owing or self.scene.group.size > 1):
             self._silent = False
             self._close(where)
+
+    def refuse_inside(self, where: str) -> None:
+        """Raise `UsageError` if a backward is under way: until it returns, gradients are of this worker alone, or on their way."""
+        if torch._C._current_graph_task_id() != -1 and self.taps:
+            raise UsageError(
+                f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
+                "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
+            )
 
     def turn(self) -> None:
         """A new turn begins."""
