@@ -392,11 +392,16 @@ def _check(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: 
         raise DataError(f"a {kind.__qualname__} can't be dealt, as it reads in its own way: give a plain torch.utils.data.DataLoader")
     if not loader.in_order:
         raise DataError("in_order=False can't be honoured: all workers need the same batches in the same order; leave it out")
+    check_options(loss, weigh, accumulate)
+    if train is False and accumulate != 1:
+        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")
+
+
+def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
+    """Raise `DataError` for what no loader can be dealt by."""
     if loss not in {"mean", "sum"}:
         raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
     if loss == "sum" and weigh is not None:
         raise DataError("weigh is for losses that are a mean, and loss is 'sum': leave one of them out")
     if type(accumulate) is not int or accumulate < 1:
         raise DataError(f"accumulate is {accumulate!r}: it must be an integer, 1 or more: the number of micro-batches of a global batch")
-    if train is False and accumulate != 1:
-        raise DataError(f"accumulate is {accumulate} for a loader that isn't trained on: leave it out")

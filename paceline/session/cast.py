@@ -22,6 +22,7 @@ from paceline.session import using
 from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
 from paceline.session.step import Turns
+from paceline.session.wishes import Wishes
 from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot, Steps
 
@@ -40,17 +41,21 @@ class Cast:
         self.survives = False
         self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
+        self._wishes = Wishes()
+        self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
         self.tables = turns.tables
 
-    def prepare(self, objects: tuple[Any, ...], options: dict[str, Any], batchnorm: BatchNorm, train: bool | None) -> list[Any]:
-        """See `Run.prepare`."""
+    def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+        """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
         kinds = [preparing.kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
+        loaders, models = bool(by_kind["loader"]), bool(by_kind["model"])
+        options = self._wishes.hear(given, self.scene.group.size, loaders=loaders, models=models)
         if by_kind["model"] or by_kind["optimizer"]:
-            self._replicate(by_kind["model"], by_kind["optimizer"], batchnorm)
+            self._replicate(by_kind["model"], by_kind["optimizer"], options["batchnorm"])
         for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
             for thing in self._fresh(by_kind[kind]):
                 preparing.check_elsewhere(thing, self._backward.sync)
@@ -58,7 +63,10 @@ class Cast:
                 self._add(kind, thing)
         if any(scaler.is_enabled() for scaler in self._turns.scalers):
             self.tables.check_scaler()
-        ready = [self._deal(value, train, options) if kind == "loader" else value for value, kind in zip(objects, kinds, strict=True)]
+        ready = [
+            self._deal(value, self._wishes.of(value.dataset, options, given)) if kind == "loader" else value
+            for value, kind in zip(objects, kinds, strict=True)
+        ]
         self._bind()
         return ready
 
@@ -93,8 +101,27 @@ class Cast:
                 optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
             self._add("optimizer", optimizer)
             self.optimizers.append(optimizer)
+        self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
         self._turns.models += fresh
         self._open_tables()
+
+    def check_known(self) -> None:
+        """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""
+        preparing.check_known(self.models, self.optimizers, self.slots)
+
+    def _begins(self, optimizer: Optimizer) -> None:
+        """An optimizer steps: nothing may have come into it that isn't exchanged. A copy of one is not looked at."""
+        if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
+            return
+        self.check_known()
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        orphans = [slot.name for slot in self.slots if slot.optimizer is None and id(slot.parameter) in mine]
+        if orphans and isinstance(self._backward.sync, Steps):
+            raise UsageError(
+                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after run.prepare (add_param_group), and "
+                "optimizers step on servers here; give the optimizer to run.prepare again, on every worker"
+            )
+        self._groups[id(optimizer)] = len(optimizer.param_groups)
 
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
@@ -123,7 +150,7 @@ class Cast:
         turns = self._turns
         accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
         for optimizer in self.optimizers:
-            preparing.bind_optimizer(optimizer, turns, accumulate=accumulate)
+            preparing.bind_optimizer(optimizer, turns, self._begins, accumulate=accumulate)
         if self.scene.group.size == 1 and not accumulate and not self.survives:
             return
         handles = self.tables.handles()
@@ -138,12 +165,10 @@ class Cast:
             if accumulate:
                 preparing.bind_zero_grad(model, turns)
 
-    def _deal(self, loader: DataLoader[Any], train: bool | None, options: dict[str, Any]) -> ShareLoader:
-        if train is False:
-            options = {**options, "accumulate": 1}
+    def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         local = self.subgroups.within_host() if options["readers"] == "host" else None
         hooks, say, move = self._turns, self.scene.say, mover(self._device)
-        dealt = deal(loader, self.scene.agreement, train=train, local=local, hooks=hooks, say=say, move=move, desk=self._desk, **options)
+        dealt = deal(loader, self.scene.agreement, local=local, hooks=hooks, say=say, move=move, desk=self._desk, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)
         return dealt

@@ -13,7 +13,6 @@ import msgpack
 
 from paceline.comm.desk import Desk
 from paceline.errors import UsageError
-from paceline.session import prepare as preparing
 from paceline.session.cast import Cast
 from paceline.session.log import Log
 from paceline.session.step import Turns
@@ -50,7 +49,7 @@ class Handing:
         """A step is over."""
         if self._turns.steps < self.next:
             return
-        preparing.check_known(self._cast.models, self._cast.slots)
+        self._cast.check_known()
         if self._turns.apart:
             self._post()
             self.next = self._turns.steps + self.log.steps_ahead()

@@ -86,12 +86,16 @@ def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
     return (slot for slot in found if id(slot.parameter) not in there)
 
 
-def check_known(models: list[tuple[str, nn.Module]], known: list[Slot]) -> None:
-    """Raise `UsageError` for a parameter that a model got after it was prepared: nobody would exchange its gradient."""
-    for slot in unknown(slots(models, []), known):
+def check_known(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], known: list[Slot]) -> None:
+    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: nobody would exchange its gradient."""
+    for slot in unknown(slots(models, optimizers), known):
+        if slot.optimizer is not None and slot.name.startswith("optimizer"):
+            how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
+        else:
+            how = "the model after run.prepare (a new layer, or load_state_dict(assign=True))"
         raise UsageError(
-            f"the parameter {slot.name} came into the model after run.prepare (a new layer, or load_state_dict(assign=True)); "
-            "give model and optimizer to run.prepare again, on every worker, before it is trained"
+            f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare again, on every worker, before it is "
+            "trained"
         )
 
 
@@ -263,8 +267,11 @@ def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: current(*args, **kwargs)
 
 
-def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> None:
-    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last."""
+def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer], None], *, accumulate: bool) -> None:
+    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
+
+    `begins` is told of each call of `step`.
+    """
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -274,6 +281,7 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, *, accumulate: bool) -> N
                 turns.ready("optimizer.step")
             if not turns.acting:
                 return None if closure is None else _called(closure)
+            begins(self)
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
             elsewhere = turns.elsewhere(self)

@@ -129,30 +129,29 @@ class Run:
     def prepare(
         self,
         *objects: Any,
-        loss: Loss = "mean",
+        loss: Loss | None = None,
         weigh: Weigh | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         shares: Shares | Any = None,
-        batchnorm: Literal["sync", "local"] = "sync",
+        batchnorm: Literal["sync", "local"] | None = None,
         train: bool | None = None,
-        readers: Readers = "worker",
+        readers: Readers | None = None,
         shard: Sharding | None = None,
     ) -> Any:
         """Make models, optimizers, DataLoaders, schedulers and GradScalers ready, in any order; gives them back in that order.
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
-        size is the global one. `loss`: whether the loss is a "mean" over the batch or a "sum"; `weigh(batch)` is a batch's weight where
-        the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `shares`: ratios, one
-        for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (statistics of the
-        global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
-        `readers`, `shard`: see `paceline.data.loader.deal`.
+        size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
+        where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `shares`: ratios,
+        one for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
+        of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
+        `readers`, `shard`: see `paceline.data.loader.deal`. An option that is said where there is no loader (or model) yet is kept for
+        those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
-        if batchnorm not in ("sync", "local"):
-            raise UsageError(f"batchnorm={batchnorm!r} is unknown; possible are 'sync' and 'local'")
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._cast.prepare(objects, options, batchnorm, train)
+        ready = self._cast.prepare(objects, {**options, "batchnorm": batchnorm, "train": train})
         self._introduce()
         return ready[0] if len(ready) == 1 else tuple(ready)
 

@@ -60,6 +60,7 @@ class Client:
         self.steps_taken: list[int] = []
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
         self._layout = Layout([], [], 1, 1)
+        self._at: dict[int, int] = {}
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
         self._lost: PacelineError | None = None  # in a backward of this turn
@@ -125,6 +126,7 @@ class Client:
         if any(slot.parameter.device.type != "cpu" for slot in slots):
             raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")
         self.slots = [slot for slot in slots if slot.optimizer is not None]
+        self._at = {n: at for at, n in enumerate(n for n, slot in enumerate(slots) if slot.optimizer is not None)}  # n: as backward counts
         dense = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
         self._dense = len(dense)
         self.optimizers = dense + [known for known in self.optimizers if self.rows.has(known) and all(known is not one for one in dense)]
@@ -174,8 +176,9 @@ class Client:
         self._part = self.scene.moment.part
         factor = scale / self._part if self._part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
-        self._grads[number] = self._grads[number] + value if number in self._grads else value
-        for parcel in self._layout.of.get(number, ()):
+        at = self._at.get(number, ~number)  # what no optimizer steps stays here
+        self._grads[at] = self._grads[at] + value if at in self._grads else value
+        for parcel in self._layout.of.get(at, ()):
             if self._lost is None and not parcel.pushed and all(piece.slot in self._grads for piece, _ in parcel.members):
                 try:
                     self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
@@ -187,8 +190,8 @@ class Client:
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
         self._part = self.scene.moment.part
-        found, self._grads = list(self._grads.items()), {}
-        return found
+        found, self._grads = self._grads, {}
+        return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
 
     def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""

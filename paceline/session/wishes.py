@@ -1,0 +1,57 @@
+"""What run.prepare was told about loaders and models: said before there is one, it is kept for those that come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from paceline.data.loader import check_options
+from paceline.data.shares import policy
+from paceline.errors import UsageError
+
+DEFAULTS: Mapping[str, Any] = {
+    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None},
+    "batchnorm": "sync",
+}
+OF_MODELS = frozenset({"batchnorm"})
+OF_STREAMS = frozenset({"readers", "shard"})
+
+
+class Wishes:
+    """The options of all calls of `prepare`. `given` are those of one call, with None for what it doesn't say."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def hear(self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool) -> dict[str, Any]:
+        """What holds for the `loaders` and `models` of this call, of `size` workers: what it says, else what was said before any came.
+
+        Raises `UsageError` for what is no option at all, as early as it is said.
+        """
+        said = {name: value for name, value in given.items() if value is not None}
+        found = {**DEFAULTS, **self._before(said), **said}
+        _check(found, size)
+        later = {name: value for name, value in said.items() if not (models if name in OF_MODELS else loaders)}
+        self._kept = {**self._before(later), **later}
+        return found
+
+    def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """What was kept, but for what can't go together with what is said now."""
+        against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
+        return {name: value for name, value in self._kept.items() if name not in against}
+
+    def of(self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of one loader: what is for streams, and was said before, doesn't hold for other data sets."""
+        stream = isinstance(dataset, IterableDataset)
+        out = {} if stream else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
+        micros = {"accumulate": 1} if options["train"] is False else {}  # nothing is accumulated where nothing is trained
+        return {name: value for name, value in {**options, **out, **micros}.items() if name not in OF_MODELS}
+
+
+def _check(options: Mapping[str, Any], size: int) -> None:
+    if options["batchnorm"] not in ("sync", "local"):
+        raise UsageError(f"batchnorm={options['batchnorm']!r} is unknown; possible are 'sync' and 'local'")
+    check_options(options["loss"], options["weigh"], options["accumulate"])
+    policy(options["shares"], size)
