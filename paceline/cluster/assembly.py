@@ -8,8 +8,8 @@ launcher 0 ------ launcher 1      connections between all of them; `membership` 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import secrets as random
-import select
 import signal
 import socket
 import time
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
+from paceline.cluster.channel import SENSELESS, Channel, Gone, call, hear_from, ready
 from paceline.cluster.door import Door, Point
-from paceline.cluster.meeting import Offer
+from paceline.cluster.lobby import Lobby
 from paceline.cluster.membership import Membership, View
 from paceline.cluster.orders import Member, Roster
-from paceline.cluster.peers import Failure, Late, note
-from paceline.errors import DeadlineExceeded, PacelineError, SecretError
+from paceline.cluster.peers import Failure, Late, Offer, note, said_late, said_stopped
+from paceline.errors import DeadlineExceeded, PacelineError
 
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
 CALL_SECONDS = 5.0  # how long a host that is new in the view may take to call
@@ -48,25 +48,22 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
                 f"the launcher on {offer.name} can't be reached at {offer.address}:{offer.agent_port}: {error}"
             ) from error
         channels[other].send({"kind": "host", "host": host})
-    callers: list[Caller] = []
-    while len(channels) < len(table) - 1:
-        waiting: list[socket.socket | Channel] = [listening, *(caller.channel for caller in callers)]
-        ready = select.select(waiting, [], [], min(_LOOK_SECONDS, max(0.0, end - time.monotonic())))[0]
-        if time.monotonic() > end:
-            absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
-            raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
-        if listening in ready:
-            connection, address = listening.accept()
-            callers.append(Caller(connection, secret, str(address[0])))
-        for caller in list(callers):
-            try:
-                message = caller.step()
-            except (Gone, SecretError):
-                callers.remove(caller)
-                continue
-            if message is not None and message.get("kind") == "host":
-                callers.remove(caller)
-                channels[int(message["host"])] = caller.channel
+    listening.setblocking(False)
+    with contextlib.closing(Lobby(secret)) as lobby:
+        while len(channels) < len(table) - 1:
+            found = ready([listening.fileno(), *lobby.descriptors()], min(_LOOK_SECONDS, end - time.monotonic()))
+            if time.monotonic() > end:
+                absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
+                raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
+            for channel, message in [came for descriptor in found if (came := lobby.hear(descriptor)) is not None]:
+                later = message.get("host")
+                if message.get("kind") == "host" and type(later) is int and host < later < len(table) and later not in channels:
+                    channels[later] = channel
+                else:
+                    channel.close()
+            if listening.fileno() in found:
+                lobby.let_in(listening)
+            lobby.tick()
     return channels
 
 
@@ -248,8 +245,16 @@ class Assembly:
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
         """Take what a launcher that has called says first."""
+        try:
+            self._welcome(channel, message)
+        except SENSELESS:
+            channel.close()
+
+    def _welcome(self, channel: Channel, message: dict[str, Any]) -> None:
         if message.get("kind") == "host":
-            host = int(message["host"])
+            host = message["host"]
+            if type(host) is not int or host < 0 or host == self.host:
+                raise ValueError("there is no such host")
             if host in self._channels:
                 self._channels.pop(host).close()
             self._channels[host] = channel
@@ -295,14 +300,14 @@ class Assembly:
     def _take(self, host: int, message: dict[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "membership":
-            self.membership.hear(host, message["message"], time.monotonic())
+            self.membership.hear(host, _sound(message["message"]), time.monotonic())
         elif kind == "failed":
-            self._failures.append(Failure(**message["failure"]))
+            self._failures.append(Failure.load(message["failure"]))
             self.verdict = self.verdict or self._failures[0]
         elif kind == "late":
-            note(self.late, Late(*message["late"]))
+            note(self.late, said_late(message["late"]))
         elif kind == "stopped":
-            self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
+            self.stopped = self.stopped or said_stopped(message)
         elif kind == "closing":
             self.closing = True
         elif kind == "leaving":
@@ -352,6 +357,18 @@ class Assembly:
         self._guests.clear()
         if self._door is not None:
             self._door.close()
+
+
+def _sound(message: dict[str, Any]) -> dict[str, Any]:
+    """The same, if what it says of hosts can be used; else raises one of `channel.SENSELESS`. It may be kept for long before it is."""
+    views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
+    facts = [seat.facts for view in views for seat in view.seats]
+    facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]
+    for each in facts:
+        ipaddress.ip_address(str(each["address"]).partition("%")[0])
+        if not (type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int):
+            raise TypeError("a host has a name, an address and a port")
+    return message
 
 
 def _refuse(channel: Channel, why: str) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import secrets as random
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline.cluster import secret as secrets
@@ -25,6 +26,8 @@ PROTOCOL = 1
 _LONGEST_HELLO = 1 << 12  # bytes of a line before the other side has proved anything
 _LONGEST = 1 << 17
 _HELLO_SECONDS = 4.0
+_NONCE = re.compile(r"[0-9a-f]{32}")
+SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError  # what comes of a message that makes no sense
 
 
 class Gone(PacelineError):
@@ -33,6 +36,16 @@ class Gone(PacelineError):
 
 class HungUp(Gone):
     """The other side has hung up."""
+
+
+def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()) -> set[int]:
+    """Those of the descriptors that are ready, waiting at most so long for one. Their numbers may be any, unlike those of `select`."""
+    poll = select.poll()
+    for descriptor in reading:
+        poll.register(descriptor, select.POLLIN)
+    for descriptor in writing:
+        poll.register(descriptor, select.POLLOUT)
+    return {descriptor for descriptor, _ in poll.poll(max(0.0, 1000 * seconds))}
 
 
 class Channel:
@@ -82,7 +95,7 @@ class Channel:
                 self._out = self._out[self.connection.send(self._out) :]
             except BlockingIOError:
                 left = end - time.monotonic()
-                if left <= 0 or not select.select([], [self.connection], [], left)[1]:
+                if left <= 0 or not ready((), left, writing=[self.fileno()]):
                     return
             except OSError:
                 self._out = b""
@@ -104,7 +117,7 @@ class Channel:
             self._received += 1
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Gone("what it says isn't JSON") from None
         if not isinstance(message, dict):
             raise Gone("what it says isn't a message")
@@ -116,7 +129,7 @@ class Channel:
             left = end - time.monotonic()
             if left <= 0:
                 raise Gone("it doesn't say anything")
-            select.select([self.connection], [], [], min(left, 0.5))
+            ready([self.fileno()], min(left, 0.5))
         return message
 
     def close(self) -> None:
@@ -155,6 +168,8 @@ def hear_from(channels: dict[int, Channel], descriptor: int, take: Callable[[int
                 take(host, message)
         except Gone as reason:
             return host, reason
+        except SENSELESS as error:
+            return host, Gone(f"it says what makes no sense ({type(error).__name__}: {error})")
     return None
 
 
@@ -162,7 +177,7 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
     """The client's side of the introduction, which may take so many `seconds`.
 
     `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
-    hangs up without a word, as forwarders of ports do before there is somebody behind them.
+    hangs up without a word, as forwarders of ports do before there is somebody behind them, and launchers that too many call at a time.
     """
     channel = Channel(connection, "client")
     end = time.monotonic() + seconds
@@ -170,13 +185,13 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
     try:
         greeting = channel.wait(end)
         if greeting.get("paceline") != PROTOCOL:
-            raise Gone(f"it speaks version {greeting.get('paceline')} and we {PROTOCOL}")
-        other = str(greeting.get("nonce"))
+            raise Gone(f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}")
+        other = _nonce(greeting)
         channel.send({"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)})
         answer = channel.wait(end)
     except Gone as error:
         channel.close()
-        if isinstance(error, HungUp) and not greeting:
+        if isinstance(error, HungUp):
             raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
         raise PlaceError(
             f"what answers at {point} isn't a launcher of paceline that waits for hosts ({error}): is the port in use?"
@@ -207,7 +222,7 @@ class Caller:
             return message
         if message.get("paceline") != PROTOCOL:
             raise Gone("it isn't a launcher")
-        other = str(message.get("nonce"))
+        other = _nonce(message)
         if not self.channel.trust(self._secret, other, str(message.get("proof"))):
             self.channel.send({"refused": "secret"})
             raise SecretError(
@@ -215,6 +230,14 @@ class Caller:
             )
         self.trusted = True
         return self.step()
+
+
+def _nonce(message: dict[str, Any]) -> str:
+    """The other side's. Raises `Gone` for what is none."""
+    found = message.get("nonce")
+    if not isinstance(found, str) or not _NONCE.fullmatch(found):
+        raise Gone("it isn't a launcher")
+    return found
 
 
 def _unhex(text: str) -> bytes:

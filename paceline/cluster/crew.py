@@ -336,7 +336,7 @@ class Crew:
             if verdict.tail and self._err.last != verdict.rank:
                 self._err.say(f"paceline: what rank {verdict.rank} said last:")
                 for line in verdict.tail.splitlines():
-                    self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode() + b"\n")
+                    self._err.put(-1 if verdict.rank is None else verdict.rank, line.encode(errors="replace") + b"\n")
             self._err.say(f"{verdict.line()}; its last words are above" if verdict.tail else verdict.line())
         self._flush(wake)
 

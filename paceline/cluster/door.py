@@ -13,60 +13,46 @@ now and then, and invites who does.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.channel import Caller, Channel, Gone, call
+from paceline.cluster.channel import Channel, call, ready
+from paceline.cluster.lobby import Lobby
 from paceline.cluster.membership import View
-from paceline.errors import PacelineError, SecretError
+from paceline.errors import PacelineError
 
 Point = tuple[str, int]
 _AGAIN_SECONDS = 1.0  # between two tries to listen at the meeting point, and to find somebody who waits there
 _ANSWER_SECONDS = 1.0  # how long who answers there may take: less than others wait for this launcher
-_MOST_CALLERS = 128  # who have not proved yet that they know the secret
 
 
 class Door:
     """Where a launcher is called. `listening`: its own port; `point`: the job's meeting point."""
 
     def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None) -> None:
-        self._sockets, self._secret, self._point = [listening], secret, point
+        self._sockets, self._point = [listening], point
         mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
         self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
-        self._callers: list[Caller] = []
+        self._lobby = Lobby(secret)
         self._tried_at = 0.0
         self._inviting = None if point is None else Inviting(point, secret)
         listening.setblocking(False)
 
     def descriptors(self) -> list[int]:
-        return [*(each.fileno() for each in self._sockets), *(caller.channel.fileno() for caller in self._callers)]
+        return [*(each.fileno() for each in self._sockets), *self._lobby.descriptors()]
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
         """Let somebody in, or take what a caller says first, once it has proved to know the secret."""
         for listening in self._sockets:
             if listening.fileno() == descriptor:
-                with contextlib.suppress(OSError):  # it hung up before it was answered
-                    connection, address = listening.accept()
-                    self._callers.append(Caller(connection, self._secret, str(address[0])))
-        for caller in list(self._callers):
-            if caller.channel.fileno() == descriptor:
-                try:
-                    message = caller.step()
-                except (Gone, SecretError):
-                    self._drop(caller)
-                    continue
-                if message is not None:
-                    self._callers.remove(caller)
-                    return caller.channel, message
-        return None
+                self._lobby.let_in(listening)
+        return self._lobby.hear(descriptor)
 
     def tick(self, now: float) -> None:
         """Hang up on who says nothing, and listen at the meeting point as soon as that is possible."""
-        for caller in [each for each in self._callers if now > each.late] + self._callers[_MOST_CALLERS:]:
-            self._drop(caller)
+        self._lobby.tick(now)
         if self._point is None or len(self._sockets) > 1 or now - self._tried_at < _AGAIN_SECONDS:
             return
         self._tried_at = now
@@ -85,16 +71,10 @@ class Door:
 
     def close(self) -> None:
         """Nobody gets in any more."""
-        for caller in list(self._callers):
-            self._drop(caller)
+        self._lobby.close()
         for listening in self._sockets:
             listening.close()
         self._sockets = []
-
-    def _drop(self, caller: Caller) -> None:
-        if caller in self._callers:
-            self._callers.remove(caller)
-            caller.channel.close()
 
 
 class Inviting:
@@ -121,7 +101,7 @@ class Inviting:
 
     def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
         with connection:
-            there = bool(select.select([], [connection], [], 0)[1]) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            there = bool(ready((), 0.0, writing=[connection.fileno()])) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             with contextlib.suppress(PacelineError, OSError):  # it isn't a launcher that waits, or isn't of this job
                 if there:
                     channel = call(connection, self._secret, f"{self._point[0]}:{self._point[1]}", _ANSWER_SECONDS)

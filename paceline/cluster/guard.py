@@ -216,13 +216,15 @@ def watch(mark: str) -> None:
     folders: dict[int, list[Path]] = {}  # readers whose worker was killed may end before they are looked at
     born: dict[int, float] = {}  # when a process was first seen
     rest = b""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
     while True:
         present = {child for group in groups for child in (group, *children(group))}
         folders |= {child: found for child in present - folders.keys() if (found := litter([child]))}
         known |= present
         now = time.monotonic()
         young = any(now - born.setdefault(process, now) < _YOUNG_SECONDS for process in present - folders.keys())
-        if not select.select([0], [], [], _CLOSE_LOOK_SECONDS if young else _LOOK_SECONDS)[0]:
+        if not poll.poll(1000 * (_CLOSE_LOOK_SECONDS if young else _LOOK_SECONDS)):
             continue
         data = os.read(0, 1 << 16)
         *lines, rest = (rest + data).split(b"\n")

@@ -18,10 +18,10 @@ from paceline.cluster.assembly import Assembly, connect_all, enter
 from paceline.cluster.crew import Crew
 from paceline.cluster.discover import environment, seconds
 from paceline.cluster.door import Door, Point
-from paceline.cluster.meeting import Admission, Meeting, Offer, assemble, seek
+from paceline.cluster.meeting import Admission, Meeting, assemble, seek
 from paceline.cluster.membership import Seat, View
 from paceline.cluster.mending import Mending
-from paceline.cluster.peers import Nobody, Peers
+from paceline.cluster.peers import Nobody, Offer, Peers
 from paceline.cluster.progress import Page
 from paceline.cluster.worker import Task
 from paceline.errors import PacelineError, PlaceError, UsageError

@@ -7,17 +7,18 @@ machine). It hands out one table of hosts; the connections stay open, so that th
 from __future__ import annotations
 
 import errno
-import select
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.channel import Caller, Channel, Gone, call, hear_from
+from paceline.cluster.channel import SENSELESS, Channel, Gone, call, hear_from, ready
+from paceline.cluster.lobby import Lobby
 from paceline.cluster.membership import View
-from paceline.cluster.peers import Failure, Late, note
+from paceline.cluster.peers import Failure, Late, Offer, note, said_late, said_stopped
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
@@ -28,29 +29,8 @@ _FLUSH_SECONDS = 1.0
 _LONGEST_TAIL = 8_000  # characters
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What one host brings: its workers, the address they are reached at, and two ports that are free there."""
-
-    name: str
-    workers: int
-    address: str
-    machine: str  # fingerprint: equal for launchers on one machine
-    store_port: int
-    master_port: int
-    placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
-    numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
-    agent_port: int = 0  # where its launcher is called by the others then
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a view says of this host."""
-        return {"name": self.name, "address": self.address, "port": self.agent_port}
-
-    @classmethod
-    def load(cls, value: dict[str, Any]) -> Offer:
-        """From a message."""
-        return cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
+def _tell(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -63,6 +43,7 @@ class Meeting:
     hosts: int
     host_rank: int | None  # wished for
     deadline: float  # seconds
+    say: Callable[[str], None] = _tell  # told of what ends nothing and a user should know
 
     @property
     def where(self) -> str:
@@ -156,19 +137,19 @@ class Council:
     def _take(self, host: int, message: dict[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "failed" and self._serves:
-            self._report(Failure(**message["failure"]))
+            self._report(Failure.load(message["failure"]))
         elif kind == "finished" and self._serves:
             self._finished.add(host)
             self._finish()
         elif kind == "end" and not self._serves:
-            self.verdict = Failure(**message["failure"])
+            self.verdict = Failure.load(message["failure"])
         elif kind == "over" and not self._serves:
             self.all_finished = True
         elif kind in ("late", "stopped"):
             if kind == "late":
-                note(self.late, Late(*message["late"]))
+                note(self.late, said_late(message["late"]))
             else:
-                self.stopped = self.stopped or (int(message["number"]), str(message["host"]))
+                self.stopped = self.stopped or said_stopped(message)
             if self._serves:  # the others are connected with this one alone
                 self._tell_all(message)
 
@@ -286,16 +267,35 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admissi
     except Gone as error:
         channel.close()
         raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
+    try:
+        return _placed(meeting, channel, answer)
+    except SENSELESS as error:
+        channel.close()
+        if isinstance(error, PacelineError):
+            raise
+        raise PlaceError(
+            f"the launcher at {meeting.where} answers with what makes no sense here ({type(error).__name__}: {error}): "
+            "install the same version of paceline on all hosts"
+        ) from error
+
+
+def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Council | Admission:
+    """What the answer to an offer means; if it makes no sense, raises one of `channel.SENSELESS`."""
     if answer.get("kind") == "refused":
-        channel.close()
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
-    if answer.get("kind") != "begin":
-        channel.close()
-        if answer.get("kind") == "invitation":
-            return seek([(str(address), int(port)) for address, port in answer["points"]], meeting)
-        return Admission(View.load(answer["view"]), int(answer["host"]), str(answer["run"]))
-    table = tuple(Offer.load(offer) for offer in answer["table"])
-    return Council(table, int(answer["host_rank"]), {int(answer["server"]): channel}, server=int(answer["server"]))
+    if answer.get("kind") == "begin":
+        table, mine, server = tuple(Offer.load(offer) for offer in answer["table"]), answer["host_rank"], answer["server"]
+        if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
+            raise ValueError("this host is not in the table")
+        return Council(table, mine, {server: channel}, server=server)
+    channel.close()
+    if answer.get("kind") == "invitation":
+        return seek(_points(answer), meeting)
+    return Admission(View.load(answer["view"]), int(answer["host"]), str(answer["run"]))
+
+
+def _points(message: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(str(address), int(port)) for address, port in message["points"]]
 
 
 _KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)}
@@ -306,7 +306,7 @@ class _Host:
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
-        self._callers: list[Caller] = []
+        self._lobby = Lobby(meeting.secret, meeting.say)
         self._guests: list[tuple[Channel, Offer, int | None]] = []
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
@@ -329,67 +329,63 @@ class _Host:
                 channel.close()
             return self._invited
         except PacelineError as error:
-            for channel in (*(guest[0] for guest in self._guests), *(caller.channel for caller in self._callers if caller.trusted)):
+            for channel in (*(guest[0] for guest in self._guests), *self._lobby.trusted()):
                 channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
                 channel.flush(_FLUSH_SECONDS)
                 channel.close()
             raise
         finally:
-            for caller in self._callers:
-                caller.channel.close()
+            self._lobby.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
         if now > self._end:
             raise self._incomplete()
-        waiting: list[socket.socket | Channel] = [
-            self._listening,
-            *(caller.channel for caller in self._callers),
-            *(guest[0] for guest in self._guests),
-        ]
-        ready = set(select.select(waiting, [], [], min(0.25, self._end - now))[0])
-        if self._listening in ready:
-            try:
-                connection, address = self._listening.accept()
-            except OSError:  # it hung up before it was answered
-                return
-            self._callers.append(Caller(connection, self._meeting.secret, str(address[0])))
-        for caller in list(self._callers):
-            self._advance(caller, now)
-        for guest in list(self._guests):
+        guests = [guest[0].fileno() for guest in self._guests]
+        found = ready([self._listening.fileno(), *self._lobby.descriptors(), *guests], min(0.25, self._end - now))
+        for descriptor in found & {*self._lobby.descriptors()}:
+            if (came := self._lobby.hear(descriptor)) is not None:
+                self._receive(*came)
+        for guest in [guest for guest in self._guests if guest[0].fileno() in found]:
             try:
                 guest[0].hear()
             except Gone:  # it gave up, and may come back
                 guest[0].close()
                 self._guests.remove(guest)
+        if self._listening.fileno() in found:
+            self._lobby.let_in(self._listening)
+        self._lobby.tick(now)
 
-    def _advance(self, caller: Caller, now: float) -> None:
+    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Take what a launcher says that has the secret; hang up on what makes no sense."""
         try:
-            message = caller.step()
-        except Gone:
-            message = None
-            caller.late = 0.0
-        if message is not None and message.get("kind") == "offer":
-            self._callers.remove(caller)
-            self._guests.append((caller.channel, Offer.load(message["offer"]), message["host_rank"]))
-            if message["hosts"] != self._meeting.hosts:
-                raise Mismatch(
-                    f"{message['offer']['name']} was started with --hosts {message['hosts']}, and {self._meeting.offer.name} with "
-                    f"--hosts {self._meeting.hosts}: use the same command on all hosts"
-                )
-            theirs, ours = str(message["offer"].get("placement", "block")), self._meeting.offer.placement
-            if theirs != ours:
-                raise Mismatch(
-                    f"{message['offer']['name']} was started with --placement {theirs}, and {self._meeting.offer.name} with "
-                    f"--placement {ours}: use the same command on all hosts"
-                )
-        elif message is not None and message.get("kind") == "invitation" and self._meeting.offer.numbers:
-            self._callers.remove(caller)
-            caller.channel.close()
-            self._invited = [(str(address), int(port)) for address, port in message["points"]]
-        elif now > caller.late:
-            self._callers.remove(caller)
-            caller.channel.close()
+            if message.get("kind") == "offer":
+                self._take(channel, Offer.load(message["offer"]), message["hosts"], message["host_rank"])
+                return
+            if message.get("kind") == "invitation" and self._meeting.offer.numbers:
+                self._invited = _points(message)
+        except SENSELESS:
+            pass
+        channel.close()
+
+    def _take(self, channel: Channel, offer: Offer, hosts: Any, wish: Any) -> None:
+        """Let it take part. Raises `Mismatch` if it was started otherwise."""
+        if type(hosts) is not int or type(wish) not in (int, type(None)):
+            raise TypeError("numbers of hosts are whole")
+        self._guests.append((channel, offer, wish))
+        if hosts != self._meeting.hosts:
+            raise Mismatch(
+                f"{offer.name} was started with --hosts {hosts}, and {self._meeting.offer.name} with "
+                f"--hosts {self._meeting.hosts}: use the same command on all hosts"
+            )
+        if wish is not None and not 0 <= wish < hosts:
+            raise Mismatch(f"{offer.name} was started with --host-rank {wish}, and --hosts {hosts} leaves 0 to {hosts - 1}")
+        theirs, ours = offer.placement, self._meeting.offer.placement
+        if theirs != ours:
+            raise Mismatch(
+                f"{offer.name} was started with --placement {theirs}, and {self._meeting.offer.name} with "
+                f"--placement {ours}: use the same command on all hosts"
+            )
 
     def _council(self) -> Council:
         """Wished numbers are given as wished; the others in the order of coming, this host first."""
@@ -415,9 +411,9 @@ class _Host:
     def _incomplete(self) -> DeadlineExceeded:
         meeting = self._meeting
         came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
-        hint = ""
+        hint = f". {self._lobby.wrong}" if self._lobby.wrong else ""
         if network.literal(meeting.point[0]):
-            hint = f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
+            hint += f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
         return DeadlineExceeded(
             f"{1 + len(self._guests)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
             f"start the same command on the others, or look at their output{hint}"

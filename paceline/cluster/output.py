@@ -58,7 +58,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Show lines of the launcher itself."""
-        self._add((b"" if self._ending == b"\n" else b"\n") + text.encode() + b"\n")
+        self._add((b"" if self._ending == b"\n" else b"\n") + text.encode(errors="replace") + b"\n")
         self.last = None
 
     def write(self) -> None:

@@ -1,9 +1,50 @@
-"""What launchers tell each other: a failure, a call in which workers wait for others, and what each host must hear of the others."""
+"""What launchers tell each other: what a host brings, what failed, in which calls workers wait, and what each must hear of the others."""
 
 from __future__ import annotations
 
+import ipaddress
+import signal
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+_MOST_WORKERS = 1 << 16  # of one host
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one host brings: its workers, the address they are reached at, and two ports that are free there."""
+
+    name: str
+    workers: int
+    address: str
+    machine: str  # fingerprint: equal for launchers on one machine
+    store_port: int
+    master_port: int
+    placement: str = "block"  # how ranks are dealt to hosts; all have to want the same
+    numbers: tuple[int, ...] = ()  # of its workers, where losses are survived
+    agent_port: int = 0  # where its launcher is called by the others then
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a view says of this host."""
+        return {"name": self.name, "address": self.address, "port": self.agent_port}
+
+    @classmethod
+    def load(cls, value: dict[str, Any]) -> Offer:
+        """From a message. Raises one of `channel.SENSELESS` for what is none."""
+        found = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
+        ports = found.store_port, found.master_port, found.agent_port
+        whole = all(type(number) is int for number in (found.workers, *ports, *found.numbers))
+        if not whole or not all(type(text) is str for text in (found.name, found.address, found.machine, found.placement)):
+            raise TypeError("it is no offer of a host")
+        if (
+            not 0 < found.workers <= _MOST_WORKERS
+            or len(found.numbers) not in (0, found.workers)
+            or not all(0 <= p < 1 << 16 for p in ports)
+        ):
+            raise ValueError("it is no offer of a host")
+        ipaddress.ip_address(found.address.partition("%")[0])
+        return found
 
 
 @dataclass(frozen=True)
@@ -18,6 +59,17 @@ class Failure:
     age: float = 0.0
     tail: str = ""
 
+    @classmethod
+    def load(cls, value: Any) -> Failure:
+        """From a message. Raises `TypeError` or `ValueError` for what is none."""
+        found = cls(**value)
+        texts, numbers = (found.host, found.words, found.tail), (found.code, 0 if found.rank is None else found.rank)
+        if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers) or not 0 <= found.code < 256:
+            raise ValueError("it is no failure")
+        if type(found.is_echo) is not bool or type(found.age) not in (int, float):
+            raise ValueError("it is no failure")
+        return found
+
     def line(self) -> str:
         who = f"rank {self.rank} on {self.host}" if self.rank is not None else f"host {self.host}"
         return f"paceline: {who} {self.words}"
@@ -29,6 +81,19 @@ class Late(NamedTuple):
     call: int
     what: str
     given_up: bool
+
+
+def said_late(value: Any) -> Late:
+    """From a message. Raises `TypeError` or `ValueError` for what is none."""
+    found = Late(*value)
+    if (type(found.call), type(found.what), type(found.given_up)) != (int, str, bool):
+        raise ValueError("it is no call")
+    return found
+
+
+def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
+    """From a message: the signal by which a launcher was asked to end the job, and its host. Raises `ValueError` for what is none."""
+    return signal.Signals(message["number"]).value, str(message["host"])
 
 
 def note(known: dict[int, Late], late: Late) -> None:

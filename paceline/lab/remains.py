@@ -207,9 +207,11 @@ def watch(path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     heard = b""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
     lab = json.loads(path.read_text())
     while alive(lab):  # a child that it has forked may hold the pipe open
-        if select.select([0], [], [], _LOOK_SECONDS)[0]:
+        if poll.poll(1000 * _LOOK_SECONDS):
             data = os.read(0, 1 << 12)
             heard += data
             if not data:

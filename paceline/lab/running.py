@@ -294,7 +294,10 @@ class _Run:
     def _flush(self) -> None:
         end = time.monotonic() + _KILL_SECONDS
         while (writing := self._desk.pending()) and time.monotonic() < end:
-            for descriptor in select.select([], list(writing), [], _LOOK_SECONDS)[1]:
+            poll = select.poll()
+            for descriptor in writing:
+                poll.register(descriptor, select.POLLOUT)
+            for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
                 writing[descriptor].write()
 
     def _code(self) -> int:

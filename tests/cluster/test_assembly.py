@@ -25,7 +25,7 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list
     """The launchers of so many hosts with two workers each, connected; or what went wrong on each."""
     sockets = [network.listen("127.0.0.1") for _ in range(size)]
     offers = [Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1]) for n, s in enumerate(sockets)]
-    view = View(1, tuple(Seat(n, o.numbers, {"name": o.name, "address": o.address}) for n, o in enumerate(offers)), size)
+    view = View(1, tuple(Seat(n, o.numbers, o.facts) for n, o in enumerate(offers)), size)
     found: list[Assembly | Exception] = [RuntimeError("absent")] * size
 
     if absent is not None:

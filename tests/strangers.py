@@ -1,0 +1,117 @@
+"""What strangers send: lines, halves of lines and worse, drawn by chance from a seed; and who sends it."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(range(189))
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1 << 31,
+    1 << 62,
+    1 << 63,
+    -(1 << 63),
+    1e308,
+    "",
+    "x",
+    "\ud800",
+    "é" * 9,
+    [],
+    {},
+    [[]],
+    [0, 1 << 62, 1 << 62],
+)
+
+
+def bent(found: random.Random, value: Any) -> Any:
+    """The same with something else in it somewhere: a number, a list, a name, nothing."""
+    if isinstance(value, dict) and value and found.random() < 0.9:
+        key = found.choice(sorted(value, key=str))
+        if found.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        if found.random() < 0.1:
+            return {**value, str(found.choice(ODD)): found.choice(ODD)}
+        return {**value, key: bent(found, value[key])}
+    if isinstance(value, list | tuple) and value and found.random() < 0.8:
+        place = found.randrange(len(value))
+        rest = [*value[:place], *([] if found.random() < 0.15 else [bent(found, value[place])]), *value[place + 1 :]]
+        return rest + [found.choice(ODD)] * (found.random() < 0.05)
+    return found.choice(ODD)
+
+
+def spoilt(found: random.Random, line: bytes) -> bytes:
+    """The same, cut, doubled, or with other bytes in it."""
+    place = found.randrange(len(line) + 1)
+    return found.choice((line[:place], line[:place] + found.randbytes(found.randrange(9)) + line[place + 1 :], line + line, line[place:]))
+
+
+def line(found: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
+    """Something to send: often like one of these messages, and never one of them."""
+    kind = found.randrange(10)
+    if kind < 5:
+        return json.dumps(bent(found, found.choice(like))).encode() + b"\n"
+    if kind == 5:
+        return spoilt(found, json.dumps(found.choice(like)).encode() + b"\n")
+    if kind == 6:
+        return found.randbytes(found.randrange(1, 300)) + b"\n"
+    return found.choice(
+        (
+            *(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", TLS_HELLO, b"SSH-2.0-x\r\n", b"\n", b"\0", b"\n" * 3000, b"[" * 4000 + b"\n"),
+            *(b'{"a":' * 700 + b"\n", b"x" * 70_000, b'{"paceline": 1', b"\xff\xfe[\x001\x00]\x00\n", b"9" * 4000 + b"\n", b"NaN\n"),
+            b'{"paceline": 1, "nonce": "\\ud800", "proof": "00"}\n',
+        )
+    )
+
+
+def call(point: tuple[str, int], data: bytes, *, rudely: bool = False) -> None:
+    """Call, say it, and hang up."""
+    with suppress(OSError), socket.create_connection(point, timeout=5) as connection:
+        if rudely:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(data)
+
+
+@contextmanager
+def held_open(point: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
+    """So many connections that say nothing."""
+    with many_descriptors(count + 300):
+        found: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                with suppress(OSError):
+                    found.append(socket.create_connection(point, timeout=5))
+            yield found
+        finally:
+            for connection in found:
+                connection.close()
+
+
+@contextmanager
+def many_descriptors(count: int) -> Iterator[None]:
+    """This process may open so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count + 2000, hard)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def until(condition: Callable[[], bool], turn: Callable[[], object], seconds: float = 30.0) -> None:
+    """Do this until it is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        turn()
