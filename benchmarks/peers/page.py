@@ -16,6 +16,10 @@ from benchmarks.peers.summary import OURS
 
 Row = dict[str, Any]
 LEVEL = 0.02  # within so much of paceline's time a peer counts as equal
+ALONE = """"One process alone" has the whole global batch on one core, and nothing to exchange. Below 1 it takes less time
+than all the workers with paceline do: the model computes too little for what it exchanges on that link, and more workers are no use there
+(larger batches, [fewer bytes](sending-less.md) or fewer exchanges are). In a lab all hosts share the cores of one machine: four
+workers compute at most twice as fast as one there."""
 
 
 def make(results: Path, docs: Path) -> None:
@@ -71,6 +75,17 @@ def rivals(cell: dict[str, Any]) -> list[Row]:
     return [row for row in cell["rows"] if row["ratio"] is not None and row["peer"] not in (OURS, "none")]
 
 
+def alone(cell: dict[str, Any]) -> str:
+    """The step of one process that has the whole batch, in multiples of paceline's; said loudly where it is the quicker one."""
+    row = next((row for row in cell["rows"] if row["peer"] == "none" and row["median"] is not None), None)
+    if row is None:
+        return "-"
+    if row["ratio"] is None:
+        return duration(row["median"])
+    value = float(row["ratio"]["value"])
+    return f"{value:.2f}x ({duration(row['median'])})" + (": **quicker than all workers together**" if value < 1 - LEVEL else "")
+
+
 def _head(found: dict[str, Any]) -> str:
     machine, versions = found["machine"], found["versions"]
     batches = "; ".join(f"{model.batch} of the {model.title}" for model in MODELS.values())
@@ -101,7 +116,14 @@ A peer that fails has no time.
 
 def _verdicts(found: dict[str, Any]) -> str:
     """Where paceline wins, draws and loses, cell by cell."""
-    lines = ["## Wins and losses", "", "| | faster than | about equal to (2 %) | slower than |", "| --- | --- | --- | --- |"]
+    lines = [
+        "## Wins and losses",
+        "",
+        ALONE,
+        "",
+        "| | faster than | about equal to (2 %) | slower than | one process alone |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for cell in found["cells"]:
         groups: dict[str, list[str]] = {"won": [], "equal": [], "lost": []}
         for row in sorted(rivals(cell), key=lambda row: -float(row["ratio"]["value"])):
@@ -111,9 +133,9 @@ def _verdicts(found: dict[str, Any]) -> str:
         what = f"{SETTINGS[cell['setting']].title}; {MODELS[cell['model']].title}"
         ours = next((row for row in cell["rows"] if row["peer"] == OURS), None)
         if ours is None or ours["median"] is None:
-            lines.append(f"| {what} | paceline has no time here | | |")
+            lines.append(f"| {what} | paceline has no time here | | | {alone(cell)} |")
         else:
-            lines.append(f"| {what} | {' | '.join('; '.join(group) or '-' for group in groups.values())} |")
+            lines.append(f"| {what} | {' | '.join('; '.join(group) or '-' for group in groups.values())} | {alone(cell)} |")
     return "\n".join(lines)
 
 

@@ -372,7 +372,7 @@ def test_what_failed_or_is_not_installed_has_a_reason_and_no_time(found: dict[st
 def test_the_page_says_wins_draws_losses_and_failures(found: dict[str, Any]) -> None:
     text = page.text(found)
     assert (
-        "| one host, 2 workers; GPT, 0.9 M parameters | DDP, 25 MB buckets (2.00x) | Lightning Fabric (1.01x) | MPI by hand (0.50x) |"
+        "| one host, 2 workers; GPT, 0.9 M parameters | DDP, 25 MB buckets (2.00x) | Lightning Fabric (1.01x) | MPI by hand (0.50x) | - |"
         in text
     )
     assert "| Horovod | no time: exit code 1: no \\| &lt;ssh> |" in text
@@ -380,6 +380,25 @@ def test_the_page_says_wins_draws_losses_and_failures(found: dict[str, Any]) -> 
     assert "the command" in text and "a chip" in text and "numpy" not in text
     order = [line.split("|")[1].strip() for line in page.table(found["cells"][0]).splitlines()[2:]]
     assert order[:4] == ["MPI by hand", "**paceline**", "Lightning Fabric", "DDP, 25 MB buckets"]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(0.2, "2.00x (200.00 ms)"), (0.099, "0.99x (99.00 ms)"), (0.08, "0.80x (80.00 ms): **quicker than all workers together**")],
+)
+def test_one_process_alone_stands_beside_the_peers(tmp_path: Path, found: dict[str, Any], step: float, words: str) -> None:
+    records = Records(tmp_path / "records.jsonl")  # what `found` was made of
+    for number in range(3):
+        records.add(round_of("paceline", number, 0.1))
+        records.add(round_of("none", number, step))
+    text = page.text(summary.summarise(records, list(PEERS)))
+    assert next(line for line in text.splitlines() if line.startswith("| one host, 2 workers; GPT")).endswith(f" | {words} |")
+    assert any(line.startswith("| one process, whole batch |") for line in text.splitlines())
+
+
+def test_the_page_is_what_is_made_of_its_data() -> None:
+    docs = environments.ROOT / "docs"
+    assert page.text(summary.read(docs / "pictures" / "benchmarks.json")) == (docs / "benchmarks.md").read_text()
 
 
 def test_a_summary_reads_the_same_from_records_and_from_its_file(found: dict[str, Any], tmp_path: Path) -> None:
