@@ -81,6 +81,14 @@ def test_scripts_in_docs_run(page: Path, tmp_path: Path) -> None:
         assert answer.returncode == 0, f"{block}\n{answer.stderr}"
 
 
+def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
+    (script, *_) = blocks(TEXTS["checkpoints.md"], "python")
+    (tmp_path / "train.py").write_text(BRISK + script.replace("run.epochs(3)", "run.epochs(2)"))
+    assert "nothing to resume, training begins anew" in run_script(tmp_path / "train.py", tmp_path).stderr
+    answer = run_script(tmp_path / "train.py", tmp_path)
+    assert "resumed from runs/circle/checkpoints/step-00000128 at step 128" in answer.stderr, answer.stderr
+
+
 @pytest.mark.slow
 def test_the_readme_s_command_runs(tmp_path: Path) -> None:
     """`paceline run --workers 2 examples/train.py`, as the README has it."""

@@ -31,10 +31,11 @@ _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first."""
+    """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first. `named`: by who started it."""
 
     path: Path
     earlier: tuple[Path, ...] = ()
+    named: bool = True
 
     @property
     def name(self) -> str:
@@ -85,7 +86,7 @@ class Folder:
                 ) from error
             if name is not None and number > 1:
                 say(f"there is a run {wanted} already: this one is {path.name}")
-            return Folder(path, earlier)
+            return Folder(path, earlier, name is not None)
 
     @staticmethod
     def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
@@ -96,7 +97,7 @@ class Folder:
             return bytes(msgpack.packb([str(folder.path), [str(path) for path in folder.earlier]]))
 
         path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
-        return Folder(Path(path), tuple(map(Path, earlier)))
+        return Folder(Path(path), tuple(map(Path, earlier)), name is not None)
 
 
 def _earlier(root: Path, name: str) -> tuple[Path, ...]:

@@ -356,11 +356,13 @@ class Run:
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
 
-        False if there is none at all. Everything prepared and kept stands then where it was saved, for any number of workers. Collective.
+        False if there is none at all, which is said. Everything prepared and kept stands then where it was saved, for any number of
+        workers. Collective.
         Raises `CheckpointError` if there are some and none can be used.
         """
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]
-        found = self._saving.resume([place if place.name == "checkpoints" else place / "checkpoints" for place in asked])
+        places = [place if place.name == "checkpoints" else place / "checkpoints" for place in asked]
+        found = self._saving.resume(places, named=self.folder.named or folder is not None)
         if found is None:
             return False
         self._handing.next = self.steps + 1

@@ -182,8 +182,11 @@ class Saving:
 
     # ---- coming back
 
-    def resume(self, folders: Sequence[Path]) -> Path | None:
-        """Become the newest whole checkpoint of the first folder that has any; its path on all workers, or None."""
+    def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
+        """Become the newest whole checkpoint of the first folder that has any; its path on all workers, or None.
+
+        `named`: whether those are folders of a run that was given a name, or were asked for.
+        """
         scene, own = self._scene, self._own
         found: list[checkpoint.Checkpoint] = []
 
@@ -191,6 +194,7 @@ class Saving:
             self.settle()
             folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
             if folder is None:
+                scene.say(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
             found.append(checkpoint.load(folder, say=scene.say))
             return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
@@ -232,3 +236,18 @@ class Saving:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
         return body if body is not None else loads(buffer.numpy().tobytes())
+
+
+def _nothing(folders: Sequence[Path], *, named: bool) -> str:
+    """What was looked for in vain, and where there is something."""
+    found = "nothing to resume, training begins anew: "
+    found += (
+        f"no checkpoint in {', '.join(map(str, folders))}" if named else "this run was given no name that an earlier one could have had"
+    )
+    root = folders[0].parent.parent
+    places = sorted((place for place in root.glob("*/checkpoints") if place.is_dir()), key=lambda place: place.stat().st_mtime)
+    last = next((kept[0] for place in reversed(places) if (kept := checkpoint.newest(place))), None)
+    there = f"no run in {root} has one"
+    if last is not None:
+        there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"
+    return f"{found}; {there}" if named else f"{found}, such as start(name='mine'); {there}"

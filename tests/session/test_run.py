@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from paceline.cluster.snapshot import pack
 from paceline.errors import CheckpointError, Mismatch, PacelineError, UsageError
+from paceline.fault import checkpoint
+from paceline.session.folder import Folder
 from paceline.session.run import Run
 from tests.runs import Numbered, alone, batches, distance, parameters, workers
 
@@ -497,8 +500,33 @@ def test_more_epochs_after_a_save_at_the_end(tmp_path: Path) -> None:
     assert workers(1, lambda run: body(run, 4), folder=tmp_path) == [[2, 3]]
 
 
-def test_nothing_to_resume() -> None:
-    assert workers(2, lambda run: [ready(run), run.resume()][1]) == [False, False]
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    """It says where it looked, and what there is."""
+    said: list[str] = []
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
+    looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test/checkpoints"
+    assert f"{looked}; no run in {tmp_path} has one" in said
+    for step in (2, 3):
+        saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), step)
+    assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [False, False]
+    looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test-2/checkpoints, {tmp_path}/test/checkpoints"
+    hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
+    assert f"{looked}; {hint}" in said
+
+
+def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), 7)
+
+    def body(run: Run) -> bool:
+        run.folder = Folder.agree(run._scene.agreement, tmp_path, None, say=print)
+        ready(run)
+        return run.resume()
+
+    said: list[str] = []
+    assert workers(2, body, said=said, folder=tmp_path) == [False, False]
+    why = "this run was given no name that an earlier one could have had, such as start(name='mine')"
+    hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
+    assert f"nothing to resume, training begins anew: {why}; {hint}" in said
 
 
 def test_a_corrupt_checkpoint_is_said_and_the_one_before_used(tmp_path: Path) -> None:
