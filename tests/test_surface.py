@@ -54,6 +54,7 @@ NAMES = [
     "where",
 ]
 ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total_steps compare differing replicate"  # of start
+PREPARING = "self objects loss weigh accumulate shares batchnorm train pad readers shard"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
     " --min-workers --restarts --patience --servers",
@@ -76,6 +77,10 @@ def test_public_names() -> None:
 
 def test_arguments_of_start() -> None:
     assert " ".join(inspect.signature(paceline.start).parameters) == ARGUMENTS
+
+
+def test_arguments_of_prepare() -> None:
+    assert " ".join(inspect.signature(paceline.Run.prepare).parameters) == PREPARING
 
 
 def test_unknown_names() -> None:

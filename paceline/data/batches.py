@@ -1,4 +1,4 @@
-"""Batches as nested structures: how many rows one has, some of its rows, none of its rows."""
+"""Batches as nested structures: how many rows one has, and some of its rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def rows(batch: Any, *, missing: int | None = None) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, count: int) -> Any:
-    """Rows `start` to `stop` of a batch of `count`: tensors, arrays, and lists of `count` plain values are cut, all else is kept."""
+    """Rows `start` to `stop` of a batch of `count`: tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut,
+    all else is kept."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):
@@ -37,35 +38,13 @@ def cut(batch: Any, start: int, stop: int, count: int) -> Any:
     return _mapped(batch, leaf)
 
 
-def emptied(batch: Any) -> Any:
-    """`batch` with no rows: every tensor and array `[:0]`, every list of plain values empty; raises `DataError` where there is none."""
-    changed = 0
-
-    def leaf(value: Any) -> Any:
-        nonlocal changed
-        if isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
-            changed += 1
-            return value[:0]
-        if _is_column(value):
-            changed += 1
-            return value[:0]
-        return value
-
-    empty = _mapped(batch, leaf)
-    if not changed:
-        raise DataError(
-            f"a worker has an empty share of an evaluation batch, and a batch of no rows can't be made of a {type(batch).__qualname__}: "
-            f"{ADVICE}, or let every batch have at least one sample per worker"
-        )
-    return empty
-
-
 def _is_column(value: Any) -> bool:
-    plain = (str, bytes, int, float, bool, type(None))
-    return type(value) is list and all(isinstance(item, plain) for item in value)
+    """Whether these are values of one kind, by row: lists are, and tuples of strings, as torch's own collate function makes them."""
+    plain = (str, bytes, int, float, bool, type(None)) if type(value) is list else (str, bytes)
+    return type(value) in (list, tuple) and all(isinstance(item, plain) for item in value)
 
 
-def _fields(batch: Any) -> dict[str, Any] | None:
+def attributes(batch: Any) -> dict[str, Any] | None:
     """The attributes of an object of a class of the user's; None where it is not one."""
     if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
         return None
@@ -81,7 +60,7 @@ def _mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
         return type(batch)(*(_mapped(value, leaf) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(_mapped(value, leaf) for value in batch)
-    fields = _fields(batch)
+    fields = attributes(batch)
     if fields is not None:
         other = copy.copy(batch)
         for name, value in fields.items():
@@ -96,6 +75,8 @@ def _leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
     if isinstance(batch, Tensor | np.ndarray):
         yield batch
         return
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (_fields(batch) or {}).values()
+    inner = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else (attributes(batch) or {}).values()
+    )
     for value in inner:
         yield from _leaves(value)

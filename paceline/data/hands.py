@@ -11,7 +11,8 @@ from torch import Tensor
 
 from paceline.comm.group import Group, pieces
 from paceline.comm.ordered import Agreement
-from paceline.data.batches import cut, emptied, rows
+from paceline.data.batches import cut, rows
+from paceline.data.emptying import collated_empty
 from paceline.data.packing import flatten, pack, room, unflatten, unpack
 from paceline.data.reader import Cuts, Dealt
 from paceline.data.terms import Part, Step, Terms, rows_part, whole_rows
@@ -199,6 +200,7 @@ class Mine:
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self._last: Any = None  # a batch to be a ghost
+        self._none: Any = None  # one of no rows
 
     def asked(self) -> tuple[int | None, Cuts]:
         batch = self.terms.loader.batch_size
@@ -257,11 +259,22 @@ class Mine:
         return [Part(stop - start, stop - start, cut(item, start, stop, count)) for start, stop in pieces(count, min(micros, count))]
 
     def _ghost(self) -> Any:
+        if not self.terms.ghosts:
+            return self._empty()
         if self._last is None:  # resumed after my stream had ended: any sample will do
             loader = self.terms.loader
             first = next(iter(loader.dataset))
             self._last = loader.collate_fn(first if loader.batch_size is None else [first])
-        return self._last if self.terms.training else emptied(self._last)
+        return self._last
+
+    def _empty(self) -> Any:
+        """No rows, as they would be made of any sample."""
+        if self._none is None:
+            loader = self.terms.loader
+            first = next(iter(loader.dataset))
+            whole = loader.collate_fn(first) if loader.batch_size is None else None
+            self._none = collated_empty(loader.collate_fn, first) if whole is None else cut(whole, 0, 0, rows(whole))
+        return self._none
 
 
 def _one(cursor: Cursor, saved: list[dict[str, Any]]) -> None:

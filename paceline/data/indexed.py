@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 import torch
 from torch.utils.data import DataLoader
 
 from paceline.data import draws
-from paceline.data.batches import emptied
+from paceline.data.emptying import emptied
 from paceline.data.sampler import Indices, is_list
 from paceline.data.shares import spans
 from paceline.data.terms import Part, Pipeline, Step, Terms, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
+TWICE: Final = "twice"  # the sample that was asked for is asked for twice next, which tells what of a batch are rows
 
 
 class Feed:
@@ -64,7 +65,10 @@ class Feed:
         for first, shares in terms.micros(count):
             start, stop = spans(shares)[terms.rank]
             mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
-            yield mine, Part(sum(shares), stop - start, None)
+            twice = stop == start and not terms.ghosts
+            yield mine, Part(sum(shares), stop - start, TWICE if twice else None)
+            if twice:
+                yield [*mine, *mine], Part(sum(shares), 0, None)
 
 
 class Indexed(Pipeline):
@@ -192,7 +196,7 @@ class Indexed(Pipeline):
         for _ in range(turns):
             part, data = self._read()
             self._left -= 1
-            yield part._replace(batch=data if part.share or self.terms.training else emptied(data))
+            yield part._replace(batch=data)
 
     def _read(self) -> tuple[Part, Any]:
         """The next part that isn't void, with what was read for it."""
@@ -206,7 +210,7 @@ class Indexed(Pipeline):
             if data is not self:
                 made, part = self._feed.dealt.popleft()
                 if made == self._feed.round:
-                    return part, data
+                    return part, data if part.batch is not TWICE else emptied(data, self._read()[1])
             elif reopened:
                 raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
             else:

@@ -90,6 +90,7 @@ def deal(
     weigh: Weigh | None = None,
     accumulate: int = 1,
     train: bool | None = None,
+    pad: bool = False,
     readers: Readers = "worker",
     shard: Sharding | None = None,
     local: Group | None = None,
@@ -102,7 +103,8 @@ def deal(
 
     `shares`: None (equal), one number per rank (ratios), or a policy: samples of a global batch -> shares. `weigh(batch)` is the
     weight of a batch where the loss is a mean over something else than samples. `accumulate` cuts each global batch, in training,
-    into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). For streams: `readers` "worker" (each worker
+    into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample
+    of the batch) in evaluation, too, and not a batch of no rows. For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
     gives each rank its own samples). `say` is told, once each, what costs more than one would think. `move` brings each batch to a device.
     `desk`: where workers that are not in lockstep take the samples of a training loader from.
@@ -110,21 +112,9 @@ def deal(
     Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     _check(loader, loss, weigh, accumulate, train)
-    terms = Terms(
-        loader,
-        agreement,
-        policy(shares, agreement.group.size),
-        loss=loss,
-        weigh=weigh,
-        accumulate=accumulate,
-        train=train,
-        readers=readers,
-        shard=shard,
-        local=local,
-        say=say,
-        move=move,
-        asked=shares,
-    )
+    dealt = policy(shares, agreement.group.size)
+    told: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
+    terms = Terms(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **told)
     if desk is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.comm.group import pieces
-from paceline.data.batches import emptied
+from paceline.data.emptying import collated_empty
 from paceline.data.packing import pack
 from paceline.data.shares import proportional, spans
 from paceline.data.terms import Part
@@ -40,7 +40,7 @@ class Command(NamedTuple):
     batch: int | None = None  # samples of a whole batch; None: the stream gives batches by itself
     cuts: Cuts = ()
     wanted: tuple[int, ...] = ()  # the ranks whose parts are to be made
-    train: bool = True
+    ghosts: bool = True  # what an empty share is: the first sample, or no rows
 
 
 class Dealt(NamedTuple):
@@ -161,13 +161,12 @@ class Reading:
             ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
             micros = pieces(len(samples), min(len(cuts), len(samples)))
             cuts = tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
-        return [[self._part(samples, first, shares, rank, command.train) for first, shares in cuts] for rank in command.wanted]
+        return [[self._part(samples, first, shares, rank, ghosts=command.ghosts) for first, shares in cuts] for rank in command.wanted]
 
-    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, train: bool) -> Part:
+    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, ghosts: bool) -> Part:
         start, stop = spans(shares)[rank]
         if start == stop:
-            ghost = self.collate(samples[:1])
-            return Part(sum(shares), 0, ghost if train else emptied(ghost))
+            return Part(sum(shares), 0, self.collate(samples[:1]) if ghosts else collated_empty(self.collate, samples[0]))
         return Part(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
 
 

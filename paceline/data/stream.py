@@ -186,7 +186,7 @@ class Stream(Pipeline):
 
     def _ask(self) -> Command:
         batch, cuts = self._hands.asked()
-        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, train=self.terms.training)
+        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts)
 
     def _seeds(self) -> torch.Generator:
         """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.group import Group, pieces
 from paceline.comm.ordered import Agreement
-from paceline.data.batches import cut, emptied, rows
+from paceline.data.batches import cut, rows
 from paceline.data.shares import Shares, spans
 
 Loss = Literal["mean", "sum"]
@@ -36,6 +36,7 @@ class Terms:
     say: Callable[[str], None] = lambda text: None
     move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
     training: bool = True  # as it is in the present epoch
+    pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
     _said: set[str] = field(default_factory=set)
 
@@ -48,6 +49,11 @@ class Terms:
     def alone(self) -> bool:
         """Whether there is one worker only."""
         return self.agreement.group.size == 1
+
+    @property
+    def ghosts(self) -> bool:
+        """Whether who has an empty share gets the first sample as a ghost, and not no rows."""
+        return self.training or self.pad
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
@@ -167,6 +173,6 @@ def rows_part(terms: Terms, item: Any, count: int, micro: tuple[int, tuple[int, 
     first, shares = micro
     start, stop = spans(shares)[rank]
     if start == stop:
-        return Part(sum(shares), 0, cut(item, 0, 1, count) if terms.training else emptied(item))
+        return Part(sum(shares), 0, cut(item, 0, 1 if terms.ghosts else 0, count))
     mine = item if stop - start == count else cut(item, first + start, first + stop, count)
     return Part(sum(shares), stop - start, mine)

@@ -12,6 +12,7 @@ After Ioffe & Szegedy, "Batch Normalization" (2015).
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -37,11 +38,12 @@ def synchronise(model: nn.Module, group: Group, *, ghost: Callable[[], bool], sc
     Both are asked at each forward.
 
     Layers stay the objects they are, with the same class, `state_dict` and hooks; their running statistics come out bit-equal on all
-    workers. A deepcopy is synchronised too, an unpickled one is plain. Called again, it takes the new group; with a group of one
-    the layers are torch's own.
+    workers. A deepcopy is not synchronised until it is given here too, nor is an unpickled one, which is plain. Called again, it takes
+    the new group; with a group of one the layers are torch's own.
 
     Raises UsageError for a layer whose `forward` was already replaced on the instance, and in `forward` for a class that doesn't
-    compute by `F.batch_norm`, for one value per channel in the whole batch, and for a share of weight 0 that has samples.
+    compute by `F.batch_norm`, for one value per channel in the whole batch, for a share of weight 0 that has samples, and for a deepcopy
+    in training mode: whether all workers run it nobody knows.
 
     The trap: forward in training mode (in eval mode too, when the layer tracks no statistics) and its backward are collective:
     every worker must run them, in the same order. Eval mode with running statistics never exchanges anything. Under torch.compile a
@@ -58,7 +60,8 @@ def synchronise(model: nn.Module, group: Group, *, ghost: Callable[[], bool], sc
     desynchronise(model)
     if group.size > 1:
         for name, layer in layers:
-            layer.forward = types.MethodType(_stand_in(f"batchnorm {name}", group, ghost, scale), layer)  # type: ignore[method-assign]
+            stand_in = _stand_in(layer, f"batchnorm {name}", group, ghost, scale)
+            layer.forward = types.MethodType(stand_in, layer)  # type: ignore[method-assign]
     return len(layers)
 
 
@@ -82,12 +85,21 @@ def _replaceable(layer: nn.Module, forward: Any) -> bool:
     return hasattr(function, _MARK) or function is type(layer).forward
 
 
-def _stand_in(name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]) -> Callable[..., Tensor]:
+def _stand_in(
+    original: _BatchNorm, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]
+) -> Callable[..., Tensor]:
+    whose = weakref.ref(original)
+
     # A plain function, bound to its layer as a method: deepcopy binds it to the copy, and pickle stores a method as its name ("forward").
     @wraps(_BatchNorm.forward)
     def forward(layer: _BatchNorm, *args: Any, **kwargs: Any) -> Tensor:
         # torch's SyncBatchNorm would exchange by itself, unweighted, and refuses CPU tensors.
         own = _BatchNorm.forward if type(layer).forward is nn.SyncBatchNorm.forward else type(layer).forward
+        owner = whose()
+        if layer is not owner:
+            if owner is not None and is_synchronous(owner):
+                _check_copy(layer, name)
+            return own(layer, *args, **kwargs)
         mode = _Answer(name, group, ghost, scale)
         with mode:
             y = own(layer, *args, **kwargs)
@@ -102,6 +114,15 @@ def _stand_in(name: str, group: Group, ghost: Callable[[], bool], scale: Callabl
     function: Callable[..., Tensor] = disable(forward)
     setattr(function, _MARK, True)
     return function
+
+
+def _check_copy(layer: _BatchNorm, name: str) -> None:
+    """Raise `UsageError` for a copy that would take statistics of a batch, of this worker alone: those of all are what training has."""
+    if layer.training or layer.running_mean is None:
+        raise UsageError(
+            f"{name}: a copy of a prepared model runs in training mode, and its BatchNorm layers are not synchronised; give the copy to "
+            'run.prepare too, on every worker, for statistics of the whole global batch; or call eval() on it; or say batchnorm="local"'
+        )
 
 
 class _Answer(TorchFunctionMode):

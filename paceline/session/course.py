@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from paceline.data.loader import ShareLoader, Turn
+from paceline.errors import PacelineError, UsageError
 from paceline.session.ghost import Buffers
 
 
@@ -30,6 +32,21 @@ def innermost(courses: list[Course]) -> Turn | None:
     return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
 
 
+def explain(error: BaseException | None, courses: list[Course]) -> None:
+    """Note on an error of the script that it happened on a batch of no rows, which scripts for one process never see."""
+    found = next(
+        (course for course in courses if course.turn is not None and course.turn.share == 0 and not course.loader.terms.ghosts), None
+    )
+    if found is None or found.turn is None or not isinstance(error, Exception) or isinstance(error, PacelineError):
+        return
+    error.add_note(
+        f"This worker's share of the evaluation batch was empty: {found.turn.global_batch} samples for "
+        f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which x.view(x.size(0), -1), max() and the "
+        "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), and such a worker gets the batch's "
+        "first sample, which run.gather, run.mean and run.log leave out"
+    )
+
+
 def parts(course: Course) -> tuple[float, ...]:
     """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
     turn, terms = course.turn, course.loader.terms
@@ -37,3 +54,16 @@ def parts(course: Course) -> tuple[float, ...]:
     if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
         return (turn.scale,)
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
+
+
+def check_beside(courses: list[Course]) -> None:
+    """Raise `UsageError` where training loaders under way side by side deal differently: one loss can't be weighted by both."""
+    side = [course for course in courses if course.loader.terms.training and course.loader.under_way]
+    for one, other in itertools.combinations(side, 2):
+        beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
+        if beside and parts(one) != parts(other):
+            raise UsageError(
+                f"two training loaders are under way at once, and deal their batches differently: {parts(one)} and {parts(other)} "
+                "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
+                "of workers, with drop_last=True, or finish one loop before the other"
+            )

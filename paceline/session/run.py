@@ -135,6 +135,7 @@ class Run:
         shares: Shares | Any = None,
         batchnorm: Literal["sync", "local"] | None = None,
         train: bool | None = None,
+        pad: bool | None = None,
         readers: Readers | None = None,
         shard: Sharding | None = None,
     ) -> Any:
@@ -145,13 +146,14 @@ class Run:
         where the mean is over something else than samples (tokens). `accumulate`: micro-batches of each global batch. `shares`: ratios,
         one for each worker, or a function from the global batch size to samples for each worker. `batchnorm`: "sync" (default: statistics
         of the global batch) or "local". `train`: whether loaders are for training (default: what torch.is_grad_enabled() is when iterated).
+        `pad`: in evaluation a worker without samples gets the batch's first (left out by `gather`, `mean` and `log`), and not 0 rows.
         `readers`, `shard`: see `paceline.data.loader.deal`. An option that is said where there is no loader (or model) yet is kept for
         those of later calls, unless they say something else.
 
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._cast.prepare(objects, {**options, "batchnorm": batchnorm, "train": train})
+        ready = self._cast.prepare(objects, {**options, "batchnorm": batchnorm, "train": train, "pad": pad})
         self._introduce()
         return ready[0] if len(ready) == 1 else tuple(ready)
 
@@ -417,6 +419,7 @@ class Run:
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
         self._agreement.locate(error)
+        self._turns.explain(error)
         report.report_failure(self._around.place, kind, error)
         self._log.close()
         self._end(failed=True)

@@ -15,7 +15,6 @@ Several loaders may be under way at once. The training loader whose turn began w
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from paceline.comm.group import Traffic
 from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
-from paceline.session.course import Course, innermost, parts
+from paceline.session.course import Course, check_beside, explain, innermost
 from paceline.session.ghost import buffers, put_back
 from paceline.session.tables import Tables
 from paceline.session.undo import Undo
@@ -244,17 +243,8 @@ class Turns:
     def _weigh(self) -> None:
         """A backward begins: it has one weight, so where training loaders are under way side by side, both must give the same."""
         self.settle()
-        if len(self._open) < 2:
-            return
-        side = [course for course in self._open if course.loader.terms.training and course.loader.under_way]
-        for one, other in itertools.combinations(side, 2):
-            beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
-            if beside and parts(one) != parts(other):
-                raise UsageError(
-                    f"two training loaders are under way at once, and deal their batches differently: {parts(one)} and {parts(other)} "
-                    "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
-                    "of workers, with drop_last=True, or finish one loop before the other"
-                )
+        if len(self._open) > 1:
+            check_beside(self._open)
 
     def _loss_scale(self) -> float:
         """What the loss of this backward is multiplied by."""
@@ -419,6 +409,10 @@ class Turns:
         """Give the user's objects their own methods back."""
         while self.bound:
             self.bound.pop()()
+
+    def explain(self, error: BaseException | None) -> None:
+        """Note on what ends the run what the turns under way have to do with it."""
+        explain(error, self._open)
 
     def finish(self) -> None:
         """The run ends: close the turns that a `break` left open, and let replicas be equal."""

@@ -12,7 +12,7 @@ from paceline.data.shares import policy
 from paceline.errors import UsageError
 
 DEFAULTS: Mapping[str, Any] = {
-    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None},
+    **{"loss": "mean", "weigh": None, "accumulate": 1, "shares": None, "readers": "worker", "shard": None, "train": None, "pad": False},
     "batchnorm": "sync",
 }
 OF_MODELS = frozenset({"batchnorm"})

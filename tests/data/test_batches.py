@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batches import cut, emptied, rows
+from paceline.data.batches import cut, rows
 from paceline.errors import DataError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -44,12 +44,3 @@ def test_a_cut_keeps_the_structure():
     assert part["pair"].y[0].tolist() == [1, 2] and part["pair"].y[1] == ["b", "c"]
     assert part["scale"] == 2 and part["n"] == 3 and part["s"] == "abc"
     assert cut(Frozen(torch.arange(3)), 0, 1, 3).x.tolist() == [0]
-
-
-def test_an_empty_batch_has_no_rows():
-    none = emptied(make())
-    assert none["x"].shape == (0, 2) and none["pair"].x.shape == (0,) and none["pair"].y[1] == [] and none["scale"] == 2
-    whole = Frozen(torch.arange(3))
-    assert emptied(whole).x.shape == (0,) and whole.x.shape == (3,)
-    with pytest.raises(DataError, match="at least one sample per worker"):
-        emptied({"n": 3})

@@ -373,7 +373,7 @@ def test_group_of_one_leaves_the_layers_alone() -> None:
     spawn(1, body)
 
 
-def test_a_deepcopy_has_its_own_statistics_and_is_synchronised() -> None:
+def test_a_deepcopy_exchanges_nothing_until_it_is_synchronised_too() -> None:
     x = batch((8, 3))
     expected = nn.BatchNorm1d(3).double()
     expected(x)
@@ -383,12 +383,31 @@ def test_a_deepcopy_has_its_own_statistics_and_is_synchronised() -> None:
         synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
         twin = copy.deepcopy(layer)
         assert twin.forward.__self__ is twin
+        if group.rank == 0:  # alone: nobody else would come to an exchange
+            with pytest.raises(UsageError, match=r"a copy of a prepared model.*run\.prepare"):
+                twin(x)
+            torch.testing.assert_close(copy.deepcopy(layer).eval()(x), nn.BatchNorm1d(3).double().eval()(x))
+        synchronise(twin, group, ghost=lambda: False, scale=lambda: 0.5)
         twin(x.chunk(2)[group.rank])
         assert not layer.running_mean.any()
         return twin
 
     for twin in spawn(2, body):
         torch.testing.assert_close(twin.running_var, expected.running_var)
+
+
+def test_a_deepcopy_is_plain_once_its_original_is() -> None:
+    x = batch((8, 3))
+
+    def body(group: Group) -> None:
+        layer = nn.BatchNorm1d(3).double()
+        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        twin = copy.deepcopy(layer)
+        desynchronise(layer)
+        if group.rank == 0:
+            torch.testing.assert_close(twin(x), nn.BatchNorm1d(3).double()(x))
+
+    spawn(2, body)
 
 
 def test_an_unpickled_model_is_plain_and_can_be_synchronised_again() -> None:

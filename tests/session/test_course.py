@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.utils.data import DataLoader
+
+from paceline.errors import UsageError
+from tests.runs import Numbered, workers
+
+
+def evaluating(pad):
+    """Three workers evaluate batches of two samples, by a model that can't take a batch of no rows."""
+
+    def body(run):
+        torch.manual_seed(1)
+        model, loader = run.prepare(nn.Linear(6, 2).double(), DataLoader(Numbered(4), 2), train=False, pad=pad)
+        with torch.no_grad():
+            seen = [(model(x.view(x.size(0), -1)), y) for x, y in loader]
+            rows, losses = [], []
+            for x, y in loader:
+                losses.append(run.mean(((model(x.view(x.size(0), -1)) - y) ** 2).mean()))
+                rows.append(run.gather(y))
+        return len(seen), torch.cat(rows), torch.stack(losses)
+
+    return workers(3, body)
+
+
+def test_a_batch_of_no_rows_that_a_script_dies_of_is_named():
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements") as caught:
+        evaluating(pad=False)
+    (note,) = [note for note in caught.value.__notes__ if "empty" in note]
+    assert "2 samples for 3 workers" in note and "pad=True" in note
+
+
+def test_padded_shares_are_left_out_of_what_is_gathered_and_averaged():
+    y, x = Numbered(4).y, Numbered(4).x
+    torch.manual_seed(1)
+    model = nn.Linear(6, 2).double()
+    expected = ((model(x) - y) ** 2).detach().view(2, -1).mean(1)
+    for count, rows, losses in evaluating(pad=True):
+        assert count == 2 and torch.equal(rows, y)
+        torch.testing.assert_close(losses, expected)
+
+
+def test_a_copy_that_is_prepared_too_takes_statistics_of_all_samples():
+    def body(run):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+        model, loader = run.prepare(model, DataLoader(Numbered(13), 5))
+        average = AveragedModel(model)
+        if run.size > 1 and run.rank == 0:
+            with pytest.raises(UsageError, match=r"give the copy to run\.prepare"):
+                average(Numbered(13).x)
+        run.prepare(average)
+        update_bn(loader, average)
+        return average.module[1].running_var, average.eval()(Numbered(13).x)
+
+    (expected,) = workers(1, body)
+    for found in workers(2, body):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
