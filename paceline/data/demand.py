@@ -130,7 +130,7 @@ class Demand(Indexed):
             return None
         taken = self._feed.steps.popleft()
         weights = [float(last - start) for start, last in pieces(taken.samples, taken.micros)]
-        return Step(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole))
+        return Step(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
 
     def _first(self) -> Part | None:
         """What was read for the first part of the next piece; None where the epoch is over."""

@@ -14,8 +14,8 @@ from paceline.comm.ordered import Agreement
 from paceline.data.batches import cut, rows
 from paceline.data.emptying import collated_empty
 from paceline.data.packing import flatten, pack, room, unflatten, unpack
-from paceline.data.reader import Cuts, Dealt
-from paceline.data.terms import Part, Step, Terms, rows_part, whole_rows
+from paceline.data.reader import Cuts, Dealt, recut
+from paceline.data.terms import Part, Step, Terms, rows_part, source, whole_rows
 from paceline.errors import DataError
 
 
@@ -113,7 +113,7 @@ class Own:
             return None
         if self.terms.loader.batch_size is None:
             return whole_rows(self.terms, dealt.whole)
-        return Step(dealt.samples, len(dealt.parts[0]), iter(dealt.parts[0]))
+        return Step(dealt.samples, len(dealt.parts[0]), iter(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -156,7 +156,7 @@ class Local:
         if self.reads:
             sends = [(rank + 1, buffer) for rank, buffer in enumerate(self._sends) if buffer.numel()]
             self._local.exchange(sends, []).wait()
-        return Step(count, len(parts), iter(parts))
+        return Step(count, len(parts), iter(parts), sources=_sources(self.asked(), count))
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -233,7 +233,8 @@ class Mine:
         wholes = [sum(counts[micro] for counts in shares if micro < len(counts)) for micro in range(micros)]
         mine = [Part(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
         mine += [Part(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
-        return Step(sum(wholes), micros, iter(mine))
+        held = [[counts[micro] if micro < len(counts) else 0 for counts in shares] for micro in range(micros)]
+        return Step(sum(wholes), micros, iter(mine), sources=[source(each) for each in held])
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
@@ -275,6 +276,12 @@ class Mine:
             whole = loader.collate_fn(first) if loader.batch_size is None else None
             self._none = collated_empty(loader.collate_fn, first) if whole is None else cut(whole, 0, 0, rows(whole))
         return self._none
+
+
+def _sources(asked: tuple[int | None, Cuts], count: int) -> list[int | None] | None:
+    """Who has samples where others have none, in a last batch that is cut as the others are; None in these."""
+    batch, cuts = asked
+    return None if batch is None or batch == count else [source(shares) for _, shares in recut(cuts, count)]
 
 
 def _one(cursor: Cursor, saved: list[dict[str, Any]]) -> None:

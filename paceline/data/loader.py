@@ -41,6 +41,7 @@ class Turn:
     last_micro: bool
     train: bool
     scale: float  # what my gradients are multiplied by before they are summed over workers and micro-batches
+    source: int | None = None  # where some worker has a ghost: the first one that has samples
 
 
 class Watcher(Protocol):
@@ -351,7 +352,10 @@ class ShareLoader:
         ghost = part.share == 0
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         last = micro == step.micros - 1
-        return Turn(self._index, self.epoch, step.global_batch, part.share, weight, total, ghost, micro, last, terms.training, scale)
+        source = terms.source(step.global_batch, micro) if step.sources is None else step.sources[micro]
+        return Turn(
+            self._index, self.epoch, step.global_batch, part.share, weight, total, ghost, micro, last, terms.training, scale, source
+        )
 
     def _compare(self, what: str, facts: list[Any]) -> None:
         """Meet the others at `what`, and raise `DataError` where they deal on other terms."""

@@ -156,11 +156,7 @@ class Reading:
         return None
 
     def _cut(self, samples: list[Any], command: Command) -> list[list[Part]]:
-        cuts = command.cuts
-        if len(samples) != command.batch:  # the last batch, cut as the others are
-            ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
-            micros = pieces(len(samples), min(len(cuts), len(samples)))
-            cuts = tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
+        cuts = command.cuts if len(samples) == command.batch else recut(command.cuts, len(samples))
         return [[self._part(samples, first, shares, rank, ghosts=command.ghosts) for first, shares in cuts] for rank in command.wanted]
 
     def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, ghosts: bool) -> Part:
@@ -168,6 +164,13 @@ class Reading:
         if start == stop:
             return Part(sum(shares), 0, self.collate(samples[:1]) if ghosts else collated_empty(self.collate, samples[0]))
         return Part(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
+
+
+def recut(cuts: Cuts, count: int) -> Cuts:
+    """How a last batch of `count` samples is cut: as the others are."""
+    ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
+    micros = pieces(count, min(len(cuts), count))
+    return tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
 
 
 def _marked(sample: Any, count: int, before: int) -> int:

@@ -66,6 +66,10 @@ class Terms:
         """How many micro-batches a global batch is cut into: none of them is empty."""
         return max(1, min(self.accumulate, batch)) if self.training else 1
 
+    def source(self, batch: int, micro: int) -> int | None:
+        """The first worker that has samples of a micro-batch, where another has none; None where all have some."""
+        return None if self.alone else source(self.micros(batch)[micro][1])
+
     def reshared(self) -> Shares | Sequence[float] | None:
         """What was asked for, for the workers that there are now: ratios go with their workers, and who has come gets the mean."""
         size, asked = self.agreement.group.size, self.asked
@@ -82,6 +86,11 @@ class Terms:
         if text not in self._said:
             self._said.add(text)
             self.say(f"paceline: {text}")
+
+
+def source(shares: Sequence[int]) -> int | None:
+    """The first worker that has samples, where another has none."""
+    return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
 
 
 class Part(NamedTuple):
@@ -101,6 +110,7 @@ class Step:
     parts: Iterator[Part]
     weights: list[float] | None = None  # of my parts, where they are not their samples
     total: float = 0.0  # of all workers
+    sources: Sequence[int | None] | None = None  # of each micro-batch, as `Terms.source` says, where it would say something else
 
 
 class Pipeline(Protocol):

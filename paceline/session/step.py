@@ -29,7 +29,7 @@ from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
 from paceline.session.course import Course, check_beside, explain, innermost
-from paceline.session.ghost import buffers, put_back
+from paceline.session.ghost import buffers, level, put_back
 from paceline.session.tables import Tables
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
@@ -160,7 +160,7 @@ class Turns:
             elif turn.last_micro and not self.quiet:
                 self.backward.silenced = False  # this one is exchanged by all
             self.backward.ran = False
-            if turn.ghost:
+            if turn.source is not None:
                 course.kept = buffers(self.models)
         self._open.append(course)
         self.settle()
@@ -177,13 +177,16 @@ class Turns:
             return
         inner, leads = self._open[-1] is course, course is self._leader
         if turn.train:
-            put_back(course.kept)
-            course.kept = []
+            kept, course.kept = course.kept, []
+            if turn.ghost:
+                put_back(kept)
             if turn.last_micro and (inner or leads):
                 self.backward.join("the next batch")
                 if inner and len(self._open) > 1:
                     self.backward.passes, self.backward.silenced = course.outer
         failed = course.void or (leads and turn.last_micro and self.backward.failed)
+        if turn.train and turn.source is not None and not failed:
+            level(kept, self.scene.agreement, ghost=turn.ghost, source=turn.source)
         self._open.remove(course)
         self.settle()
         if leads:
