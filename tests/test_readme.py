@@ -124,10 +124,47 @@ def test_public_names_exist() -> None:
     assert said <= set(paceline.__all__)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} leads to {target}"
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_an_anchor_is() -> None:
+    text = "# Who hangs?\n\n## `paceline run`\n```console\n# no heading\n```\n### 2 hosts x 2, 1 Gbit/s\n"
+    assert anchors(text) == {"who-hangs", "paceline-run", "2-hosts-x-2-1-gbits"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", TEXTS[page.name]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} leads to {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{page.name} leads to {link}, and there is no such heading"
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/(\w[\w-]*\.md)", TEXTS["README.md"]))
+    assert linked == {page.name for page in PAGES if page.parent.name == "docs"}
+
+
+def test_the_readme_is_short_and_begins_with_what_one_does_first() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 150
+    headings = re.findall(r"^## (.+)$", TEXTS["README.md"], re.MULTILINE)
+    assert headings[:3] == ["Install", "The script", "Two workers"]
+
+
+def test_figures_of_the_readme_stand_where_they_come_from() -> None:
+    section = TEXTS["README.md"].partition("## What it comes to")[2].partition("\n## ")[0]
+    bullets = [line for line in section.splitlines() if line.startswith(("- ", "  "))]
+    said = {number for line in bullets for number in re.findall(r"(?<![\w.=])\d+(?:\.\d+)?(?![\w.)])", line)}
+    assert len(said) > 12
+    assert [number for number in sorted(said) if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", TEXTS["results.md"])] == []
+    assert section.count("\n- ") == 5 and section.count("![") == 1
 
 
 def test_targets_of_make_exist() -> None:
