@@ -106,7 +106,7 @@ class Counted(nn.Module):
         return out
 
 
-def test_a_ghost_leaves_buffers_as_they_were() -> None:
+def test_a_ghost_has_the_buffers_of_who_has_samples() -> None:
     def body(run: Run) -> tuple[Tensor, Tensor, int]:
         model = Counted()
         model, opt, loader = run.prepare(model, sgd(model), batches(), shares=[0, 8])
@@ -115,8 +115,8 @@ def test_a_ghost_leaves_buffers_as_they_were() -> None:
         return model.seen.clone(), model.mean.clone(), int(model.calls)
 
     ghost, worker = workers(2, body)
-    assert float(ghost[0]) == 0 and not ghost[1].any() and ghost[2] == 0
     assert float(worker[0]) != 0 and worker[1].any() and worker[2] == 5
+    assert torch.equal(ghost[0], worker[0]) and torch.equal(ghost[1], worker[1]) and ghost[2] == 5
 
 
 def test_a_ghost_leaves_local_batchnorm_statistics_as_they_were() -> None:
