@@ -18,6 +18,7 @@ from paceline.comm.group import Group
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
 
 T = TypeVar("T")
+SKIPPED = "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
 
 
 class Voided(PacelineError):
@@ -53,6 +54,7 @@ class Agreement:
         self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
+        self.tally: Callable[[], list[int | None]] | None = None  # a step, and how often optimizers stepped in the one before and in it
         self.entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
@@ -207,12 +209,15 @@ class Agreement:
         if what != "settled":
             self.what = f"{what} of step {step}"
         try:
-            answers = self.group.agree(msgpack.packb((what, step, where, body)))
+            taken = None if self.tally is None else self.tally()
+            answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
             raise Mismatch(self._describe(heads))
+        if any(head[4] != taken for head in heads) and (text := self._unequal(heads)):
+            raise Mismatch(f"replicas part: {text}. {SKIPPED}")
         self._seen = [(head[0], head[1]) for head in heads]
         self._met = time.monotonic()
         return [head[3] for head in heads]
@@ -262,11 +267,30 @@ class Agreement:
             texts.append(f"rank {rank}{host}{last}")
         return "; ".join(texts) or "a rank that can't be named"
 
-    def _describe(self, heads: list[tuple[str, int, str, bytes]]) -> str:
+    def _unequal(self, heads: list[Any]) -> str:
+        """Which workers have made fewer or more steps of their optimizers, in words; empty if all that is known is the same."""
+        found: dict[int, dict[int, int]] = {}  # of each step the count of each rank
+        for rank, head in enumerate(heads):
+            at, *counts = head[4] or [0, None, None]
+            for step, count in zip((at - 1, at), counts, strict=True):
+                if count is not None:
+                    found.setdefault(step, {})[rank] = count
+        for step, counts in sorted(found.items()):
+            if len(set(counts.values())) > 1:
+                sides = (f"{self._named(rank)} has made {count}" for rank, count in counts.items())
+                return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
+        return ""
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
+
+    def _describe(self, heads: list[Any]) -> str:
         places: dict[str, list[str]] = {}
-        for rank, (what, step, where, _) in enumerate(heads):
+        for rank, (what, step, where, *_) in enumerate(heads):
             text = f"{what}{f' ({where})' if where else ''} of step {step}"
             host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
             places.setdefault(text, []).append(f"{rank}{host}")
         sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
-        return f"workers have come apart: {sides}. Every worker has to make the same collective calls in the same order"
+        unequal = self._unequal(heads)
+        why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""
+        return f"workers have come apart: {sides}. {why or 'Every worker has to make the same collective calls in the same order'}"

@@ -5,7 +5,7 @@ torch calls one hook for all optimizers. Each run has its `Watch`, which knows i
     optimizer.step()    not prepared, where steps on its gradients are wrong         raises
                         inside of loss.backward()                                    raises
                         none of its parameters is the run's                          `strange` is told, once
-                        the run's                                                    counted, see `Tally`
+                        the run's                                                    counted (`Tally`), looked at (`ByHand`)
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.session.byhand import ByHand
 from paceline.session.cast import Cast
 from paceline.session.step import Turns
+from paceline.session.tally import Tally
 from paceline.sync.base import Steps
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
@@ -40,15 +42,21 @@ class Known(NamedTuple):
 class Watch:
     """Sees optimizers step on behalf of one run, from `begin` to `end`; `strange` is told once of each that has no parameter of the run."""
 
-    def __init__(self, cast: Cast, turns: Turns) -> None:
-        self._cast, self._turns = cast, turns
+    def __init__(self, cast: Cast, turns: Turns, by_hand: ByHand) -> None:
+        self._cast, self._turns, self._by_hand = cast, turns, by_hand
+        self._alike = False  # all workers take the same steps
         self._known: dict[int, Known] = {}
         self._ours: set[int] = set()
         self._thread = threading.get_ident()
+        self.tally = Tally(lambda: turns.steps)
         self.strange: Callable[[Optimizer], None] = lambda optimizer: None
 
     def begin(self) -> None:
-        """Be called from now on."""
+        """Be called from now on, and have counts compared where all take the same steps."""
+        sync = self._turns.backward.sync
+        self._alike = sync.meets and not sync.apart and not isinstance(sync, Steps)
+        if self._alike:
+            self._cast.scene.agreement.tally = self.tally.told
         with _REGISTRY:
             hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _Hook)), None)
             if hook is None:
@@ -64,8 +72,8 @@ class Watch:
                 if not hook.watches and hook.handle is not None:
                     hook.handle.remove()
 
-    def see(self, optimizer: Optimizer, *, alone: bool) -> None:
-        """An optimizer is about to step; `alone`: no other run is watched in this process."""
+    def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
+        """An optimizer is about to step; `alone`: no other run is watched in this process; `closure`: its gradients are made inside."""
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._cast.slots)):
             known = self._meet(optimizer, known, alone=alone)
@@ -74,6 +82,9 @@ class Watch:
         self._turns.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
         if not known.prepared:
             self._check(optimizer)
+        self.tally.add()
+        if self._alike and not closure and self._turns.backward.taps and self._cast.scene.group.size > 1:
+            self._by_hand.look(optimizer)
 
     def _meet(self, optimizer: Optimizer, before: Known | None, *, alone: bool) -> Known:
         self._ours = {id(slot.parameter) for slot in self._cast.slots}
@@ -116,4 +127,4 @@ class _Hook:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watches = self.watches
         for watch in watches:
-            watch.see(optimizer, alone=len(watches) == 1)
+            watch.see(optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs))

@@ -22,6 +22,7 @@ from paceline.fault import checkpoint
 from paceline.session import joint, state
 from paceline.session import prepare as preparing
 from paceline.session.body import Body
+from paceline.session.byhand import ByHand
 from paceline.session.cast import Cast
 from paceline.session.comparing import Comparing, Comparison
 from paceline.session.ending import Outcome, conclude
@@ -64,7 +65,7 @@ class Run:
         self._backward = Backward(strategy.begin(scene), scene)
         self._turns = Turns(scene, self._backward, self, around.page)
         self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
-        self._watch = Watch(self._cast, self._turns)
+        self._watch = Watch(self._cast, self._turns, ByHand(self._turns, lambda: self._handing.next))
         self.state = self._cast.state
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
@@ -93,7 +94,7 @@ class Run:
         self._cast.survives = True
         self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
         self._turns.generation_of = self._generation
-        self._waits = survival.fresh
+        self._waits = self._watch.tally.waits = survival.fresh
 
     def open(self, folder: Folder, log: Log, total_steps: int | None = None) -> None:
         """Take up the run's folder and log."""
@@ -180,6 +181,7 @@ class Run:
             preparing.check_schedulers(self._cast.optimizers, self.state.parts)
         if self._survival is not None and self._survival.fresh:
             self._survival.join()
+            self._watch.tally.enter()
             self._waits, self._joined = False, True
         elif self._survival is not None:
             self._survival.arm()
@@ -224,6 +226,7 @@ class Run:
         """The workers are others now, in the middle of whatever call has failed."""
         around = founded.around
         self._around, self.cluster, self.group = around, around.cluster, founded.group
+        self._watch.tally.doubt()
         self.rank, self.size, self.local_rank = around.place.rank, around.place.size, around.local
         if self.is_first:
             self._log.take_over(Line())

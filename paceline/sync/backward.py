@@ -14,7 +14,7 @@ finds the outer node under way, and queues itself again from there, until no nod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -345,6 +345,15 @@ class Backward:
                 f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
                 "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
             )
+
+    def foreign(self, parameters: Iterable[Any]) -> list[int]:
+        """The numbers of those whose p.grad is not the tensor that the last pass has put there."""
+        found = []
+        for parameter in parameters:
+            tap, grad = self._by_id.get(id(parameter)), parameter.grad
+            if tap is not None and grad is not None and grad is not tap.given:
+                found.append(tap.number)
+        return found
 
     def turn(self) -> None:
         """A new turn begins."""

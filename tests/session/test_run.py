@@ -707,7 +707,7 @@ def one(call: Callable[[Run, Any], Any]) -> Callable[[Run], None]:
         (lambda run, x: run.prepare(net()), "prepare"),
         (lambda run, x: run.first().__enter__(), "run.first"),
         (lambda run, x: run.group.all_reduce(x).wait(), "all_reduce"),
-        (lambda run, x: "return", "the end of the log"),
+        (lambda run, x: "return", "log"),  # the end of it, or what is handed over about once a second
     ],
 )
 def test_what_one_worker_does_alone_is_named_on_all(call: Any, named: str) -> None:

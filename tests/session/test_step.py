@@ -289,7 +289,8 @@ def test_a_worker_that_skips_the_last_micro_batch_altogether_joins_at_the_next_b
         for x, y in loader:
             if run.rank == 1 and run.turn is not None and run.turn.last_micro:
                 continue
-            advance(model, opt, x, y)
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
             exchanged += run._backward.passes
         return exchanged
 

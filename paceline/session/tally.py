@@ -1,0 +1,41 @@
+"""How many steps optimizers have made on this worker: it goes along with each meeting, as replicas part where one worker skips a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Tally:
+    """Counts, for the present step of training (a turn of the loader; without one all is one step) and for the one before."""
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps = steps  # of training, that are over
+        self._at = self._now = self._before = 0
+        self._sure = 0  # the first step of training of which this worker knows all
+        self.waits = False  # this worker has just come, and isn't let in yet: nothing of it is compared
+
+    def add(self) -> None:
+        """An optimizer steps."""
+        self._move()
+        self._now += 1
+
+    def doubt(self) -> None:
+        """The workers have become others: what belongs to this step and the next is not compared."""
+        self._sure = self._steps() + 2
+
+    def enter(self) -> None:
+        """This worker was let in."""
+        self.waits = False
+        self.doubt()
+
+    def told(self) -> list[int | None]:
+        """The step of training, and the counts of the one before and of itself; None where that isn't known."""
+        self._move()
+        at, sure = self._at, self._at + 2 if self.waits else self._sure
+        return [at, self._before if at > sure else None, self._now if at >= sure else None]
+
+    def _move(self) -> None:
+        steps = self._steps()
+        if steps != self._at:
+            self._before = self._now if steps == self._at + 1 else 0
+            self._at, self._now = steps, 0
