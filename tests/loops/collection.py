@@ -123,7 +123,7 @@ def mse(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def train(run: Any, model: nn.Module, optimizer: Any, data: Any, epochs: int = 2, loss: Callable[..., Tensor] = mse) -> None:
+def train(run: Any, model: nn.Module, optimizer: Any, data: Any, epochs: int = 2, *, loss: Callable[..., Tensor] = mse) -> None:
     """The plainest of loops."""
     for _ in run.epochs(epochs):
         for x, y in data:

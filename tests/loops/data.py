@@ -211,7 +211,8 @@ class Pair(NamedTuple):
 @loop
 def batches_of_dicts(run: Any) -> Any:
     model = net()
-    data = batches(Mapped(lambda number, x, y: {"x": x, "more": {"y": y, "name": f"sample {number}"}, "number": number, "size": float(number)}))
+    named = lambda number, x, y: {"x": x, "more": {"y": y, "name": f"sample {number}"}, "number": number, "size": float(number)}  # noqa: E731
+    data = batches(Mapped(named))
     model, optimizer, data = run.prepare(model, sgd(model), data)
     numbers = []
     for _ in run.epochs(2):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam
 
-from tests.loops.collection import BATCH, HIDDEN, OUT, WIDTH, batches, draws, filled, loop, mse, net, parts, sgd, train
+from tests.loops.collection import HIDDEN, WIDTH, batches, filled, loop, mse, net, parts, sgd, train
 
 # ---- clipping
 
@@ -185,7 +184,7 @@ def accumulation_by_prepare_in_more_micro_batches_than_samples(run: Any) -> Any:
     return model, optimizer, schedule.get_last_lr()
 
 
-@loop(pending="options of a later loader")
+@loop
 def accumulation_said_before_the_loader(run: Any) -> Any:
     model = net()
     model, optimizer = run.prepare(model, sgd(model), accumulate=2)

@@ -207,7 +207,8 @@ def packed_sequences(run: Any) -> Any:
 @loop
 def a_transformer(run: Any) -> Any:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    model = filled(nn.Sequential(nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 4), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(20, OUT)))
+    front, back = (nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 4)), (nn.Flatten(), nn.Linear(4 * WIDTH, OUT))
+    model = filled(nn.Sequential(*front, nn.TransformerEncoder(layer, 2), *back))
     return trained(run, model)
 
 

@@ -298,7 +298,7 @@ def an_optimizer_not_prepared(run: Any) -> Any:
     return model, optimizer
 
 
-@loop(refused="prepare", pending="an optimizer that was not prepared, with accumulate")
+@loop(refused="prepare")
 def an_optimizer_not_prepared_with_accumulate(run: Any) -> Any:
     model, data = run.prepare(net(), batches(), accumulate=2)
     optimizer = SGD(model.parameters(), 0.1)
@@ -329,7 +329,7 @@ def a_group_added_of_the_model(run: Any) -> Any:
     return model, optimizer
 
 
-@loop(counted=False, refused="prepare", pending="a group of no model")
+@loop(counted=False, refused="prepare")
 def a_group_added_of_no_model(run: Any) -> Any:
     model, optimizer, data = parts(run)
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))

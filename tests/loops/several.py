@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
-from tests.loops.collection import BATCH, HIDDEN, OUT, WIDTH, batches, draws, filled, loop, mse, net, parts, sgd, train
+from tests.loops.collection import HIDDEN, OUT, WIDTH, batches, draws, filled, loop, mse, net, parts, sgd
 
 
 def flat_grads(model: nn.Module) -> Tensor:
@@ -465,7 +465,7 @@ def a_contrastive_loss_of_the_whole_batch(run: Any) -> Any:
     return model
 
 
-@loop(refused="optimizer.step", pending="an optimizer's step in a hook")
+@loop(refused="optimizer.step")
 def an_optimizer_in_backward(run: Any) -> Any:
     model = net()
     made = {p: SGD([p], 0.1) for p in model.parameters()}

@@ -3,26 +3,78 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
 from paceline.errors import PacelineError
 from paceline.session.log import RESERVED
+from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from tests.loops import data, evaluating, gradients, models, optimizers, several
+from paceline.sync.localsgd import LocalSGD
+from paceline.sync.parameterserver import ParameterServer
+from tests.loops import collection, data, evaluating, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, Loop, Plain, differences, flat
 from tests.runs import workers
 
 assert data and evaluating and gradients and models and optimizers and several  # they fill LOOPS
 SIZES = (1, 2, 3)
+Taken = Callable[[Any], list[tuple[str, Any]]]
+APART = [
+    "in_order",
+    "a_batch_sampler_of_uneven_batches",
+    "two_losses_backward_apart",
+    "a_sum_over_samples",
+    "weights_by_tokens",
+    "batch_norm",
+    "packed_sequences",
+    "parameters_used_by_some_shares",
+    "layers_thawed_in_mid_run",
+    "accumulation_by_prepare",
+    "tied_weights",
+    "scheduled_by_step",
+    "validation_after_each_epoch",
+    "some_batches_skipped",
+    "gradients_cloned",
+    "a_penalty_backward_apart",
+]
+SERVED = [
+    "in_order",
+    "a_batch_sampler_of_uneven_batches",
+    "two_losses_backward_apart",
+    "a_sum_over_samples",
+    "clipping_by_the_runs_own",
+    "accumulation_by_prepare",
+    "several_optimizers_for_one_model",
+    "complex_parameters",
+    "parameters_used_by_some_shares_and_adam",
+    "stepped_by_adamw",
+    "scheduled_by_one_cycle",
+    "validation_within_an_epoch",
+    "tied_weights",
+    "a_gan",
+    "rates_set_by_hand",
+]
 
 
-def plain(known: Loop) -> tuple[list[tuple[str, Any]], Plain]:
+def everything(found: Any) -> list[tuple[str, Any]]:
+    """All that must be equal."""
+    return list(flat(found))
+
+
+def weights(found: Any) -> list[tuple[str, Any]]:
+    """The models alone: what optimizers remember lies elsewhere."""
+    return [part for model in (found if isinstance(found, tuple) else (found,)) if isinstance(model, nn.Module) for part in flat(model)]
+
+
+def plain(known: Loop, taken: Taken = everything) -> tuple[list[tuple[str, Any]], Plain]:
     """What comes of it in one process without paceline."""
     run = Plain()
-    return list(flat(known.body(run))), run
+    return taken(known.body(run)), run
 
 
 def logged(path: Path) -> dict[int, dict[str, float]]:
@@ -35,7 +87,12 @@ def logged(path: Path) -> dict[int, dict[str, float]]:
     return {step: values for step, values in found.items() if values}
 
 
-def check(known: Loop, size: int, folder: Path, strategy: Strategy | None = None) -> None:
+def by_step(values: dict[int, dict[str, float]]) -> list[tuple[str, Any]]:
+    """What was logged, in order."""
+    return list(flat({str(step): dict(sorted(found.items())) for step, found in sorted(values.items())}))
+
+
+def check(known: Loop, size: int, folder: Path, strategy: Strategy | None = None, taken: Taken = everything) -> None:
     """`size` workers come to what one plain process comes to, all of them; or it is refused."""
     said: list[str] = []
     runs: list[Any] = []
@@ -43,7 +100,7 @@ def check(known: Loop, size: int, folder: Path, strategy: Strategy | None = None
     def body(run: Any) -> Any:
         if run.rank == 0:
             runs.append(run)
-        return list(flat(known.body(run)))
+        return taken(known.body(run))
 
     try:
         found = workers(size, body, folder=folder, said=said, strategy=strategy, deadline=15)
@@ -51,15 +108,15 @@ def check(known: Loop, size: int, folder: Path, strategy: Strategy | None = None
         assert known.refused and known.refused in str(error), str(error)
         return
     assert size == 1 or not known.refused, "it isn't refused"
-    wanted, one = plain(known)
+    wanted, one = plain(known, taken)
     for rank, mine in enumerate(found):
         assert differences(mine, wanted, known.near) == [], f"rank {rank} of {size}"
     if known.said and size > 1:
         assert any(known.said in line for line in said), said
-    if known.counted:
+    if known.counted and taken is everything:
         assert runs[0].steps == one.steps
-        written, expected = ([(str(step), values) for step, values in sorted(found.items())] for found in (logged(runs[0].folder.path), one.means()))
-        assert differences(list(flat(written)), list(flat(expected)), max(known.near, 1e-8)) == []
+        written, expected = by_step(logged(runs[0].folder.path)), by_step(one.means())
+        assert differences(written, expected, max(known.near, 1e-8)) == []
 
 
 def marked(names: list[str]) -> list[Any]:
@@ -72,3 +129,23 @@ def marked(names: list[str]) -> list[Any]:
 def test_a_loop_of_many_workers_is_that_of_one(name: str, tmp_path: Path) -> None:
     for size in SIZES:
         check(LOOPS[name], size, tmp_path / str(size))
+
+
+TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
+
+
+@pytest.mark.parametrize(("via", "name"), [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])])
+def test_whatever_way_gradients_are_summed(via: Any, name: str, tmp_path: Path) -> None:
+    check(LOOPS[name], 3, tmp_path, AllReduce(via=via, bucket_mb=0.0002))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum is each worker's own, and no sum of samples: it is left out."""
+    monkeypatch.setattr(collection, "SGD", lambda parameters, lr, momentum: SGD(parameters, lr))
+    check(LOOPS[name], 3, tmp_path, LocalSGD(every=1), weights)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_steps_on_servers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    check(LOOPS[name], 3, tmp_path, ParameterServer(), weights)
