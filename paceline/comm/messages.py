@@ -4,9 +4,9 @@
     call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> Message
     wait(number) -> Message      <--- [head][tensor] ...       answer(message, ...)
 
-Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role; a guard (ZAP, RFC 27) lets in only
-who has the key of the workers: by itself, CURVE lets in everybody who knows the server's public key. Inside a host they go through a socket
-file that only its owner can open.
+Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role, and a guard lets in only who has
+the key of the workers. Tensors travel in small frames there: a stranger, too, may have one begun. Inside a host they go through a socket
+file that only its owner can open, each in one frame.
 
 Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and says what form each tensor has before one
 is made of it; what is cut short, repeated or no message at all is refused with a line in the log, and the receiver lives on.
@@ -14,43 +14,37 @@ is made of it; what is cut short, repeated or no message at all is refused with 
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgpack
-import torch
 import zmq
 from torch import Tensor
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from paceline.cluster.secret import derive
-from paceline.cluster.snapshot import raw, shaped
+from paceline.cluster.snapshot import raw
+from paceline.comm import forms
 from paceline.comm.breaker import Breaker
+from paceline.comm.forms import Form, Refused
+from paceline.comm.guard import SECONDS, Guard
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 
 HEAD_BYTES = 1 << 16
+FRAME = 1 << 16  # bytes of a frame between hosts
 DEPTH = 6  # of lists and maps in a header
-DIMS = 16  # of a tensor
 WAITING = 16  # messages of each side that wait to be read; then who sends waits, too
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
 REFUSED = "refused"  # the kind of an answer that says why there is no other
 _LOOK_SECONDS = 0.02  # between two looks whether a wait was ended from elsewhere
 _DOMAIN = "paceline"
-
-
-class Refused(PacelineError):
-    """What came is no message that could be meant for us; says why."""
+_COVER = 1 << 10  # bytes that encryption adds to a frame, and more
+_SENDERS = 1 << 12  # connections of which it is known what has come last
 
 
 class Keys(NamedTuple):
@@ -87,26 +81,31 @@ class Message:
     tensors: tuple[Tensor, ...] = ()
     route: bytes = b""  # the way back
 
-    def dump(self) -> list[Any]:
-        """The frames: the header, and the memory of each tensor, which is not copied."""
-        forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
-        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, forms])
+    def dump(self, frame: int | None = None) -> list[Any]:
+        """The frames: the header, and the memory of each tensor, which is not copied; in frames of so many bytes, or one for each.
+
+        Raises `Refused` where the header would be: who asks for too much at a time is told so.
+        """
+        told = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
+        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, told])
         if len(head) > HEAD_BYTES:
-            raise AssertionError(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
-        return [head, *(raw(x).numpy().data for x in self.tensors)]
+            raise Refused(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
+        return [head, *(part for x in self.tensors for part in forms.cut(raw(x).numpy().data, frame))]
 
     @classmethod
-    def load(cls, frames: Sequence[Any], route: bytes = b"") -> Message:
-        """From frames (anything with the buffer protocol). Raises `Refused`."""
-        kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
-        if len(forms) != len(frames) - 1:
-            raise Refused(f"its header tells of {len(forms)} tensors, and {len(frames) - 1} came")
-        tensors = tuple(_tensor(form, memoryview(frame)) for form, frame in zip(forms, frames[1:], strict=True))
+    def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> Message:
+        """From frames (anything with the buffer protocol), which `dump` has made. Raises `Refused`."""
+        kind, numbers, body, told = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in told]
+        if sum(counts) != len(frames) - 1:
+            raise Refused(f"its header tells of {len(told)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
+        parts = iter([memoryview(part) for part in frames[1:]])
+        tensors = tuple(forms.tensor(form, [*islice(parts, count)]) for form, count in zip(told, counts, strict=True))
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
 
-def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[tuple[str, tuple[int, ...]]]]:
+def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Form]]:
     if not 0 < frame.nbytes <= HEAD_BYTES:
         raise Refused(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
     try:
@@ -115,14 +114,14 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[tuple
         raise Refused(f"its header is no msgpack ({type(error).__name__})") from error
     if not isinstance(found, list) or len(found) != 7:
         raise Refused("its header is not of seven parts")
-    kind, *numbers, body, forms = found
+    kind, *numbers, body, told = found
     if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
         raise Refused("its header begins with something else than a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise Refused(f"the body of its header is no map, or nests more than {DEPTH} deep")
-    if not isinstance(forms, list):
+    if not isinstance(told, list):
         raise Refused("its header has no list of tensors")
-    return kind, numbers, body, [_form(form) for form in forms]
+    return kind, numbers, body, [forms.read(form) for form in told]
 
 
 def _shallow(value: Any, depth: int) -> bool:
@@ -131,66 +130,18 @@ def _shallow(value: Any, depth: int) -> bool:
     return depth > 0 and all(_shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
 
 
-def _form(form: Any) -> tuple[str, tuple[int, ...]]:
-    if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
-        raise Refused("a tensor in its header has no dtype that is known")
-    dtype, shape = form
-    if not isinstance(shape, list) or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
-        raise Refused("a tensor in its header has no shape")
-    return dtype, tuple(shape)
-
-
-def _tensor(form: tuple[str, tuple[int, ...]], frame: memoryview) -> Tensor:
-    dtype, shape = DTYPES[form[0]], form[1]
-    numel = math.prod(shape)
-    if numel * dtype.itemsize != frame.nbytes:
-        raise Refused(f"a tensor {form[0]}{list(shape)} needs {numel * dtype.itemsize} bytes, and {frame.nbytes} came")
-    if not numel:
-        return torch.empty(shape, dtype=dtype)
-    if frame.readonly:
-        frame = memoryview(bytearray(frame))
-    return shaped(torch.frombuffer(frame, dtype=torch.uint8), dtype, shape)
-
-
-class _Guard:
-    """Lets in who has the key of the workers; a thread that answers what ZeroMQ asks (ZAP)."""
-
-    def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
-        self._socket = context.socket(zmq.REP)
-        self._socket.linger = 0
-        self._socket.bind("inproc://zeromq.zap.01")
-        self._allowed, self._refused = z85.decode(allowed), refused
-        self._thread = threading.Thread(target=self._answer, name="paceline guard", daemon=True)
-        self._thread.start()
-
-    def _answer(self) -> None:
-        try:
-            while True:
-                version, number, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
-                right = mechanism == b"CURVE" and credentials == [self._allowed]
-                if not right:
-                    self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
-                status, text = (b"200", b"OK") if right else (b"400", b"no key of this job")
-                self._socket.send_multipart([version, number, status, text, b"worker" if right else b"", b""])
-        except zmq.ContextTerminated:
-            self._socket.close()
-
-    def join(self) -> None:
-        """Wait for its end; the context is about to be closed, or has been."""
-        self._thread.join()
-
-
 def _tune(socket: zmq.Socket[Any], largest: int) -> None:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = WAITING
-    socket.maxmsgsize = max(largest, HEAD_BYTES)
+    socket.maxmsgsize = max(largest, HEAD_BYTES) + _COVER
+    socket.handshake_ivl = round(1000 * SECONDS)
 
 
 class Receiver:
     """A server's end: anybody with the key may call.
 
     Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
-    only its owner can enter). `largest` is what a frame may have, in bytes. `say` is told what was refused, `LOUD` times for each sort.
+    only its owner can enter). `largest` is what a tensor may have, in bytes. `say` is told what was refused, `LOUD` times for each sort.
     Everything is called from one thread.
     """
 
@@ -200,9 +151,9 @@ class Receiver:
         self, keys: Keys, *, hosts: Sequence[str] = (), path: str | None = None, largest: int = 1 << 30, say: Callable[[str], None] = print
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
-        self._say, self._said = say, 0
-        self._heard: dict[int, int] = {}  # the last number of each sender
-        self._guard = _Guard(self._context, keys.worker[0], self._refuse)
+        self._say, self._said, self._largest = say, 0, largest
+        self._heard: dict[tuple[bytes, int], int] = {}  # the last number of each sender, over each connection
+        self._guard = Guard(self._context, keys.worker[0], self._refuse)
         self.nbytes = 0  # of all that has come
         self.sent = 0  # bytes of all answers
         self._path = path
@@ -212,10 +163,11 @@ class Receiver:
         self._ways: dict[bytes, zmq.Socket[Any]] = {}
         try:
             for host in hosts:
-                socket = self._open(largest)
+                socket = self._open(FRAME)
                 socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard nobody gets in
-                socket.ipv6 = ":" in host
+                socket.ipv6, socket.backlog = ":" in host, 512
+                self._guard.watch(socket)
                 socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
                 self.addresses.append(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0"))
             if path is not None:
@@ -224,6 +176,7 @@ class Receiver:
                 socket.bind(f"ipc://{path}")
                 os.chmod(path, 0o600)
                 self.addresses.append(f"ipc://{path}")
+            self._guard.start()
         except BaseException:
             self.close()
             raise
@@ -246,20 +199,33 @@ class Receiver:
         route, *frames = socket.recv_multipart(copy=False)
         way = bytes([self._sockets.index(socket)]) + route.bytes
         try:
-            found = Message.load(frames, way)
+            found = Message.load(frames, way, self._frame(way))
+            if any(x.nbytes > self._largest for x in found.tensors):
+                raise Refused(f"a tensor in it has more than {self._largest} bytes")
         except Refused as error:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        if found.number <= self._heard.get(found.sender, 0):
+        last = self._heard.pop((way, found.sender), 0)  # and put in again: the first is the one that nothing has come of for the longest
+        self._heard[way, found.sender] = max(found.number, last)
+        if len(self._heard) > _SENDERS:
+            del self._heard[next(iter(self._heard))]
+        if found.number <= last:
             self._refuse(f"a message was refused: number {found.number} of {found.sender} has come before")
             return None
-        self._heard[found.sender] = found.number
         return found
 
+    def _frame(self, way: bytes) -> int | None:
+        """Of how many bytes frames are on this way; None: as large as tensors are."""
+        return None if self.addresses[way[0]].startswith("ipc:") else FRAME
+
     def answer(self, message: Message, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
-        """Answer it; False if who asked is gone, or reads nothing. The tensors have to stay as they are until they have arrived."""
-        frames = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors)).dump()
+        """Answer it; False if who asked is gone, or reads nothing. The tensors have to stay as they are until they have arrived.
+
+        Raises `Refused` if the answer is none that can be sent.
+        """
+        said = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+        frames = said.dump(self._frame(message.route))
         try:
             self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
         except (zmq.Again, zmq.ZMQError):
@@ -282,14 +248,11 @@ class Receiver:
         """How many messages and strangers have been refused."""
         return self._said
 
-    def forget(self, sender: int) -> None:
-        """It is lost, and won't call any more."""
-        self._heard.pop(sender, None)
-
     def close(self) -> None:
         """Stop listening; what has not been sent is dropped."""
         for socket in self._sockets:
             socket.close()
+        self._guard.leave()
         self._context.term()
         self._guard.join()
         if self._path is not None and os.path.exists(self._path):
@@ -314,18 +277,20 @@ class Caller:
         self._sender, self._number = sender, 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _tune(self._socket, largest)
+        self._frame = None if self.near else FRAME
+        _tune(self._socket, largest if self.near else FRAME)
         self._socket.ipv6 = "[" in address
         if not self.near:
             self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
         self._monitor: zmq.Socket[Any] | None = None
         if alert is not None:
             self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = round(250 * alert), round(1000 * alert)
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._lock = threading.RLock()
         self._found: dict[int, Message] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
+        self._stood = False  # whether the connection does, as far as the monitor has told
         self._broken: PacelineError | None = None
         self.breaker: Breaker | None = None  # ends waits while it has tripped
         self.waited = 0.0  # seconds
@@ -348,7 +313,7 @@ class Caller:
         with self._lock:
             self._number += 1
             kept = tuple(tensors)
-            frames = Message(kind, self._number, self._sender, view, step, body or {}, kept).dump()
+            frames = Message(kind, self._number, self._sender, view, step, body or {}, kept).dump(self._frame)
             self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
             self._sent[self._number] = kept
@@ -367,7 +332,7 @@ class Caller:
             while number not in self._found:
                 self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    found = Message.load(self._socket.recv_multipart(copy=False))
+                    found = Message.load(self._socket.recv_multipart(copy=False), b"", self._frame)
                 except Refused as error:
                     raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
                 if self._sent.pop(found.number, None) is not None:
@@ -402,8 +367,11 @@ class Caller:
     @property
     def gone(self) -> bool:
         """Whether nothing can be waited for here any more."""
-        if self._broken is None and self._monitor is not None and self._monitor.poll(0):
-            self._broken = ServerLost(f"{self.who} is gone")
+        while self._broken is None and self._monitor is not None and self._monitor.poll(0):
+            stood = parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._stood and not stood:
+                self._broken = ServerLost(f"{self.who} is gone")
+            self._stood = stood  # what breaks before that is tried again: too many may have called at a time
         return self._broken is not None
 
     def forget(self) -> None:

@@ -43,7 +43,8 @@ from paceline.cluster.guard import sockets
 from paceline.cluster.snapshot import loads, pack
 from paceline.cluster.worker import preparation
 from paceline.comm.buckets import Shape
-from paceline.comm.messages import DTYPES, Message, Receiver, keys
+from paceline.comm.forms import DTYPES
+from paceline.comm.messages import Message, Receiver, keys
 from paceline.errors import PacelineError, UsageError
 from paceline.sync import phases
 from paceline.sync.dealing import Dealing

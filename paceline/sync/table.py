@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm.messages import DTYPES
+from paceline.comm.forms import DTYPES
 from paceline.errors import Mismatch, UsageError
 from paceline.sync import rows
 from paceline.sync.rows import Settings

@@ -19,7 +19,8 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster.secret import derive
-from paceline.comm.messages import DTYPES, HEAD_BYTES, WAITING, Caller, Keys, Message, Receiver, Refused, keys
+from paceline.comm.forms import DTYPES
+from paceline.comm.messages import HEAD_BYTES, WAITING, Caller, Keys, Message, Receiver, Refused, keys
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
 
 KEYS = keys(b"a secret of this job", "job 1")
@@ -263,9 +264,12 @@ class TestStrangers:
     def test_without_the_guard_nobody_gets_in(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         class Gone:
             def __init__(self, *_: Any) -> None: ...
+            def watch(self, *_: Any) -> None: ...
+            def start(self) -> None: ...
+            def leave(self) -> None: ...
             def join(self) -> None: ...
 
-        monkeypatch.setattr("paceline.comm.messages._Guard", Gone)
+        monkeypatch.setattr("paceline.comm.messages.Guard", Gone)
         self.refused(serve(), KEYS)
 
     def test_socket_files_are_of_their_owner_alone(self, serve: Any, tmp_path: Path) -> None:
@@ -316,6 +320,8 @@ BAD = {
     "no shape": [head(forms=[["float32", 4]]), b"0" * 16],
     "a negative length": [head(forms=[["float32", [-1, -1]]]), b"0000"],
     "lengths that wrap around": [head(forms=[["float32", [1 << 32, 1 << 32]]]), b""],
+    "lengths of nothing that wrap around": [head(forms=[["float32", [0, 1 << 62, 1 << 62]]]), b""],
+    "a length of nothing that is none": [head(forms=[["float32", [0, 1 << 63]]]), b""],
     "too many dims": [head(forms=[["float32", [1] * 17]]), b"0000"],
     "cut short": [head(forms=[["float32", [2]]]), b"0000"],
     "too long": [head(forms=[["float32", [2]]]), b"0" * 9],

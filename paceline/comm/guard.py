@@ -1,0 +1,128 @@
+"""Who gets in at a server's port: whoever has the key of the workers, while strangers take hardly any room.
+
+    accepted ---> [ ... ] at most `MOST` that have proved nothing: too many, and the oldest is hung up on; each has `SECONDS`
+    key shown --> ZeroMQ asks (ZAP, RFC 27), as CURVE by itself lets in everybody who knows the server's public key
+
+What a stranger may send before it has shown a key is limited by what a frame may have, which is why messages travel in small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+MOST = 128  # connections that have proved nothing
+SECONDS = 10.0  # for a connection to show its key
+_ACKNOWLEDGED = slice(120, 128)  # of Linux's struct tcp_info: how many bytes the other side has taken (tcpi_bytes_acked)
+_READY = 280  # bytes that a server has sent to who is let in: 64 of greeting, 170 of WELCOME, then READY; who isn't gets 12 instead
+
+
+class Guard:
+    """A thread that answers what ZeroMQ asks, and counts strangers. `refused` is told of those with another key."""
+
+    def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        self._allowed, self._refused = z85.decode(allowed), refused
+        self._monitors: list[zmq.Socket[Any]] = []
+        self._open: dict[int, int] = {}  # connections that may have proved nothing, the oldest first: descriptor, and the kernel's number
+        self._thread: threading.Thread | None = None
+
+    def watch(self, listening: zmq.Socket[Any]) -> None:
+        """Count who is accepted there. To be called before `start`."""
+        self._monitors.append(listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
+
+    def start(self) -> None:
+        """Begin; until then who calls has to wait."""
+        self._thread = threading.Thread(target=self._run, name="paceline guard", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, *self._monitors):
+            poller.register(each, zmq.POLLIN)
+        try:
+            while True:
+                for found, _ in poller.poll():
+                    if found is self._socket:
+                        self._answer()
+                    else:
+                        self._count(found)
+        except zmq.ContextTerminated:
+            self._close()
+
+    def _answer(self) -> None:
+        version, number, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+        right = mechanism == b"CURVE" and credentials == [self._allowed]
+        if not right:
+            self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
+        status, text = (b"200", b"OK") if right else (b"400", b"no key of this job")
+        self._socket.send_multipart([version, number, status, text, b"worker" if right else b"", b""])
+
+    def _count(self, monitor: zmq.Socket[Any]) -> None:
+        event = parse_monitor_message(monitor.recv_multipart())
+        descriptor = int(event["value"])
+        self._open.pop(descriptor, None)
+        if event["event"] != zmq.EVENT_ACCEPTED:
+            return
+        try:
+            self._open[descriptor] = os.fstat(descriptor).st_ino
+        except OSError:  # it is gone already
+            return
+        if len(self._open) > MOST:
+            self._open = {one: number for one, number in self._open.items() if _unproved(one, number)}
+        for oldest in [*self._open][: max(0, len(self._open) - MOST)]:
+            _hang_up(oldest, self._open.pop(oldest))
+
+    def leave(self) -> None:
+        """Let go of its sockets, where it has not begun: the context is about to be asked to end, and waits for them."""
+        if self._thread is None:
+            self._close()
+
+    def join(self) -> None:
+        """Wait for its end; the context has been asked to end."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _close(self) -> None:
+        for each in (self._socket, *self._monitors):
+            each.close(0)
+
+
+def _unproved(descriptor: int, number: int) -> bool:
+    """Whether this is still that connection, and it has not been let in."""
+    found = _borrow(descriptor, number)
+    if found is None:
+        return False
+    with found:
+        told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED]
+    return int.from_bytes(told, sys.byteorder) < _READY
+
+
+def _hang_up(descriptor: int, number: int) -> None:
+    found = _borrow(descriptor, number)
+    if found is not None:
+        with found, contextlib.suppress(OSError):  # the other side has hung up
+            found.shutdown(socket.SHUT_RDWR)
+
+
+def _borrow(descriptor: int, number: int) -> socket.socket | None:
+    """A connection of ZeroMQ's, which stays open; None where it is gone, or its descriptor is another's by now."""
+    try:
+        found = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return None
+    if os.fstat(found.fileno()).st_ino == number:
+        return found
+    found.close()
+    return None
