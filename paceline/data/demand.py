@@ -15,6 +15,7 @@ from paceline.comm.desk import Desk
 from paceline.comm.group import pieces
 from paceline.data import draws
 from paceline.data.indexed import Feed, Indexed
+from paceline.data.reading import read
 from paceline.data.sampler import is_list
 from paceline.data.terms import Part, Step, Terms
 from paceline.errors import DataError, UsageError
@@ -144,7 +145,7 @@ class Demand(Indexed):
 
     def _next(self) -> Part | None:
         assert self._batches is not None
-        data = next(self._batches, self)
+        data = read(self._batches, self)
         if data is self:
             return None
         _, part = self._feed.dealt.popleft()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data import draws
 from paceline.data.emptying import emptied
+from paceline.data.reading import read
 from paceline.data.sampler import Indices, is_list
 from paceline.data.shares import spans
 from paceline.data.terms import Part, Pipeline, Step, Terms, whole_rows
@@ -206,7 +207,7 @@ class Indexed(Pipeline):
         reopened = False
         while True:
             assert self._batches is not None
-            data = next(self._batches, self)
+            data = read(self._batches, self)
             if data is not self:
                 made, part = self._feed.dealt.popleft()
                 if made == self._feed.round:

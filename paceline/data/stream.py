@@ -19,6 +19,7 @@ from paceline.data import draws
 from paceline.data.hands import Cursor, Hands, Local, Mine, Own
 from paceline.data.indexed import like
 from paceline.data.reader import Command, Dealt, Reader, Reading, Start
+from paceline.data.reading import read
 from paceline.data.terms import Pipeline, Step, Terms
 from paceline.errors import DataError
 
@@ -157,7 +158,7 @@ class Stream(Pipeline):
         after = self._after
         while not all(after.ended):
             assert self._batches is not None
-            dealt: Dealt = next(self._batches)
+            dealt: Dealt = read(self._batches, None)
             made, worker = self._commands.told.popleft()
             if made != self._commands.round or worker < 0:
                 continue

@@ -1,0 +1,80 @@
+"""The next batch of a DataLoader; and who was it, where one of its readers (processes) has died instead of giving one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+from paceline.errors import DataError
+
+ENDED_SECONDS = 2.0  # a broken connection is seen before the end of the process behind it
+
+
+def read(batches: Iterator[Any], nothing: Any) -> Any:
+    """The next of `batches`, an iterator of a DataLoader; `nothing` at its end. Raises `DataError` where a reader has died.
+
+    What a data set raises in a reader comes here as it is, with the reader alive or ended in order.
+    """
+    try:
+        return next(batches, nothing)
+    except (OSError, EOFError, RuntimeError) as error:
+        patient, died = isinstance(error, ConnectionError | EOFError), None
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):  # of torch's handler of SIGCHLD, once
+                died = _died(batches, patient=patient)
+                break
+        if died is None:
+            raise
+        raise DataError(died) from error
+
+
+def _died(batches: Any, *, patient: bool) -> str | None:
+    """What there is to say of a reader that ended in disorder; None where none did. `patient`: one of them has, or is about to."""
+    readers = list(getattr(batches, "_workers", ()))
+    if patient and readers:
+        with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD says by it that one has ended
+            ended = wait([reader.sentinel for reader in readers], ENDED_SECONDS)
+            for reader in (reader for reader in readers if reader.sentinel in ended):
+                reader.join(ENDED_SECONDS)  # its files are closed, and in a moment it is a process no more
+    found = next(((number, reader) for number, reader in enumerate(readers) if reader.exitcode), None)
+    if found is None:
+        return None
+    _quieten(batches)
+    number, reader = found
+    name = type(getattr(batches, "_dataset", None)).__qualname__
+    return (
+        f"reader {number} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} {_ending(reader.exitcode)} in the middle of "
+        f"an epoch. {_advice(reader.exitcode)}"
+    )
+
+
+def _quieten(batches: Any) -> None:
+    """What is known now needn't be raised again by torch's handler of SIGCHLD, wherever this process is when the other readers end."""
+    if getattr(batches, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+        batches._worker_pids_set = False
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _advice(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return (
+            "Nobody but the kernel sends that when memory runs out (dmesg tells): give fewer num_workers, a smaller prefetch_factor or "
+            "smaller samples; in a container, more memory"
+        )
+    if code == -signal.SIGBUS:
+        return "Shared memory ran out: give fewer num_workers or a smaller prefetch_factor, or a larger /dev/shm"
+    return "Its own output tells more; with num_workers=0 the same happens in this process, with a traceback"
