@@ -425,6 +425,39 @@ def test_autograd_grad_is_local() -> None:
     assert not torch.equal(first, second)
 
 
+def test_what_hooks_of_a_parameter_see() -> None:
+    """The gradient of the worker's own share, a mean over its samples; after prepare the later kind of hook sees nothing."""
+
+    def body(run: Run) -> None:
+        model = seeded(net)
+        seen: list[Tensor | None] = []
+        parameter = next(model.parameters())
+
+        def twice(grad: Tensor) -> Tensor:
+            seen.append(grad.clone())
+            return grad * 2
+
+        def look(p: Tensor) -> None:
+            seen.append(None if p.grad is None else p.grad.clone())
+
+        parameter.register_post_accumulate_grad_hook(look)
+        model, loader = run.prepare(model, batches(), shares=cut(6, 2, 0))
+        parameter.register_hook(twice)
+        parameter.register_post_accumulate_grad_hook(look)
+        x, y = next(iter(loader))
+        alike = seeded(net)
+        (mine,) = torch.autograd.grad(F.mse_loss(alike(x), y), [next(alike.parameters())])
+        F.mse_loss(model(x), y).backward()
+        first, before, after = seen
+        assert first is not None and before is not None and after is None
+        torch.testing.assert_close(first, mine)
+        torch.testing.assert_close(before, 2 * mine)
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, 2 * run.mean(mine))
+
+    workers(3, body)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models() -> None:
     def body(run: Run, shares: Any) -> Tensor:
