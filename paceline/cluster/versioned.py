@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.cluster.snapshot import Snapshot, pack
+from paceline.cluster.snapshot import UNREADABLE, Snapshot, pack
 from paceline.errors import CheckpointError, UsageError
 
 SHOWN = 5  # differences that a message lists
@@ -83,7 +83,10 @@ class Versioned:
         anything is changed.
         """
         state = snapshot.unpack()
-        found = self.differences(state)
+        try:
+            found = self.differences(state)
+        except UNREADABLE as error:
+            raise CheckpointError(f"this state is not what a run saves ({type(error).__name__}: {error}); use another one") from error
         if found:
             more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             raise CheckpointError(

@@ -32,7 +32,7 @@ from typing import Any, Final
 
 import safetensors.torch
 
-from paceline.cluster.snapshot import Snapshot, lift
+from paceline.cluster.snapshot import UNREADABLE, Snapshot, lift
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import disk
 from paceline.fault.disk import Written, block
@@ -42,6 +42,9 @@ FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 _SAVING: Final = ".saving-"
 _NAME: Final = re.compile(r"step-(\d{8,})(\.\d+)?")
+_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MOST: Final = 16 << 20  # bytes of a manifest
+_SHOWN: Final = 200  # letters of an error that is not ours
 _MARGIN: Final = 1 << 20  # bytes of a checkpoint that are not in tensors, roughly
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with while a process that is about to end still writes there
@@ -58,8 +61,11 @@ class Checkpoint:
     more: tuple[str, ...] = ()  # further states, which `part` reads
 
     def part(self, name: str) -> Snapshot:
-        """One of `more`, whose hashes have been checked."""
-        return _state(self.path, name)
+        """One of `more`, whose hashes have been checked. Raises `CheckpointError` for what can't be read."""
+        try:
+            return _state(self.path, name)
+        except _Broken as broken:
+            raise CheckpointError(f"{self.path.name}: {broken}") from broken
 
 
 class _Broken(Exception):
@@ -176,9 +182,12 @@ def _step(path: Path) -> int:
 
 
 def _found(folder: Path) -> list[_Entry]:
-    if not folder.is_dir():
+    try:
+        return [_entry(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return [_entry(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} can't be looked at ({error.strerror})") from error
 
 
 def _entry(path: Path) -> _Entry:
@@ -250,7 +259,7 @@ def _sweep(folder: Path) -> None:
     """Remove what a killed process has left."""
     for path in folder.glob(f"{_SAVING}*"):
         try:
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except OSError as error:
             if error.errno not in _ALIVE:
                 raise
@@ -272,58 +281,78 @@ def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> Checkpoint
 
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
-    try:
-        if manifest["step"] != _step(path):
-            raise _Broken(f"it was saved as step {manifest['step']}, and its folder has been renamed")
-        own = {rank: f"own-{rank:05d}" for rank in manifest["own"]}
-        for file, wanted in manifest["files"].items():
-            _check(path / file, wanted)
-        snapshots = {name: _state(path, name) for name in ("", *own.values())}
-        states = (file.removesuffix(".json") for file in manifest["files"] if file.endswith(".json"))
-        more = tuple(sorted(name for name in states if name != "state" and name not in snapshots))
-        return Checkpoint(path, manifest["step"], snapshots[""], {rank: snapshots[name] for rank, name in own.items()}, more)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError, safetensors.SafetensorError, CheckpointError) as error:
-        # its hashes are right, so it is what somebody has written
-        raise _Broken(f"another version of paceline, or of torch, has written it ({type(error).__name__}: {error})") from error
+    step, own, files = _contents(path, manifest)
+    for file, written in files.items():
+        _check(path / file, written)
+    snapshots = {name: _state(path, name) for name in ("", *own.values())}
+    states = (file.removesuffix(".json") for file in files if file.endswith(".json"))
+    more = tuple(sorted(name for name in states if name != "state" and name not in snapshots))
+    return Checkpoint(path, step, snapshots[""], {rank: snapshots[name] for rank, name in own.items()}, more)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        data = (path / MANIFEST).read_bytes()
+        data = disk.read(path / MANIFEST, _MOST)
         manifest: Any = json.loads(data)
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        if type(version) is int and version > FORMAT:
+            raise _Newer(version, manifest.get("serial"))
+        if not isinstance(manifest, dict) or manifest.pop("seal", None) is None or data != _sealed(manifest):
+            raise _Broken(f"{MANIFEST} is damaged: it doesn't have the hash it was written with")
     except OSError as error:
         raise _Broken(f"{MANIFEST} can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise _Broken(f"{MANIFEST} is damaged or half-written") from error
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(version) is int and version > FORMAT:
-        raise _Newer(version, manifest.get("serial"))
-    if not isinstance(manifest, dict) or manifest.pop("seal", None) is None or data != _sealed(manifest):
-        raise _Broken(f"{MANIFEST} is damaged: it doesn't have the hash it was written with")
-    if version != FORMAT:
-        raise _Broken(f"it is of format {version!r}, and this paceline reads {FORMAT}")
+    if type(version) is not int or version != FORMAT:
+        raise _Broken(f"{MANIFEST} is of format {version!r}, and this paceline reads {FORMAT}")
     return manifest
+
+
+def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, str], dict[str, Written]]:
+    """The step, the states of single ranks, and the files. A name never leads out of the folder."""
+    step, ranks, found = (manifest.get(name) for name in ("step", "own", "files"))
+    if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks) or not isinstance(found, dict):
+        raise _Broken(f"{MANIFEST} lacks the step, the ranks or the files: another version of paceline has written it")
+    if type(step) is not int or step != _step(path):
+        raise _Broken(f"it was saved as step {step!r}, and its folder has been renamed")
+    if odd := next((file for file in found if not _FILE.fullmatch(file)), None):
+        raise _Broken(f"{MANIFEST} names {odd!r}, which is no name of a file in it")
+    if odd := next((file for file, wanted in found.items() if not _written(wanted)), None):
+        raise _Broken(f"{MANIFEST} doesn't say what {odd} has to be: another version of paceline has written it")
+    own = {rank: f"own-{rank:05d}" for rank in ranks}
+    absent = [file for state in ("", *own.values()) for file in _names(state) if file not in found]
+    if absent:
+        raise _Broken(f"{MANIFEST} doesn't name {', '.join(absent)}, which it has to have")
+    return step, own, {file: Written(**wanted) for file, wanted in found.items()}
+
+
+def _written(wanted: Any) -> bool:
+    return isinstance(wanted, dict) and {field: type(value) for field, value in wanted.items()} == {"nbytes": int, "sha256": str}
 
 
 def _state(path: Path, name: str) -> Snapshot:
     tree, tensors = _names(name)
-    head = json.loads((path / tree).read_bytes())
-    snapshot = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load_file(path / tensors), head["tensors"]))
-    snapshot.check()
+    reading = tree
+    try:
+        head = json.loads((path / tree).read_bytes())
+        reading = tensors
+        kept = safetensors.torch.load_file(path / tensors)
+        reading = tree
+        snapshot = Snapshot(head["version"], head["tree"], lift(kept, head["tensors"]))
+        snapshot.check()
+    except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
+        # its hash is right, so it is what somebody has written
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
+        raise _Broken(f"{reading} can't be used: another version of paceline, or of torch, has written it ({what})") from error
     return snapshot
 
 
-def _check(path: Path, wanted: Mapping[str, Any]) -> None:
+def _check(path: Path, written: Written) -> None:
     try:
-        nbytes = path.stat().st_size
-        if nbytes != wanted["nbytes"]:
-            raise _Broken(f"{path.name} has {nbytes} bytes instead of {wanted['nbytes']}")
-        if _sha256(path) != wanted["sha256"]:
+        nbytes = path.lstat().st_size
+        if nbytes != written.nbytes:
+            raise _Broken(f"{path.name} has {nbytes} bytes instead of {written.nbytes}")
+        if disk.sha256(path) != written.sha256:
             raise _Broken(f"{path.name} is damaged: its content doesn't have the hash it was written with")
     except OSError as error:
         raise _Broken(f"{path.name} can't be read ({error.strerror})") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Iterable
+from io import BufferedReader
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -23,6 +25,7 @@ except ImportError:  # Windows
 
 PIECE: Final = 4 << 20  # bytes that are hashed and written in one go
 PAGE: Final = 4096
+_CAREFUL: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _NOT_SO: Final = (errno.EINVAL, errno.EFAULT)  # what a file system, a disk, or memory that can't be lent to it refuses O_DIRECT with
 
@@ -57,6 +60,28 @@ def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] =
 def block(data: bytes) -> Tensor:
     """`data` as a part."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def read(path: Path, most: int) -> bytes:
+    """All of a file. Raises OSError for one that has more than `most` bytes, and as `opened` does."""
+    with opened(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes")
+    return data
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file. Raises OSError."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def opened(path: Path) -> BufferedReader:
+    """A file to be read, and nothing else: a link leads to somebody else's, and who opens a pipe waits. Raises OSError."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")
+    return os.fdopen(os.open(path, os.O_RDONLY | _CAREFUL), "rb")
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.cluster.snapshot import pack
+from paceline.cluster.snapshot import UNREADABLE, pack
 from paceline.errors import CheckpointError
 from paceline.fault.checkpoint import Checkpoint
 from paceline.fault.image import Image, image
@@ -31,8 +31,13 @@ def images(kept: Sequence[Kept]) -> Iterator[tuple[str, Image]]:
 def restore(kept: Sequence[Kept], found: Checkpoint) -> bytes:
     """Let the servers have what was saved. Raises `CheckpointError` for other tables than these, before any row is changed."""
     names = sorted(name for name in found.more if name.startswith(PREFIX))
-    heads = {name[: len(PREFIX) + 3]: found.part(name).unpack()["head"] for name in names if name.endswith("-00000")}
-    saved = [_form(head["name"], head["spec"]) for head in heads.values()]
+    try:
+        heads = {name[: len(PREFIX) + 3]: found.part(name).unpack()["head"] for name in names if name.endswith("-00000")}
+        saved = [_form(head["name"], head["spec"]) for head in heads.values()]
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{found.path.name}: what it has of sparse tables is not what a run saves ({error}); use another one"
+        ) from error
     here = [_form(table.name, table.lookup.spec.plain()) for table in kept]
     if saved != here:
         raise CheckpointError(
