@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 import paceline
 from paceline import notation
-from paceline.cluster import launch
+from paceline.cluster import launch, output
 from paceline.cluster.discover import environment
 from paceline.errors import PacelineError, UsageError
 
@@ -255,6 +255,7 @@ def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run fol
 
 def main() -> None:
     """The command `paceline`: a mistake of the user ends it with 2, any other error of ours with 1."""
+    output.stand_in()
     try:
         app()
     except PacelineError as error:

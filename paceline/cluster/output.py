@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -156,6 +157,20 @@ class Stream:
         self._tail_size += len(data)
         while self._tail_size - len(self._tail[0]) > _TAIL_BYTES:
             self._tail_size -= len(self._tail.popleft())
+
+
+def stand_in() -> None:
+    """Open /dev/null as standard input, output or error where that is closed, as under cron: sockets would get these numbers else.
+
+    To be called before anything is opened. What is started from here has all three then.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 (for as long as this process lives)
 
 
 def screens() -> tuple[Screen, Screen]:

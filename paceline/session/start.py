@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from paceline.cluster import report
 from paceline.cluster.discover import Place, discover
+from paceline.cluster.output import stand_in
 from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
@@ -74,6 +75,7 @@ def start(
     Raises `UsageError` (and its kinds) for what can't be honoured, `DeadlineExceeded` when other workers don't come.
     """
     began = time.time()
+    stand_in()
     _check(deadline, trace, on_nan, replicate)
     comparison, place = Comparison(compare, differing), discover()
     strategy = _strategy(place.sync if place.sync is not None else sync)
