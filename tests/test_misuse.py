@@ -83,7 +83,8 @@ class TestCommand:
                 [sys.executable, "-m", "paceline", "run", *options], PACELINE_SECRET="0123456789abcdef" * 2, PACELINE_DEADLINE="1"
             )
             ended = started.end(15)
-        assert ended.code == 2 and len(ended.err.splitlines()) == 1 and f"127.0.0.1:{port}" in ended.err, ended.err
+        assert ended.code == 2 and f"127.0.0.1:{port}" in ended.last, ended.err
+        assert all(line.startswith("paceline: ") for line in ended.err.splitlines()) and len(ended.err.splitlines()) <= 2
         assert ended.seconds < 8
 
     def test_hosts_with_different_secrets(self, job):

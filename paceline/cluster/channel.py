@@ -123,12 +123,13 @@ class Channel:
             raise Gone("what it says isn't a message")
         return message
 
-    def wait(self, end: float) -> dict[str, Any]:
-        """The next message; `Gone` when it hasn't come at `end` (time.monotonic())."""
+    def wait(self, end: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """The next message; `Gone` when it hasn't come at `end` (time.monotonic()). `meanwhile` is called twice a second."""
         while (message := self.hear()) is None:
             left = end - time.monotonic()
             if left <= 0:
                 raise Gone("it doesn't say anything")
+            meanwhile()
             ready([self.fileno()], min(left, 0.5))
         return message
 

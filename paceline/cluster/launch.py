@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.cluster import machine, network, orders, progress, secret
+from paceline.cluster import machine, network, orders, progress, remarks, secret
 from paceline.cluster.assembly import Assembly, connect_all, enter
 from paceline.cluster.crew import Crew
 from paceline.cluster.discover import environment, seconds
@@ -29,6 +29,7 @@ from paceline.wording import choices
 
 PLACEMENTS = ("block", "round-robin")
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
+_DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
 USAGE = 2  # the exit code for what was asked wrongly
 _NOT_INHERITED = (
     "TORCHELASTIC_",
@@ -83,20 +84,28 @@ def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
     surroundings = environment() if environ is None else dict(environ)
     try:
         check(job)
+        machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
+        if job.workers == job.hosts == 1:
+            _say(remarks.misplaced(job.script, job.args))
         code, points, ranks = _work(job, surroundings)
         while points:  # this host was cut off from those that go on
-            print(f"paceline: looks for the other hosts for {job.patience:g} s, to take part again", file=sys.stderr, flush=True)
+            _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
                 code, points, ranks = _work(job, surroundings, points, ranks)
             except PacelineError as error:
-                print(f"paceline: {error}", file=sys.stderr, flush=True)
+                _say(str(error))
                 return code
         return code
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr, flush=True)
+        _say(str(error))
         return USAGE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _say(text: str | None) -> None:
+    if text is not None:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _work(
@@ -249,7 +258,7 @@ def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence
     given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
     join = None if job.join is None else meeting_point(job.join)
     if join is not None:
-        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, job.patience if points else given)
+        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, job.patience if points else given, _line(job))
         found = seek(points, meeting) if points else assemble(meeting)
         if isinstance(found, Admission):
             return _enter(job, environ, found, mine, ranks)
@@ -262,6 +271,17 @@ def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence
     shared = _shared_variables(job, environ, table, rank)
     ranks = deal([other.workers for other in table], job.placement)[rank]
     return _Ready(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
+
+
+def _line(job: Job) -> str:
+    """How this job is started on another host. What may differ there isn't said, but the number of workers."""
+    given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
+    given |= {
+        "placement": None if job.placement == PLACEMENTS[0] else job.placement,
+        "min_workers": job.min_workers,
+        "servers": job.servers,
+    }
+    return remarks.line(job.script, job.args, given)
 
 
 def _first_tasks(job: Job, shared: dict[str, str], mine: _Brought, ranks: Sequence[int]) -> list[Task]:
@@ -333,6 +353,8 @@ def _shared_variables(job: Job, environ: Mapping[str, str], table: tuple[Offer, 
     mine, leader = table[rank], table[0]
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     here = sum(other.workers for other in table if other.machine == mine.machine)
+    if all(other.machine != mine.machine for other in table[:rank]):  # one launcher of each machine says it
+        _say(remarks.crowded(here, machine.cores(), mine.name))
     kept |= {
         "WORLD_SIZE": str(sum(other.workers for other in table)),
         "LOCAL_WORLD_SIZE": str(mine.workers),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
+
+from paceline.errors import ResourceError
 
 _MOUNT = Path("/sys/fs/cgroup")
 
@@ -51,6 +54,18 @@ def fingerprint() -> str:
     else:
         parts.append(socket.gethostname())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def allow_descriptors(needed: int) -> None:
+    """Let this process, and those that it starts, have so many descriptors (open files, sockets); `ResourceError` where that can't be."""
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if hard < needed:
+        raise ResourceError(
+            f"each process of this job may need {needed} descriptors (open files, sockets), and the limit is {hard}: say "
+            f"`ulimit -n {needed}` before, or have the limit raised (LimitNOFILE= of systemd, --ulimit nofile= of docker, limits.conf)"
+        )
+    if soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _enclosing(root: Path, path: str) -> list[Path]:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.cluster import network
@@ -19,7 +20,9 @@ from paceline.cluster.channel import SENSELESS, Channel, Gone, call, hear_from, 
 from paceline.cluster.lobby import Lobby
 from paceline.cluster.membership import View
 from paceline.cluster.peers import Failure, Late, Offer, note, said_late, said_stopped
+from paceline.cluster.remarks import Reminder
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
+from paceline.wording import counted
 
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
 _BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
@@ -43,6 +46,7 @@ class Meeting:
     hosts: int
     host_rank: int | None  # wished for
     deadline: float  # seconds
+    command: str = "the same command"  # that starts it on another host
     say: Callable[[str], None] = _tell  # told of what ends nothing and a user should know
 
     @property
@@ -187,7 +191,7 @@ def assemble(meeting: Meeting) -> Council | Admission:
     """
     end = time.monotonic() + meeting.deadline
     own = _own(meeting)
-    nap = _SHORTEST_RETRY
+    nap, reminder = _SHORTEST_RETRY, Reminder(meeting.say)
     while True:
         listening = None if own is None else _listen(own, meeting)
         if listening is not None:
@@ -203,8 +207,14 @@ def assemble(meeting: Meeting) -> Council | Admission:
                 f"({called.strerror or called}): no host that owns this address has started `paceline run --join {meeting.where}`, "
                 "or a firewall is between"
             )
+        reminder.turn(partial(_unanswered, meeting, called))
         time.sleep(nap)
         nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def _unanswered(meeting: Meeting, error: OSError) -> str:
+    why = error.strerror or error
+    return f"nobody answers at {meeting.where} yet ({why}); on the host with that address, run: {meeting.command}"
 
 
 def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
@@ -260,10 +270,11 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admission:
     """The way of a host that called: offer, wait for the table, or for a place in a job that runs already."""
+    reminder = Reminder(meeting.say)
     channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
     try:
         # The one that listens gives up first, and says why.
-        answer = channel.wait(end + 2.0)
+        answer = channel.wait(end + 2.0, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
     except Gone as error:
         channel.close()
         raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
@@ -306,7 +317,7 @@ class _Host:
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
-        self._lobby = Lobby(meeting.secret, meeting.say)
+        self._lobby, self._reminder = Lobby(meeting.secret, meeting.say), Reminder(meeting.say)
         self._guests: list[tuple[Channel, Offer, int | None]] = []
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
@@ -355,6 +366,17 @@ class _Host:
         if self._listening.fileno() in found:
             self._lobby.let_in(self._listening)
         self._lobby.tick(now)
+        if self._meeting.hosts > 1:
+            self._reminder.turn(self._awaited)
+
+    def _awaited(self) -> str:
+        """Who is waited for."""
+        here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
+        left = counted(self._meeting.hosts - 1 - len(self._guests), "host")
+        return (
+            f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s at most (here: {here}); "
+            f"there, run: {self._meeting.command}"
+        )
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
         """Take what a launcher says that has the secret; hang up on what makes no sense."""

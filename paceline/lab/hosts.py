@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.cluster import secret
+from paceline.cluster import machine, secret
 from paceline.cluster.discover import environment
 from paceline.errors import ResourceError, UsageError
 from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, spaces
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.lab.running import Outcome, Start
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
+_DESCRIPTORS: Final = 64  # of this process, and more for each host: its namespaces, and the pipes of its launcher
 _KINDS: Final = ("net", "uts", "ipc", "mnt")
 # Not in sessions of their own: the kernel shares the cores among sessions (autogroups) before it shares them among threads.
 _QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "process_group": 0}
@@ -74,6 +75,7 @@ class Cluster:
         """Build it."""
         if self.hosts:
             raise UsageError("this cluster is built already: leave it first, or make another")
+        machine.allow_descriptors(_DESCRIPTORS + 8 * len(self.description.hosts))
         kernel.check_rights()
         cleaning.clean()
         self.notes = kernel.ready_for(self.description)

@@ -14,6 +14,7 @@ Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the h
 
 _RANK: Final = re.compile(rb"\[(\d+)\] ")
 _CLOSING: Final = re.compile(rb"paceline: what rank (\d+) said last:")
+_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to) ")  # for who starts hosts by hand
 _VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
 
 
@@ -65,6 +66,8 @@ class Desk:
     def put(self, who: Who, piece: bytes, descriptor: int) -> None:
         """Show a line, or a part of one. A launcher's own lines are without a rank; what all of them say is shown once."""
         host, rank = who
+        if _WAITING.match(piece) and rank is None:
+            return
         if _CLOSING.match(piece) and rank is None:
             self._closings[host] = [piece]
         elif _VERDICT.match(piece) and rank is None:

@@ -75,7 +75,6 @@ def start(
     Raises `UsageError` (and its kinds) for what can't be honoured, `DeadlineExceeded` when other workers don't come.
     """
     began = time.time()
-    stand_in()
     _check(deadline, trace, on_nan, replicate)
     comparison, place = Comparison(compare, differing), discover()
     strategy = _strategy(place.sync if place.sync is not None else sync)
@@ -116,6 +115,7 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
 
 def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> Surroundings:
     """Meet the others, and find out where all stand."""
+    stand_in()  # before the first socket
     store = connect(place, deadline=seconds)
     cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
     local = cluster.of(place.rank).ranks.index(place.rank)

@@ -115,7 +115,7 @@ class TestAssemble:
         )
         assert isinstance(second.exception(), SecretError)
         assert isinstance(first.exception(), DeadlineExceeded) and "came with another secret" in str(first.exception())
-        assert len(said) == 1 and "came with another secret" in said[0]
+        assert len(said) == len({*said}) and sum("came with another secret" in line for line in said) == 1
 
     def test_who_does_not_come_is_missed(self):
         with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
@@ -406,7 +406,7 @@ class TestLaunchers:
         path, join = script("print('ran')"), f"127.0.0.1:{free_port()}"
         launched = [launch(path, 1, hosts=2, join=join, deadline=3.0, PACELINE_SECRET=f"{number}" * 20) for number in range(2)]
         for code, out, err in (one.end() for one in launched):
-            assert code == 2 and out == "" and "secret" in err and len(err.splitlines()) <= 2
+            assert code == 2 and out == "" and "secret" in err and len(err.splitlines()) <= 3  # one may be for whom it waits
 
     def test_a_secret_file(self, script, launch, tmp_path: Path):
         file = tmp_path / "secret"

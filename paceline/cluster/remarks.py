@@ -1,0 +1,67 @@
+"""What a launcher says though nothing is wrong: that a job may not be what was meant, and for whom it waits."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+# Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
+SEVERAL = ("-n", "--workers", "--hosts", "--join", "--host-rank", "--secret-file", "--min-workers", "--restarts", "--servers", "--sync")
+_PATIENT_SECONDS = 1.0  # how long a host waits before it says so
+_AGAIN_SECONDS = 10.0
+_LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
+
+
+def misplaced(script: str, args: Sequence[str]) -> str | None:
+    """What there is to say of a script's arguments that look like options of `paceline run`; nothing if the script knows them itself."""
+    for place, word in enumerate(args):
+        if word == "--":
+            break
+        option = next((option for option in SEVERAL if re.fullmatch(rf"{option}(=.*)?" if option != "-n" else r"-n\d*", word)), None)
+        if option is None or _mentions(Path(script), option):
+            continue
+        given = shlex.join([word, *args[place + 1 : place + 2]] if word == option else [word])
+        name, before = Path(script).name, f"paceline run {given} {script}"
+        return f"{given} after {name} goes to {name}, which runs on 1 worker; if paceline is meant, put it before: {before}"
+    return None
+
+
+def _mentions(script: Path, option: str) -> bool:
+    """Whether a script has this option in quotes."""
+    try:
+        with script.open("rb") as file:
+            return re.search(rb"""['"]%s['"]""" % option.encode(), file.read(_LONGEST_SCRIPT)) is not None
+    except OSError:
+        return False
+
+
+def crowded(workers: int, cores: int, host: str) -> str | None:
+    """What there is to say of so many workers on a host with so many cores."""
+    if workers <= cores:
+        return None
+    have = "1 core" if cores == 1 else f"{cores} cores"
+    return f"{workers} workers take turns on the {have} of {host}: more workers than cores make no step faster (GPUs aside)"
+
+
+def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
+    """The command of a job; options that are None are left out, as their defaults are."""
+    given = [word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["paceline", "run", *given, script, *args])
+
+
+class Reminder:
+    """Says what is waited for: after a second, and now and then."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._next = time.monotonic() + _PATIENT_SECONDS
+
+    def turn(self, text: Callable[[], str]) -> None:
+        """To be called often; `text` is what there is to say by now."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _AGAIN_SECONDS
+            self._say(text())
