@@ -147,8 +147,7 @@ first = sys.argv[1] == "torch"
 if first:
     dist.init_process_group("gloo")
 with pl.start() as run:
-    if not first:
-        dist.init_process_group("gloo")
+    assert dist.is_initialized()  # the script's own, or else one of the run's
     model, optimizer, loader = parts(run)
     for x, y in loader:
         step(run, model, optimizer, x, y)
@@ -159,7 +158,9 @@ with pl.start() as run:
         run.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
     except pl.UsageError as error:
         refused = "wrapped in DistributedDataParallel already" in str(error)
-dist.destroy_process_group()
+assert dist.is_initialized() == first
+if first:
+    dist.destroy_process_group()
 print(f"both {run.steps} {refused}\\n", end="")  # in one piece: torchrun does not keep lines apart
 """
 

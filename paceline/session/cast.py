@@ -17,8 +17,8 @@ from paceline.comm.group import Finished, Op, Work
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.session import metrics, using
 from paceline.session import prepare as preparing
-from paceline.session import using
 from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
 from paceline.session.step import Turns
@@ -56,6 +56,8 @@ class Cast:
         options = self._wishes.hear(given, self.scene.group.size, loaders=loaders, models=models)
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options["batchnorm"])
+        for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
+            self._count_in(metric)
         for kind, bind in (("scheduler", preparing.bind_scheduler), ("scaler", preparing.bind_scaler)):
             for thing in self._fresh(by_kind[kind]):
                 preparing.check_elsewhere(thing, self._backward.sync)
@@ -104,6 +106,16 @@ class Cast:
         self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
         self._turns.models += fresh
         self._open_tables()
+
+    def _count_in(self, metric: nn.Module) -> None:
+        if self.survives:
+            raise UsageError(
+                f"a {type(metric).__qualname__} would count a turn twice that is dealt again when a worker is lost, and asks nobody else "
+                "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
+            )
+        if self._device.type == "cuda":
+            metric.to(self._device)
+        metrics.bind(metric, self._turns)
 
     def check_known(self) -> None:
         """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""

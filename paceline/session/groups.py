@@ -22,6 +22,7 @@ from paceline.comm.hosts import HostsGroup
 from paceline.comm.shared import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.comm.torchgroup import TorchGroup
+from paceline.comm.world import World
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
 from paceline.session.watching import Watching
@@ -47,6 +48,7 @@ class Surroundings:
     page: Page | None = None
     breaker: Breaker = field(default_factory=Breaker)  # of all groups made from here
     watching: Watching | None = None  # where a launcher asks where its workers are (paceline run)
+    world: World | None = None  # torch.distributed's default group, for libraries that ask for it
 
     @property
     def local(self) -> int:
@@ -161,6 +163,16 @@ def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchG
     )
     group.trace = around.trace
     return group
+
+
+def world(around: Surroundings, group: Group) -> World | None:
+    """The default group of torch.distributed; none where a group may lose members, or has one only."""
+    place = around.place
+    if place.size == 1 or place.worker is not None:
+        return None
+    nccl = isinstance(group, TorchGroup) and group.backend == "nccl"
+    store, deadline = around.store.sub("default").torch, around.deadline
+    return World(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
 
 
 def _own_devices(around: Surroundings) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,23 +20,24 @@ from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
+from paceline.session.binding import rebind
+from paceline.session.metrics import is_metric
 from paceline.session.step import Turns
 from paceline.sync.base import Slot, Steps, Sync
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
-MARK = "_paceline_bound"
 SEEN = 2  # steps in which it is looked who calls optimizers
 _DEEPEST = 6  # calls between a scaler's step and ours
 Scaler = torch.amp.GradScaler
 
 
 def kind(value: Any) -> str:
-    """ "model", "optimizer", "loader", "scheduler" or "scaler"; `UsageError` for anything else."""
+    """ "model", "optimizer", "loader", "scheduler", "scaler" or "metric"; `UsageError` for anything else."""
     if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         name = type(value).__name__
         raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")
     if isinstance(value, nn.Module):
-        return "model"
+        return "metric" if is_metric(value) else "model"
     if isinstance(value, LBFGS):
         raise UsageError("LBFGS judges its steps by the loss of one worker's share, which differs on each; use another optimizer")
     if isinstance(value, Optimizer):
@@ -234,37 +234,6 @@ def follow(model: nn.Module, turns: Turns) -> None:
     """Tell `turns` before each forward, until the run ends; a second time is harmless."""
     if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
         turns.bound.append(model.register_forward_pre_hook(Follower(turns)).remove)
-
-
-def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], turns: Turns) -> None:
-    """Replace the method `name` of one object by a bound method until the run ends; a second time is harmless, and a deepcopy is bound
-    to the copy."""
-    current = thing.__dict__.get(name)
-    if getattr(getattr(current, "__func__", current), MARK, False):
-        return
-    scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in (current, getattr(current, "__func__", None)))
-    method = wrap(_own(thing, name, current if not scheduled else None))
-    setattr(method, MARK, True)
-    method.__name__ = name
-    if isinstance(thing, Optimizer) and name == "step":
-        method._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers ask; we count for them
-    setattr(thing, name, types.MethodType(method, thing))
-
-    def undo() -> None:
-        if getattr(thing.__dict__.get(name), "__func__", None) is method:
-            if current is None:
-                delattr(thing, name)
-            else:
-                setattr(thing, name, current)
-
-    turns.bound.append(undo)
-
-
-def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
-    """The method as its class has it (or as it was set on the object), to be called with the object."""
-    if current is None:
-        return lambda self, *args, **kwargs: getattr(type(self), name)(self, *args, **kwargs)
-    return lambda self, *args, **kwargs: current(*args, **kwargs)
 
 
 def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer], None], *, accumulate: bool) -> None:

@@ -140,7 +140,7 @@ class Run:
         readers: Readers | None = None,
         shard: Sharding | None = None,
     ) -> Any:
-        """Make models, optimizers, DataLoaders, schedulers and GradScalers ready, in any order; gives them back in that order.
+        """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready, in any order; gives them back in that order.
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
@@ -422,6 +422,8 @@ class Run:
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
         self._agreement.locate(error)
+        if self._around.world is not None:
+            self._around.world.explain(error)
         self._turns.explain(error)
         report.report_failure(self._around.place, kind, error)
         self._log.close()
@@ -440,6 +442,8 @@ class Run:
         self._backward.sync.detach()
         for group in groups:
             group.close()
+        if self._around.world is not None:
+            self._around.world.close(failed=failed)
         self._around.store.close()
         for ending in self._endings:
             ending()

@@ -26,7 +26,7 @@ from paceline.notation import parse
 from paceline.session.book import Book
 from paceline.session.comparing import Comparison, Differing
 from paceline.session.folder import Folder
-from paceline.session.groups import Surroundings, choose_device, everyone
+from paceline.session.groups import Surroundings, choose_device, everyone, world
 from paceline.session.line import Line
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
@@ -133,6 +133,8 @@ def _scene(around: Surroundings, undo: ExitStack) -> Scene:
     group = everyone(around)
     undo.callback(group.close)
     undo.callback(group.abort)
+    around.world = world(around, group)
+    undo.callback(_leave_world, around)
     moment = Moment(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
     scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
@@ -140,6 +142,11 @@ def _scene(around: Surroundings, undo: ExitStack) -> Scene:
     scene.table_servers = Serving(around, agreement, "SparseEmbedding", "table server").begin
     scene.survives, scene.breaker = around.place.worker is not None, around.breaker
     return scene
+
+
+def _leave_world(around: Surroundings) -> None:
+    if around.world is not None:
+        around.world.close(failed=True)
 
 
 def _watch(around: Surroundings, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:

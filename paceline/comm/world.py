@@ -1,0 +1,112 @@
+"""The default process group of torch.distributed, for libraries that ask it who else there is (torchmetrics and others).
+
+open     where the script has none: Gloo on the job's interface, beside it NCCL where the run has that; on the job's store
+used     by whoever asks torch.distributed. Gloo connects then, not before: a start costs a millisecond, and waits for nobody
+close    at the end of the run, with all groups that were made of it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from paceline.cluster import network
+
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import Store as TorchStore
+
+INTERFACE, LAZY = "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"  # what torch reads when a group is made; it takes no argument for them
+_FAREWELL = 0.5  # seconds that a group may take to end after a failure
+_TWICE = "pl.start has made the default process group of torch.distributed: use that, or make yours before pl.start, which keeps it then"
+
+
+class World:
+    """The default process group of `size` workers, unless the script has made one. `nccl`: beside Gloo, for tensors on GPUs."""
+
+    def __init__(self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float, nccl: bool) -> None:
+        self._set: dict[str, str] = {}  # in the environment, by us
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized():
+            return
+        carrier = os.environ.get(INTERFACE) or network.carrier(address)
+        if carrier is None:
+            return
+        if INTERFACE not in os.environ:  # stays until the end: groups that a script makes of this one listen there, too
+            self._set[INTERFACE] = os.environ[INTERFACE] = carrier
+        hook = sys.excepthook
+        with _setting(LAZY, "1"):
+            timeout = timedelta(seconds=max(3.0, deadline))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        sys.excepthook = hook  # torch's own repeats the rank before each line
+        self._group = dist.group.WORLD
+        me = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(me()))
+
+    @property
+    def here(self) -> bool:
+        """Whether the default group is ours."""
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
+
+    def forget(self) -> None:
+        """In a child (a reader of a DataLoader) there is no default group: connections are the parent's, and threads are not here."""
+        if self.here:
+            dist.GroupMember.WORLD = None
+
+    def explain(self, error: BaseException | None) -> None:
+        """Note on an error of torch's that a script asked for a default group where there is ours."""
+        trace = None if error is None else error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if error is not None and trace is not None and self.here and trace.tb_frame.f_code is _code():
+            error.add_note(f"paceline: {_TWICE}")
+
+    def close(self, *, failed: bool) -> None:
+        """The run is over. Where it has failed, what is under way on the group is not waited for. Twice is harmless."""
+        if self.here:
+            if failed:
+                end = threading.Thread(target=dist.destroy_process_group, name="paceline reaper", daemon=True)
+                end.start()
+                end.join(_FAREWELL)
+            else:
+                dist.destroy_process_group()
+        self._group = None
+        for name, value in self._set.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+        self._set.clear()
+
+
+def _forget(world: World | None) -> None:
+    if world is not None:
+        world.forget()
+
+
+def _code() -> CodeType:
+    made = dist.init_process_group
+    while hasattr(made, "__wrapped__"):
+        made = made.__wrapped__
+    return made.__code__
+
+
+@contextlib.contextmanager
+def _setting(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
