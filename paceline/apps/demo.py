@@ -38,6 +38,8 @@ class Plan:
             raise UsageError(f"--workers {self.workers}: the demo compares one worker with several, so give 2 or more")
         if not 2 <= self.alone <= self.steps:
             raise UsageError(f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps")
+        if self.text is not None and not any(self.text.rglob("*.py")):  # here, rather than in each of the workers
+            raise UsageError(f"--text {self.text}: there are no .py files under it; give a folder that has some")
 
 
 @dataclass(frozen=True)

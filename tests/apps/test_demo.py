@@ -126,12 +126,14 @@ def test_a_run_that_fails_ends_the_demo_with_its_code(tmp_path: Path, failing: i
 
 
 def test_other_text_reaches_the_script(tmp_path: Path) -> None:
-    launcher = Launcher()
-    play(demo.Plan(steps=4, alone=2, folder=str(tmp_path), text=Path("/words")), launcher)
-    assert {call[1]["--text"] for call in launcher.calls} == {"/words"}
+    words, launcher = tmp_path / "words", Launcher()
+    words.mkdir()
+    (words / "a.py").write_text("pass\n")
+    play(demo.Plan(steps=4, alone=2, folder=str(tmp_path), text=words), launcher)
+    assert {call[1]["--text"] for call in launcher.calls} == {str(words)}
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}])
+@pytest.mark.parametrize("wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}, {"text": Path("/nowhere")}])
 def test_plans_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         demo.Plan(**wrong)
