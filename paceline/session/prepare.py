@@ -233,7 +233,8 @@ class Follower:
 def follow(model: nn.Module, turns: Turns) -> None:
     """Tell `turns` before each forward, until the run ends; a second time is harmless."""
     if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
-        turns.bound.append(model.register_forward_pre_hook(Follower(turns)).remove)
+        hook = nn.Module.register_forward_pre_hook(model, Follower(turns))  # a model of torch.jit hides the method, and calls hooks
+        turns.bound.append(hook.remove)
 
 
 def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer], None], *, accumulate: bool) -> None:

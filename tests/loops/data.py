@@ -394,7 +394,7 @@ def nn_norm(model: Any) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-@loop(refused="rank", pending="a worker that skips a step by itself")
+@loop(refused="rank")
 def bad_batches_skipped_by_one(run: Any) -> Any:
     model = net()
     data = batches(Mapped(lambda number, x, y: (x if number != 4 else x / 0, y)))

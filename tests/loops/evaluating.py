@@ -191,7 +191,7 @@ def validation_of_dicts_with_names(run: Any) -> Any:
     return model, found
 
 
-@loop(pending="empty shares of lists")
+@loop
 def validation_of_lists(run: Any) -> Any:
     def collate(rows: list[Any]) -> Any:
         return [x for x, _ in rows], tuple(f"{float(y[0]):.3f}" for _, y in rows), [{"y": y} for _, y in rows]

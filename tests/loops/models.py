@@ -87,7 +87,7 @@ def instance_norm(run: Any) -> Any:
     return trained(run, net(middle=middle))
 
 
-@loop(pending="buffers of weights alone, in ghost turns")
+@loop
 def spectral_norm_by_parametrization(run: Any) -> Any:
     model = net()
     parametrizations.spectral_norm(model[0], n_power_iterations=1)
@@ -95,7 +95,7 @@ def spectral_norm_by_parametrization(run: Any) -> Any:
     return trained(run, model)
 
 
-@loop(pending="buffers of weights alone, in ghost turns")
+@loop
 def spectral_norm_by_a_hook(run: Any) -> Any:
     model = net()
     spectral_norm(model[0])
@@ -159,7 +159,7 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-@loop(pending="buffers of weights alone, in ghost turns")
+@loop
 def buffers_that_count(run: Any) -> Any:
     return trained(run, filled(Counting()))
 
@@ -849,3 +849,18 @@ def as_many_batches_as_samples(run: Any) -> Any:
     model, optimizer, data = run.prepare(model, sgd(model), batches(batch=COUNT * 2))
     train(run, model, optimizer, data)
     return model
+
+
+@loop(threads="torch._dynamo has one state for all threads")
+def a_compiled_model(run: Any) -> Any:
+    model, optimizer, data = parts(run)
+    train(run, torch.compile(model, backend="aot_eager"), optimizer, data)
+    return model, optimizer
+
+
+@loop(threads="torch._dynamo has one state for all threads")
+def a_model_compiled_before_prepare(run: Any) -> Any:
+    model = torch.compile(net(), backend="eager")
+    model, optimizer, data = run.prepare(model, sgd(model), batches())
+    train(run, model, optimizer, data)
+    return dict(model.state_dict())

@@ -1,0 +1,32 @@
+"""Runs loops on real workers, one run after the other, and writes what each worker comes to.
+
+script.py FOLDER NAME...      leaves FOLDER/RANK.pt: {name: what came of it}
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    import tests.brisk  # noqa: F401  first: see there
+import torch
+
+import paceline as pl
+from tests.loops import data, evaluating, gradients, models, optimizers, several
+from tests.loops.collection import LOOPS, flat
+
+assert data and evaluating and gradients and models and optimizers and several
+
+
+def main() -> None:
+    folder, found, rank = Path(sys.argv[1]), {}, 0
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        with pl.start(name=name, folder=str(folder / "runs"), seed=1) as run:
+            found[name], rank = list(flat(LOOPS[name].body(run))), run.rank
+    torch.save(found, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
