@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    import tests.brisk  # noqa: F401  first: see there
 import torch
 
 import paceline as pl
@@ -19,7 +17,7 @@ from tests.loops.collection import LOOPS, flat
 assert data and evaluating and gradients and models and optimizers and several
 
 
-def main() -> None:
+def main() -> None:  # without tests.brisk, as some of them are compiled
     folder, found, rank = Path(sys.argv[1]), {}, 0
     torch.set_num_threads(1)
     for name in sys.argv[2:]:

@@ -15,9 +15,8 @@ from tests.loops.test_loops import TENTHS, plain
 
 
 @pytest.mark.slow
-@pytest.mark.preloaded
 def test_on_processes(job: Jobs, tmp_path: Path) -> None:
-    names, size = [*(name for name, known in LOOPS.items() if known.threads), *TENTHS[3::10]], 3
+    names, size = [*(name for name, known in LOOPS.items() if known.threads), *TENTHS[3::10]], 2
     found = outcome(job, tmp_path, names, size)
     for name in names:
         wanted, _ = plain(LOOPS[name])
