@@ -49,6 +49,8 @@ def exchange(facts: Facts, steady: Steady) -> Iterator[str]:
         yield f"{facts.sync} names its own way between hosts. AllReduce() and AllReduce(via='hierarchical') send one copy per host"
     elif facts.hosts == 1 and "via=" in facts.sync:
         yield f"{facts.sync} names its own way inside the host. AllReduce() goes through shared memory, which is usually fastest there"
+    elif facts.hosts > 1 and facts.sync == "AllReduce()":
+        yield "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it where that pays"
     elif facts.hosts > 1:
         yield "One copy per host is sent already. `paceline bench collectives` says whether the link is as fast as it should be"
 
@@ -69,8 +71,8 @@ def slow(facts: Facts, steady: Steady) -> Iterator[str]:
         yield f"{head}. Once the run has ended, this report says whether it is always the same one that is late"
     else:
         yield (
-            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of texts), or other programs on the "
-            f"machines. trace.json, opened in Perfetto (ui.perfetto.dev), shows who was late when"
+            f"{head}, and no worker is the slowest throughout: batches of unequal work (lengths of texts), more workers than cores, or "
+            f"other programs on the machines. trace.json, opened in Perfetto (ui.perfetto.dev), shows who was late when"
         )
 
 
