@@ -44,6 +44,15 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
     return min(limits) if limits else None
 
 
+def memory(source: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that may be had without swapping; None where the system doesn't say."""
+    try:
+        found = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    return 1024 * int(found[0][1]) if found else None
+
+
 def fingerprint() -> str:
     """What tells machines apart, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
     parts = [str(os.geteuid())]

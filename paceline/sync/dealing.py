@@ -91,7 +91,7 @@ class Dealing:
 
     def _arrive(self, message: Message) -> bool:
         body, optimizer = message.body, int(message.body["optimizer"])
-        found = self.keeper.arrive(message.sender, optimizer, message.body["step"], body["said"], int(body["backups"]))
+        found = self.keeper.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
         if isinstance(found, Decision):
             told = [found.came[worker] for worker in found.workers]
             parts = math.fsum(float(said["part"]) for said in told)
@@ -102,7 +102,7 @@ class Dealing:
     def _gather(self, message: Message) -> bool:
         body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
         optimizer, number, alone, part = int(body["optimizer"]), int(body["number"]), bool(body.get("alone")), bool(body["part"])
-        made = self.keeper.gather(message.sender, optimizer, number, body["said"], bound=bound, now=now, alone=alone, part=part)
+        made = self.keeper.gather(message.sender, optimizer, number, _said(body["said"]), bound=bound, now=now, alone=alone, part=part)
         if made is None:
             return False
         slowest = self.keeper.slowest
@@ -134,6 +134,15 @@ class Dealing:
     def _resume(self, message: Message) -> bool:
         self.keeper.resume(Standing.load(message.tensors[0].numpy().tobytes()))
         return self._answer(message, None, ())
+
+
+def _said(found: Any) -> Any:
+    """What a worker says that comes to a step; it is kept, and answered to others. Raises what comes of something else."""
+    if not math.isfinite(float(found["part"])):
+        raise UsageError("a part of a batch is a number")
+    if "pieces" in found and (type(found["number"]) is not int or [*map(len, found["pieces"])] != [3] * len(found["pieces"])):
+        raise UsageError("pieces of a batch are three numbers each")
+    return found
 
 
 def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:

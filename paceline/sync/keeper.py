@@ -265,6 +265,7 @@ class Keeper:
 
         A step is decided once all but `backups` of the workers that have turns to take have come.
         """
+        self._known(worker)
         decided = self._decided.get(optimizer, 0)
         if step <= decided:
             known = self._decisions.get((optimizer, step), Decision())
@@ -274,6 +275,10 @@ class Keeper:
         decision = self._decisions.setdefault((optimizer, step), Decision())
         decision.came.setdefault(worker, said)
         return self._decide(optimizer, step, backups)
+
+    def _known(self, worker: int) -> None:
+        if self.clocks and worker not in self.clocks:
+            raise Mismatch(f"worker {worker} takes no turns here")
 
     def _decide(self, optimizer: int, step: int, backups: int) -> Decision | None:
         decision, running = self._decisions[optimizer, step], self._active - self._parked
@@ -306,6 +311,7 @@ class Keeper:
         A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
         `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
         """
+        self._known(worker)
         gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
         made = gathering.come(worker, number, said, now)
         if made is not None or alone:

@@ -78,6 +78,26 @@ def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
     return {number: values for number, values in found.items() if values}
 
 
+def fits(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise `UsageError` if these can't be settings of its groups: another's message may say anything."""
+    for number, values in found.items():
+        if not 0 <= number < len(optimizer.param_groups):
+            raise UsageError(f"the optimizer has no group {number}: it has {len(optimizer.param_groups)}")
+        group = optimizer.param_groups[number]
+        for name, value in values.items():
+            if name == "params" or not _alike(group.get(name), value):
+                raise UsageError(f"group {number} of the optimizer can't have {name}={value!r}: it has {group.get(name)!r}")
+
+
+def _alike(have: Any, value: Any) -> bool:
+    """Whether one may stand for the other."""
+    if isinstance(have, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(have) and all(map(_alike, have, value))
+    if isinstance(have, bool) or not isinstance(have, int | float | Tensor):
+        return value is None or have is None or isinstance(value, type(have))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def amend(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
     """Let its groups say what `changed` found."""
     for number, values in found.items():

@@ -126,9 +126,15 @@ def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
 def check(name: str, found: Settings) -> Rule:
     """The rule of this name, if these are its settings; raises `UsageError` (on a server, for what has come)."""
     wanted = {"SGD": ("lr",), "Adagrad": ("lr", "lr_decay", "eps", "initial_accumulator_value"), "SparseAdam": ("lr", "betas", "eps")}
-    if name not in RULES or any(setting not in found for setting in wanted[name]):
-        raise UsageError(f"no rows can be stepped by {name} with {sorted(found)}")
+    if name not in RULES or any(not _number(found.get(setting), pair=setting == "betas") for setting in wanted[name]):
+        raise UsageError(f"no rows can be stepped by {name} with {dict(found)}")
     return RULES[name]
+
+
+def _number(value: Any, *, pair: bool) -> bool:
+    if pair:
+        return isinstance(value, list | tuple) and len(value) == 2 and all(_number(part, pair=False) for part in value)
+    return isinstance(value, int | float)
 
 
 def summed(pushed: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ import os
 import select
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 from paceline.cluster.guard import sockets
+from paceline.cluster.machine import memory
 from paceline.cluster.snapshot import loads, pack
 from paceline.cluster.worker import preparation
 from paceline.comm.buckets import Shape
@@ -54,7 +56,10 @@ from paceline.sync.shard import Plan, Shard
 from paceline.sync.tables import Tables
 from paceline.trace import Trace
 
-WRONG = LookupError, TypeError, ValueError, ArithmeticError, RuntimeError  # what comes of a message that says something senseless
+WRONG = (  # what comes of a message that says something senseless
+    *(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
+    *(AttributeError, AssertionError, MemoryError, BufferError, struct.error),
+)
 LATER = 10_000  # messages that are put off
 KEPT = 8  # steps whose norms are remembered
 SPANS = 5000  # of what it has done last, for the timeline
@@ -74,7 +79,7 @@ def write(plan: Plan) -> bytes:
 
 
 def read(packed: bytes) -> Plan:
-    """The plan that was written. Raises `UsageError` for what is none."""
+    """The plan that was written. Raises `UsageError` for what is none, or for more than there is memory for."""
     try:
         cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
         cpu = torch.device("cpu")
@@ -83,12 +88,27 @@ def read(packed: bytes) -> Plan:
         ]
         owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
         plan = Plan(pieces, runs, owned, told, [phases.take(found) for found in ways])
+        nbytes = sum(_size(piece) for piece in pieces)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
+    free = memory()
+    if free is not None and nbytes > free:
+        raise UsageError(
+            f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes of memory left: use more servers, on "
+            "more hosts (--servers)"
+        )
     numbers = sorted(number for run in runs for number in run)
     if numbers != list(range(len(pieces))) or len(owners) != len(pieces) or len(plan.ways) != len(runs):
         raise UsageError("this is no plan of a server: pieces are missing in it")
     return plan
+
+
+def _size(piece: Piece) -> int:
+    """Of what it takes; raises `ValueError` for what has no size."""
+    numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
+    if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
+        raise ValueError("a piece has sizes and strides")
+    return piece.nbytes
 
 
 class Server:
@@ -174,7 +194,8 @@ class Server:
         except PacelineError as error:
             self._receiver.refuse(message, str(error))
         except WRONG as error:
-            self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {error})")
+            why = str(error)[:200]  # torch adds where in its own code it was
+            self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
         return True
 
     def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
@@ -259,7 +280,8 @@ class Server:
         if body.get("decided") and step > shard.steps[optimizer] + 1:
             return False  # the step before has been decided, too
         self._next(optimizer, step)
-        settings = {int(group): values for group, values in body["settings"]}
+        settings = {int(group): dict(values) for group, values in body["settings"]}
+        float(body["factor"])
         if body.get("decided"):
             part, keep = float(body.get("part", 1.0)), bool(body.get("keep"))
             more: dict[str, Any] = {"undo": bool(body.get("undo")), "turn": body["turn"] if body.get("same") else None}

@@ -188,6 +188,10 @@ class Shard:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
         if turn is not None and type(turn) is not int:
             raise Mismatch(f"step {step} is said to be of turn {turn!r}, which is no number")
+        if (absent := self.missing(optimizer, workers)) or not workers or len({*workers}) < len(workers):
+            who = absent or [*workers]
+            raise Mismatch(f"workers {who} have not pushed what they are to be summed with")
+        recipe.fits(self.optimizers[optimizer], settings or {})
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if undo:
             self._before[optimizer] = self._copy(optimizer, units)
@@ -258,6 +262,7 @@ class Shard:
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if any(worker not in unit.pushed for unit in units):
             raise Mismatch(f"worker {worker} has not pushed all of its step {step}")
+        recipe.fits(self.optimizers[optimizer], settings or {})
         recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = unit.pushed.pop(worker)

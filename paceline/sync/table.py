@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.cluster.machine import memory
 from paceline.comm.forms import DTYPES
 from paceline.errors import Mismatch, UsageError
 from paceline.sync import rows
@@ -35,6 +36,12 @@ class Spec:
     seed: int
     std: float
     rule: str  # a key of `rows.RULES`
+
+    @property
+    def sound(self) -> bool:
+        """Whether there can be such a table."""
+        whole = all(type(number) is int for number in (self.rows, self.dim, self.seed)) and type(self.std) in (int, float)
+        return whole and 0 < self.rows < 1 << 62 and 0 < self.dim < 1 << 40 and self.dtype in ("float32", "float64")
 
     @property
     def kind(self) -> torch.dtype:
@@ -137,8 +144,11 @@ class Table:
     """
 
     def __init__(self, spec: Spec, settings: Settings, *, server: int, servers: int) -> None:
-        if not (0 <= server < servers and spec.rows > 0 and spec.dim > 0 and spec.dtype in ("float32", "float64")):
+        if not (spec.sound and type(server) is type(servers) is int and 0 <= server < servers):
             raise UsageError(f"this is no table: {spec}, on server {server} of {servers}")
+        free = memory()
+        if free is not None and 3 * FIRST * spec.dim * spec.kind.itemsize > free:
+            raise UsageError(f"rows of {spec.dim} numbers are too long for a server with {free:,} bytes of memory left")
         self.spec, self.settings = spec, dict(settings)
         self.count = 0
         self._rule = rows.check(spec.rule, settings)

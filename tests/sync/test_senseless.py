@@ -1,0 +1,318 @@
+"""Messages that make no sense, from somebody who has the key: refused, whatever is in them, and the server lives and keeps what it has."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.forms import Refused
+from paceline.comm.messages import FRAME, Message, Receiver
+from paceline.errors import Mismatch
+from paceline.notation import parse
+from paceline.sync.server import Server
+from paceline.sync.table import Spec
+from tests import runs, strangers
+from tests.sync.test_server import packed, plan
+
+WAYS = {
+    "lockstep": "ParameterServer()",
+    "codec": "ParameterServer(codec=error_feedback(topk(0.5)))",
+    "bound": "ParameterServer(staleness=2)",
+    "backup": "ParameterServer(backup_workers=1, requeue=True)",
+    "alone": "ParameterServer(staleness=inf)",
+}
+SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [], [3, 0], [16], [1.0], ["x"], "x", None, [1] * 17)
+SPEC = Spec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
+ENTRY = {"table": 0, "step": 1, "used": True, "settings": None}
+TABLES: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
+    ("rows.table", {"table": 0, "spec": SPEC, "settings": {"lr": 1.0}, "server": 0, "servers": 1}, ()),
+    ("rows.pull", {"table": 0, "step": 0}, (torch.tensor([1, 2]),)),
+    ("rows.give", {"workers": [0], "tables": [ENTRY]}, (torch.tensor([1, 2]), torch.ones(2, 2).double())),
+    ("rows.given", {"table": 0}, ()),
+    ("rows.make", {"workers": [0], "calls": 1, "tables": [{**ENTRY, "floor": 0}]}, ()),
+    ("rows.back", {"calls": 1, "tables": [[0, 0]]}, ()),
+    ("rows.stand", {"table": 0}, ()),
+    ("rows.become", {"table": 1, "spec": SPEC, "settings": {"lr": 1.0}, "server": 0, "servers": 1, "count": 1, "step": 1, "void": 0}, ()),
+    ("rows.apply", {"tables": [ENTRY], "factor": 1.0, "part": 1.0}, (torch.tensor([3]), torch.ones(1, 2).double())),
+    ("rows.hold", {"after": 0, "tables": [ENTRY]}, (torch.tensor([3]), torch.ones(1, 2).double())),
+    ("rows.close", {"tables": [0], "step": 2, "workers": [0], "factor": 1.0, "part": 1.0}, ()),
+    ("rows.digest", {"table": 0, "step": 1}, ()),
+    ("rows.part", {"table": 0, "step": 1, "start": 0, "stop": 9}, ()),
+    ("rows.clear", {"table": 0, "step": 1, "seed": 4, "count": 1}, ()),
+    ("rows.put", {"table": 0, "names": ["ids", "values"]}, (torch.tensor([7]), torch.ones(1, 2).double())),
+]
+REST: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
+    ("reckon", {"workers": [0, 1, 2, 3]}, ()),
+    ("since", {"optimizer": 0}, ()),
+    ("void", {}, ()),
+    ("drop", {"epoch": 0, "pieces": [[0, 0, 3]]}, ()),
+    ("back", {"steps": [[0, 1]]}, ()),
+    ("state", {}, ()),
+    ("memories", {}, ()),
+    ("absent", {"optimizer": 0, "step": 1, "workers": [0, 1]}, ()),
+    ("level", {}, ()),
+    ("pause", {}, ()),
+    ("behind", {}, ()),
+    ("missing", {"optimizer": 0, "step": 1}, ()),
+    ("facts", {}, ()),
+    ("timeline", {}, ()),
+]
+
+
+class Told:
+    """In place of a receiver: messages come from a list, answers are written down."""
+
+    def __init__(self) -> None:
+        self.answers: deque[Message] = deque(maxlen=3)
+        self.refused = self.nbytes = self.sent = 0
+
+    def answer(self, message: Message, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
+        found = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+        found.dump(FRAME)  # it can be sent
+        self.answers.append(found)
+        return True
+
+    def refuse(self, message: Message, why: str) -> None:
+        self.refused += 1
+        assert self.answer(message, "refused", {"why": why[:1000]})
+
+
+@cache
+def recorded() -> list[list[Message]]:
+    """What real workers say to real servers, one list for each server."""
+    heard: list[list[Message]] = []
+
+    class Recorder(Receiver):
+        def __init__(self, *args: Any, **parts: Any) -> None:
+            super().__init__(*args, **parts)
+            heard.append([])
+            self._mine = heard[-1]
+
+        def receive(self, seconds: float) -> Message | None:
+            found = super().receive(seconds)
+            self._mine += [] if found is None else [_kept(found)]
+            return found
+
+    def body(run: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).double()
+        model, optimizer, loader = run.prepare(model, torch.optim.Adam(model.parameters(), 0.01), runs.batches(24))
+        for x, y in loader:
+            loss = ((model(x) - y) ** 2).mean()
+            loss.backward()
+            run.clip(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "Receiver", Recorder)
+        for text in WAYS.values():
+            runs.workers(2, body, strategy=parse(text))
+    return heard
+
+
+def _kept(found: Message) -> Message:
+    tensors = tuple(x.clone() for x in found.tensors)  # the server keeps what comes, and adds to it
+    return Message(found.kind, found.number, found.sender, found.view, found.step, found.body, tensors)
+
+
+def _copied(found: Message, **parts: Any) -> Message:
+    whole = {name: getattr(found, name) for name in ("kind", "number", "sender", "view", "step", "body", "tensors")} | parts
+    return Message(**{**whole, "tensors": tuple(x.clone() for x in whole["tensors"])})
+
+
+def wrong(drawn: random.Random, found: Message, others: Sequence[Message]) -> Message:
+    """Nearly this message."""
+    other, tensors, body = drawn.choice(others), list(found.tensors), dict(found.body)
+    for _ in range(drawn.randrange(1, 3)):
+        match drawn.randrange(9):
+            case 0:
+                return _copied(found, body=dict(other.body))
+            case 1:
+                return _copied(found, kind=other.kind)
+            case 2 if tensors:
+                tensors[drawn.randrange(len(tensors))] = _odd(drawn, tensors[0])
+            case 3:
+                tensors = drawn.choice(([], tensors[:-1], [*tensors, torch.ones(3)], list(other.tensors)))
+            case 4:
+                return _copied(found, sender=drawn.choice((0, 1, 7777, 1 << 62)), step=drawn.choice((0, 1, found.step + 1, 1 << 62)))
+            case _:
+                bent = strangers.bent(drawn, body)
+                body = bent if isinstance(bent, dict) else body
+    return _copied(found, body=body, tensors=tuple(tensors))
+
+
+def _odd(drawn: random.Random, x: Tensor) -> Tensor:
+    flat = x.reshape(-1)
+    return drawn.choice(
+        (
+            *(x.to(torch.float16), x.to(torch.bool), x.unsqueeze(0), flat[: flat.numel() // 2].clone(), torch.zeros(0), torch.tensor(3)),
+            torch.full_like(x, -1) if x.dtype is not torch.bool else x,
+            torch.frombuffer(bytearray(drawn.randbytes(max(x.nbytes, 1))), dtype=torch.uint8),
+            torch.zeros([0, 5, 1 << 30]),
+        )
+    )
+
+
+def over_the_wire(message: Message) -> Message | None:
+    """As it comes, if it can be said at all and is let in."""
+    try:
+        frames = [bytearray(memoryview(frame).cast("B")) if memoryview(frame) else b"" for frame in message.dump()]
+    except (TypeError, ValueError, OverflowError, Refused):
+        return None
+    try:
+        return Message.load(frames)
+    except Refused:
+        return None
+
+
+def storm(server: Server, messages: Sequence[Message], drawn: random.Random, count: int, among: Sequence[Message]) -> None:
+    """Real messages, and between them so many that are not, as `Server.run` takes them."""
+    each, slowest = -(-count // max(len(messages), 1)), 0.0
+    for real in messages:
+        for number in range(each + 1):
+            found = over_the_wire(wrong(drawn, drawn.choice(among), among) if number else _copied(real))
+            if found is None or found.kind == "end":
+                continue
+            began = time.perf_counter()
+            if not server._done(found):
+                server._put_off(found)
+            server._later = [message for message in server._later[-50:] if not server._done(message)]
+            assert 0 <= server._dealing.patience(0.1) <= 0.1
+            slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 20
+
+
+@pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_mutated_messages_to_servers(count: int) -> None:
+    drawn, heard = random.Random(23), recorded()
+    rest = [Message(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in REST]
+    before, begun = psutil.Process().memory_info().rss, 0
+    for messages in heard:
+        told = Told()
+        server = Server(told)  # type: ignore[arg-type]
+        storm(server, messages, drawn, count // len(heard), [*messages, *rest])
+        begun += server._shard is not None
+        for kind in ("state", "memories", "facts", "alive"):
+            server._done(Message(kind, 1))
+        assert told.refused > count // len(heard) // 8
+        assert told.answers[-1].kind == "alive"
+    assert begun == len(heard)
+    assert psutil.Process().memory_info().rss - before < 100e6
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_mutated_messages_to_servers_of_tables(count: int) -> None:
+    drawn, told = random.Random(29), Told()
+    real = [Message(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in TABLES]
+    before = psutil.Process().memory_info().rss
+    for _ in range(10):
+        server = Server(told)  # type: ignore[arg-type]
+        storm(server, real, drawn, count // 10, real)
+        assert server._done(Message("facts", 1)) and told.answers[-1].kind == "facts", told.answers[-1].body
+    assert told.refused > count // 8
+    assert psutil.Process().memory_info().rss - before < 100e6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_absurd_shapes(shape: Any) -> None:
+    """Over a real connection, to a real server, from somebody with the key."""
+    import msgpack
+
+    head = msgpack.packb(["push", 1, 5, 0, 1, {"unit": 0, "used": b"\1"}, [["float32", shape]]])
+    try:
+        found = Message.load([head, b""])
+    except Refused:
+        return
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    assert server._done(Message("plan", 1, tensors=(packed(plan()),))) and server._done(found)
+    assert told.answers[-1].kind == "refused"
+
+
+PLANS: list[Any] = [
+    {"size": (1 << 40, 3)},
+    {"size": (-4, 3)},
+    {"size": (4.0, 3)},
+    {"stride": (1 << 60, 1)},
+    {"stride": (3,)},
+    {"size": (1 << 20, 1 << 20), "stride": (0, 0)},
+]
+
+
+@pytest.mark.parametrize("parts", PLANS, ids=str)
+def test_absurd_plans(parts: dict[str, Any]) -> None:
+    found = plan()
+    found.pieces[0] = found.pieces[0]._replace(shape=found.pieces[0].shape._replace(**parts))
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    assert server._done(Message("plan", 1, tensors=(packed(found),)))
+    assert told.answers[-1].kind == "refused" and server._shard is None
+    assert server._done(Message("plan", 2, tensors=(packed(plan()),))) and told.answers[-1].kind == "plan"
+
+
+def test_what_a_server_has_stays_whole() -> None:
+    """A step that can't be made changes nothing: the right one can be made then."""
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+
+    def say(kind: str, body: Any, *tensors: Tensor) -> Message:
+        assert server._done(Message(kind, 1, 0, 0, 1, body, tensors))
+        return told.answers[-1]
+
+    say("plan", {}, packed(plan()))
+    for unit in (0, 1):
+        say("fill", {"unit": unit}, torch.ones(16))
+        say("push", {"unit": unit, "used": b"\1"}, torch.ones(16))
+    close = {"optimizer": 0, "step": 1, "workers": [0], "factor": 1.0, "settings": [], "decided": True}
+    for wrongly in (
+        *({"factor": "x"}, {"settings": [[0, {"lr": "x"}]]}, {"settings": [[5, {"lr": 1.0}]]}, {"settings": [[0, {"params": []}]]}),
+        *({"settings": [[0, 7]]}, {"workers": [0, 0]}, {"workers": [0, 9]}, {"workers": []}, {"workers": "x"}, {"optimizer": 9}),
+    ):
+        assert say("close", close | wrongly).kind == "refused", wrongly
+    assert say("close", close).kind == "close"
+    assert torch.equal(say("read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 0.75))
+    assert torch.equal(say("read", {"unit": 1, "step": 1}).tensors[0][:12], torch.full((12,), 0.5))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"dim": 1 << 39},
+        {"dim": 0},
+        {"dim": 2.0},
+        {"rows": 1 << 63},
+        {"rows": None},
+        {"seed": "x"},
+        {"std": None},
+        {"dtype": "x"},
+        {"rule": []},
+    ],
+    ids=str,
+)
+def test_absurd_tables(spec: dict[str, Any]) -> None:
+    told = Told()
+    server = Server(told)  # type: ignore[arg-type]
+    body = TABLES[0][1]
+    assert server._done(Message("rows.table", 1, body={**body, "spec": {**SPEC, **spec}}))
+    assert told.answers[-1].kind == "refused"
+    assert server._done(Message("rows.table", 1, body={**body, "settings": {"lr": "x"}})) and told.answers[-1].kind == "refused"
+    assert server._done(Message("rows.table", 1, body=body)) and told.answers[-1].kind == "rows.table"
+
+
+def test_who_takes_no_turns_decides_nothing() -> None:
+    server = Server(Told())  # type: ignore[arg-type]
+    keeper = server._dealing.keeper
+    keeper.begin(0, 0, [4], [0, 1])
+    for come in (lambda: keeper.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: keeper.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
+        with pytest.raises(Mismatch, match="takes no turns"):
+            come()
