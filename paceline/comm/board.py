@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.breaker import Breaker
-from paceline.comm.fingerprint import Call, compare, digest
+from paceline.comm.fingerprint import OWN, Call, compare, digest
 from paceline.comm.memory import Segment, share
 from paceline.comm.watch import Awaited, Watch
 
@@ -157,7 +157,10 @@ class Board:
         return self._met & 1
 
     def meet(self, call: Call, meta: Any = None) -> Generator[int, None, list[Any]]:
-        """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`."""
+        """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`.
+
+        Gives the places instead where calls differ in nothing but them: some lie in the same registered memory, the others have their own.
+        """
         packed = b"" if meta is None else msgpack.packb(meta)
         if len(packed) > META - 8:
             call, packed = call._replace(flaw=f"{len(packed)} bytes describe it and {META - 8} fit; exchange fewer tensors at a time"), b""
@@ -168,10 +171,14 @@ class Board:
         self.post()
         yield self.posted
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
-            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400]]))
+            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place]))
             self.post()
             yield self.posted
-            compare([tuple(msgpack.unpackb(self._read(r * SPAN + CELLS))) for r in range(self.size)], self.names)
+            told = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
+            places = [place for _, _, place in told]
+            meets = all(places) and len({*places, OWN}) <= 2
+            compare([(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place in told], self.names)
+            return places
         if meta is None:
             return []
         return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]

@@ -110,3 +110,10 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
         view.copy_(x)
     else:
         torch.mul(x, scale, out=view)
+
+
+def scaled(grad: Tensor, scale: float) -> Tensor:
+    """A gradient of our own times its weight; zeros for weight 0 (0 x nan is nan)."""
+    if scale == 0.0:
+        return torch.zeros_like(grad)
+    return grad if scale == 1.0 else grad.mul_(scale)

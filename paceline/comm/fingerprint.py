@@ -15,12 +15,14 @@ from paceline.comm.group import OPS
 from paceline.errors import Mismatch, UsageError
 
 DIGEST = 16  # bytes
+OWN = "in memory of its own"  # a place that goes with any other
 
 
 class Call(NamedTuple):
     """One collective call as its rank made it; all but `flaw` has to be the same on every rank.
 
-    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not just this one.
+    `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not just this one. `place`: where this rank's
+    tensor lies, if that decides on the way: see `OWN`.
     """
 
     kind: str
@@ -29,6 +31,7 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     detail: str = ""
     flaw: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         name = f" of {self.name!r}" if self.name is not None else ""
@@ -39,8 +42,8 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def digest(call: Call) -> bytes:
-    """The fingerprint of `call`, flaw included; cached, as the same calls come back at every step."""
-    return blake2b(f"{call}\0{call.flaw}".encode(), digest_size=DIGEST).digest()
+    """The fingerprint of `call`, flaw and place included; cached, as the same calls come back at every step."""
+    return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
 def sides(texts: Sequence[str], names: Sequence[int] | None = None) -> str:

@@ -181,6 +181,12 @@ class HostsGroup:
         tensor: Tensor = self._in_turn(lambda: self.inner.empty(shape, dtype), "empty")
         return tensor
 
+    def stand_in(self, x: Tensor) -> None:
+        """See `SharedGroup.stand_in`."""
+        stand_in = getattr(self.inner, "stand_in", None)
+        if stand_in is not None:
+            self._in_turn(lambda: stand_in(x), "stand in")
+
     def release(self, x: Tensor) -> None:
         """Forget registered memory."""
         release = getattr(self.inner, "release", None)

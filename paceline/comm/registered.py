@@ -27,6 +27,7 @@ class Registered:
     def __init__(self) -> None:
         self._made = 0
         self._places: dict[int, Place] = {}  # by where they start
+        self._aside: dict[int, int] = {}  # where memory of my own starts, and ends, that stands in for such a place
         self.plans: dict[Hashable, Any] = {}
 
     def add(self, start: int, regions: list[Tensor]) -> None:
@@ -44,8 +45,19 @@ class Registered:
             place = next((p for p in tuple(self._places.values()) if p.start <= address < p.stop), None)
         return place
 
+    def lay_aside(self, x: Tensor) -> None:
+        """`x` is memory of my own, used as if it were registered."""
+        self._aside[x.data_ptr()] = x.data_ptr() + x.numel() * x.element_size()
+
+    def aside(self, x: Tensor) -> bool:
+        """Whether `x` lies in such memory."""
+        address = x.data_ptr()
+        return any(start <= address < stop for start, stop in self._aside.items()) if self._aside else False
+
     def forget(self, x: Tensor) -> None:
         """`x` lies there no longer; the memory goes when its last tensor does."""
+        if self._aside.pop(x.data_ptr(), None) is not None:
+            return
         place = self.place(x)
         if place is not None:
             del self._places[place.start]
@@ -54,4 +66,5 @@ class Registered:
     def clear(self) -> None:
         """Forget all."""
         self._places.clear()
+        self._aside.clear()
         self.plans.clear()

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm import sums
 from paceline.comm.board import SMALL, Board, Steps
 from paceline.comm.breaker import Breaker
-from paceline.comm.fingerprint import Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
+from paceline.comm.fingerprint import OWN, Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
 from paceline.comm.group import Group, Op, Traffic, Work
 from paceline.comm.mail import ALL, Landing, Message, deliver, flat, plain
 from paceline.comm.memory import PAGE, fresh
@@ -78,10 +78,10 @@ class SharedGroup:
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
         if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
             place = self._registered.place(x)
-            if place is not None:
-                # In place on every rank: that it is the same place is part of what is compared.
-                call = call._replace(detail=f"{call.detail}, registered memory {place.number} at {x.data_ptr() - place.start}")
-                return self._queue.start(call, self._reduce_registered(x, out, place, op, call))
+            if place is not None or self._registered.aside(x):
+                # In place on every rank, if it is the same place everywhere.
+                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
         return self._queue.start(call, self._reduce(x, out, op, call))
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: Call) -> Steps:
@@ -97,14 +97,17 @@ class SharedGroup:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_registered(self, x: Tensor, out: Tensor, place: Place, op: Op, call: Call) -> Steps:
+    def _reduce_in_place(self, x: Tensor, out: Tensor, place: Place | None, op: Op, call: Call) -> Steps:
+        elsewhere = yield from self.board.meet(call)
+        if elsewhere or place is None:
+            return (yield from self._reduce(x, out, op, call._replace(place="")))
         key, plans = (x.data_ptr(), x.numel(), x.dtype), self._registered.plans
         plan = plans.get(key)
         if plan is None:
             if len(plans) >= 256:
                 plans.clear()
             plan = plans[key] = sums.plan(x.detach().view(-1), place, self.rank)
-        yield from sums.all_reduce_registered(self.board, x, plan, op, call)
+        yield from sums.all_reduce_registered(self.board, x, plan, op)
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -259,8 +262,12 @@ class SharedGroup:
         self._registered.add(regions[self.rank].data_ptr(), regions)
         return segment.tensor(self.rank * length, tuple(shape), dtype)
 
+    def stand_in(self, x: Tensor) -> None:
+        """`x` is all-reduced on this rank in the place of registered memory of the same length, in which others may still have theirs."""
+        self._registered.lay_aside(x)
+
     def release(self, x: Tensor) -> None:
-        """Forget the registered memory that `x` lies in; it goes when its last tensor does."""
+        """Forget the registered memory that `x` lies in, or that it stands in for any; it goes when its last tensor does."""
         self._registered.forget(x)
 
     def close(self) -> None:

@@ -188,9 +188,8 @@ def plan(x: Tensor, place: Place, rank: int) -> Plan:
     return Plan(blocks, copies)
 
 
-def all_reduce_registered(board: Board, x: Tensor, plan: Plan, op: Op, call: Call) -> Steps:
-    """In place, in every rank's registered memory at the same offset."""
-    yield from board.meet(call)
+def all_reduce_registered(board: Board, x: Tensor, plan: Plan, op: Op) -> Steps:
+    """In place, in every rank's registered memory at the same offset; all have met for it."""
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.buckets import Bucket, Shape, build, cut, put
+from paceline.comm.buckets import Bucket, Shape, build, cut, put, scaled
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
 from paceline.sync.choosing import auto
 from paceline.sync.coded import Coded, Kind
+from paceline.sync.kept import Shelves
 from paceline.sync.reducers import Reducer, reducer
 from paceline.wording import spell
 
@@ -100,6 +101,8 @@ class Exchange:
         self._missing: list[int] = []  # of each bucket: members that have not come
         self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
         self._works: list[Work[Tensor] | None] = []
+        self._shelves: Shelves | None = None  # where buckets lie
+        self._writing = False  # buckets are there, and nobody holds what is to be written
         self._begun: list[int] = []  # when each bucket left, nanoseconds
         self._next = 0
         self._flags = bytearray()
@@ -135,9 +138,7 @@ class Exchange:
         self._buckets = build(self._shapes, runs, self._empty)
         self._home = [None] * len(self._slots)
         self._patient.clear()
-        for index, bucket in enumerate(self._buckets):
-            for number, view in zip(bucket.members, bucket.views, strict=True):
-                self._home[number] = (index, view)
+        self._shelves = Shelves(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
         if self._coded is not None:
             self._coded.lay_out(self._buckets, self._shapes, self._kinds)
         self._rewind()
@@ -153,12 +154,13 @@ class Exchange:
         self._works = [None] * len(self._buckets)
         self._begun = [0] * len(self._buckets)
         self._next = 0
+        self._writing = False
         self._flags = bytearray(len(self._slots))
 
     def _release(self) -> None:
-        for bucket in self._buckets:
-            self._reducer.release(bucket.flat)
-        self._buckets = []
+        if self._shelves is not None:
+            self._shelves.close()
+        self._buckets, self._shelves = [], None
 
     # ---- while backward runs
 
@@ -169,15 +171,17 @@ class Exchange:
             return
         again = self._flags[number] & USED
         self._flags[number] |= USED
-        if not self._buckets:
-            value = _scaled(grad, scale)
-            self._held[number] = self._held[number].add_(value) if again else value
-            if not again:
-                self._order.append(number)
-            return
+        if not self._writing:
+            if not self._buckets:
+                value = scaled(grad, scale)
+                self._held[number] = self._held[number].add_(value) if again else value
+                if not again:
+                    self._order.append(number)
+                return
+            self._write()
         home = self._home[number]
         if again or home is None:
-            self._once_more(number, _scaled(grad, scale))
+            self._once_more(number, scaled(grad, scale))
             return
         index, view = home
         if grad.numel() >= LARGE:
@@ -189,6 +193,12 @@ class Exchange:
             self._leave()
         elif self._next and (work := self._works[self._next - 1]) is not None:
             work.done()  # pushes it forward
+
+    def _write(self) -> None:
+        """Buckets are about to be written."""
+        if not self._writing and self._shelves is not None:
+            self._shelves.renew()
+            self._writing = True
 
     def _leave(self) -> None:
         """Send the buckets that are full, in order."""
@@ -243,6 +253,7 @@ class Exchange:
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
         flags = self._meet(where)
+        self._write()
         used = [number for number, flag in enumerate(flags) if flag & USED]
         for index in range(self._next, len(self._buckets)):
             bucket = self._buckets[index]
@@ -371,7 +382,7 @@ class Exchange:
     def regroup(self, scene: Scene, layout: Any = None) -> None:
         """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
         layout = self.layout() if layout is None else layout
-        self._buckets = []  # in memory of the old group, which Gloo may still write to
+        self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
         self._scene, self._reducer = scene, self._reducing(scene)
         self._held.clear()
         self._sparse.clear()
@@ -437,10 +448,3 @@ class Exchange:
 
 def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-
-
-def _scaled(grad: Tensor, scale: float) -> Tensor:
-    """A gradient of our own times its weight; zeros for weight 0 (0 x nan is nan)."""
-    if scale == 0.0:
-        return torch.zeros_like(grad)
-    return grad if scale == 1.0 else grad.mul_(scale)

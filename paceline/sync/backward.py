@@ -44,7 +44,7 @@ class Tap:
         self.carry: Tensor | None = None  # weighted gradients of silent passes, not exchanged yet
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
-        self.given: Tensor | None = None  # the strategy's memory that p.grad was set to
+        self.given = 0  # the id of what p.grad was set to, in the strategy's memory: that sees by references who else holds it
         self.before: Tensor | None = None  # what p.grad held before a pass that failed
         self.owed: Tensor | None = None  # what silent passes had left when the turn began, where losses are survived
 
@@ -89,8 +89,8 @@ class Backward:
             self._hook(tap)
         if new or owned:
             for tap in self.taps:  # the strategy lays its memory out anew
-                if tap.parameter.grad is not None and tap.parameter.grad is tap.given:
-                    tap.parameter.grad, tap.given = tap.parameter.grad.clone(), None
+                if tap.parameter.grad is not None and id(tap.parameter.grad) == tap.given:
+                    tap.parameter.grad, tap.given = tap.parameter.grad.clone(), 0
             self.sync.attach(self.slots)
 
     def _hook(self, tap: Tap) -> None:
@@ -149,7 +149,7 @@ class Backward:
         if tap.shown is not None:
             self._reclaim(tap, grad)
         elif grad is not None:
-            tap.prior = grad.clone() if grad is tap.given else grad
+            tap.prior = grad.clone() if id(grad) == tap.given else grad
         parameter.grad = None
 
     def _reclaim(self, tap: Tap, grad: Tensor | None) -> None:
@@ -215,9 +215,9 @@ class Backward:
                 if tap.carry is not None:
                     carry, tap.carry, tap.touched = tap.carry, None, True
                     self._give(tap, carry, 1.0)
-            elif grad is not None and grad is tap.given:
+            elif grad is not None and id(grad) == tap.given:
                 tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
-                tap.given = None
+                tap.given = 0
         for number, mean in self._results(where):
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None
@@ -225,7 +225,8 @@ class Backward:
                 prior = tap.parameter.grad if not tap.touched else None
             if prior is not None:
                 mean = _add(mean, prior)
-            tap.parameter.grad = tap.given = mean
+            tap.parameter.grad = mean
+            tap.given = id(mean)
         self._reset()
         self.passes += 1
         self.owing = False
@@ -351,7 +352,7 @@ class Backward:
         found = []
         for parameter in parameters:
             tap, grad = self._by_id.get(id(parameter)), parameter.grad
-            if tap is not None and grad is not None and grad is not tap.given:
+            if tap is not None and grad is not None and id(grad) != tap.given:
                 found.append(tap.number)
         return found
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.comm.collectives import Lane
 from paceline.comm.group import Group, Unchecked, Work
+from paceline.comm.memory import fresh
 from paceline.comm.schedule import SCHEDULES, Schedule, build
 from paceline.errors import ResourceError, UsageError
 from paceline.sync.base import Scene
@@ -23,8 +24,12 @@ class Reducer(Protocol):
         """CPU memory that it sums fastest; collective."""
         ...
 
+    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """CPU memory of this worker alone, which may take the place of what `empty` gave; others needn't know."""
+        ...
+
     def release(self, flat: Tensor) -> None:
-        """`flat` (from `empty`) is not used any more."""
+        """`flat` (from `empty` or `beside`) is not used any more."""
         ...
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
@@ -49,6 +54,14 @@ class Native:
         except ResourceError as error:
             self._say(f"gradients travel through a copy (slower by about half): {error}")
             return torch.empty(numel, dtype=dtype)
+
+    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Reducer.beside`."""
+        flat = fresh((numel,), dtype)
+        stand_in = getattr(self._group, "stand_in", None)
+        if stand_in is not None:
+            stand_in(flat)
+        return flat
 
     def release(self, flat: Tensor) -> None:
         """See `Reducer.release`."""

@@ -251,6 +251,37 @@ def test_memory_registered_in_another_order_or_at_another_place_is_a_mismatch() 
     fork(2, body)
 
 
+def test_memory_that_stands_in_for_registered_memory_on_some_ranks() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        memory, own = group.empty((20_000,), torch.float32), torch.empty(20_000)
+        kept = memory.fill_(-1.0)
+        group.stand_in(own)
+        for turn, without in enumerate(({0}, {size - 1}, {*range(size)}, set(), {0})):
+            parts = [mine(r, (20_000,), torch.float32, turn) for r in range(size)]
+            flat = own if rank in without else memory
+            for view in (flat, flat[100:15_000]):
+                flat.copy_(parts[rank])
+                assert group.all_reduce(view, out=view, name=f"bucket {turn}").wait() is view
+                low = view.storage_offset() - flat.storage_offset()
+                assert torch.equal(view, reduce("sum", parts)[low : low + view.numel()])
+                assert torch.equal(flat[:low], parts[rank][:low])
+            if rank in without:
+                assert bool((kept == -1).all())
+            memory.fill_(-1.0)
+        flat = own if rank == 0 else memory
+        with pytest.raises(Mismatch, match=r"bucket [01].*bucket [01]"):  # as before
+            group.all_reduce(flat, out=flat, name=f"bucket {rank % 2}").wait()
+        group.release(own)
+        with pytest.raises(Mismatch, match="registered"):
+            group.all_reduce(flat, out=flat).wait()
+        assert group.all_reduce(own.fill_(1.0), out=own).wait()[0] == size
+        group.close()
+
+    fork(2, body)
+    fork(3, body)
+
+
 def test_sums_in_and_out_of_inference_mode() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
