@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,8 @@ class Cast:
         self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
         self._wishes = Wishes()
+        self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
+        self._unstepped: set[int] = set()  # the ids of optimizers
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
         self.tables = turns.tables
 
@@ -103,6 +106,7 @@ class Cast:
                 optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
             self._add("optimizer", optimizer)
             self.optimizers.append(optimizer)
+            self._unstepped.add(id(optimizer))
         self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
         self._turns.models += fresh
         self._open_tables()
@@ -121,8 +125,11 @@ class Cast:
         """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""
         preparing.check_known(self.models, self.optimizers, self.slots)
 
-    def _begins(self, optimizer: Optimizer) -> None:
+    def _begins(self, optimizer: Optimizer, graded: bool) -> None:
         """An optimizer steps: nothing may have come into it that isn't exchanged. A copy of one is not looked at."""
+        if graded and id(optimizer) in self._unstepped:
+            self._unstepped.remove(id(optimizer))
+            self.first(optimizer)
         if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
             return
         self.check_known()

@@ -4,7 +4,7 @@ torch calls one hook for all optimizers. Each run has its `Watch`, which knows i
 
     optimizer.step()    not prepared, where steps on its gradients are wrong         raises
                         inside of loss.backward()                                    raises
-                        none of its parameters is the run's                          `strange` is told, once
+                        not prepared                                                 `strange` is told, once
                         the run's                                                    counted (`Tally`), looked at (`ByHand`)
 """
 
@@ -40,7 +40,10 @@ class Known(NamedTuple):
 
 
 class Watch:
-    """Sees optimizers step on behalf of one run, from `begin` to `end`; `strange` is told once of each that has no parameter of the run."""
+    """Sees optimizers step on behalf of one run, from `begin` to `end`.
+
+    `strange` is told once of each that was not prepared, and whether it has parameters of the run.
+    """
 
     def __init__(self, cast: Cast, turns: Turns, by_hand: ByHand) -> None:
         self._cast, self._turns, self._by_hand = cast, turns, by_hand
@@ -49,7 +52,7 @@ class Watch:
         self._ours: set[int] = set()
         self._thread = threading.get_ident()
         self.tally = Tally(lambda: turns.steps)
-        self.strange: Callable[[Optimizer], None] = lambda optimizer: None
+        self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
 
     def begin(self) -> None:
         """Be called from now on, and have counts compared where all take the same steps."""
@@ -93,8 +96,8 @@ class Watch:
         found = Known(weakref.ref(optimizer), len(optimizer.param_groups), len(self._cast.slots), ours, prepared)
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer
-        if new and not ours and (alone or threading.get_ident() == self._thread):
-            self.strange(optimizer)
+        if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
+            self.strange(optimizer, ours)
         return found
 
     def _check(self, optimizer: Optimizer) -> None:

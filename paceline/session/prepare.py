@@ -200,15 +200,6 @@ def _same_layout(agreement: Agreement, layout: list[str]) -> None:
             raise UsageError(f"workers prepare different things: {counts}, the first extra one is {longer[min(len(other), len(first))]}")
 
 
-def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:
-    """What was joined, in one line; `shares` are those of a usual batch."""
-    batch = ""
-    if shares is not None:
-        cut = f"{workers} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
-        batch = f", global batch {sum(shares)}" + (f" = {cut}" if workers > 1 else "")
-    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, {strategy}{batch}"
-
-
 # ---- rebinding a user's own objects
 
 
@@ -237,10 +228,10 @@ def follow(model: nn.Module, turns: Turns) -> None:
         turns.bound.append(hook.remove)
 
 
-def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer], None], *, accumulate: bool) -> None:
+def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
     """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
 
-    `begins` is told of each call of `step`.
+    `begins` is told of each call of `step` that acts, and whether gradients are there.
     """
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,7 +242,7 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimiz
                 turns.ready("optimizer.step")
             if not turns.acting:
                 return None if closure is None else _called(closure)
-            begins(self)
+            begins(self, closure is None)
             if turns.undo is not None and turns.steps < SEEN:
                 check_scaler(turns.scalers)
             elsewhere = turns.elsewhere(self)

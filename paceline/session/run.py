@@ -29,6 +29,7 @@ from paceline.session.ending import Outcome, conclude
 from paceline.session.folder import Folder
 from paceline.session.groups import Subgroups, Surroundings
 from paceline.session.handing import Handing
+from paceline.session.lacking import Lacking
 from paceline.session.leaving import Leaving
 from paceline.session.line import Line
 from paceline.session.log import Log
@@ -66,6 +67,8 @@ class Run:
         self._turns = Turns(scene, self._backward, self, around.page)
         self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
         self._watch = Watch(self._cast, self._turns, ByHand(self._turns, lambda: self._handing.next))
+        self._lacking = Lacking(self._cast, self._turns)
+        self._watch.strange, self._cast.first = self._lacking.strange, self._lacking.prepared
         self.state = self._cast.state
         self._progress = Progress(self._turns, self._cast.loaders)
         self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
@@ -73,7 +76,7 @@ class Run:
         self._saving = Saving(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
         self._handing = Handing(self._turns, self._cast, scene, self.event)
-        self._closed = self._introduced = self._waits = self._joined = False
+        self._closed = self._waits = self._joined = False
         self.seed = joint.seed(scene.agreement, seed, f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}")
         self._comparing = Comparing(comparison, scene, self._cast, self._backward.sync)
         self._comparing.event, self._comparing.conclude = self.event, self._conclude
@@ -101,6 +104,7 @@ class Run:
         self.folder, self._log, self._total_steps = folder, log, total_steps
         log.total_steps, log.note = total_steps, self._lost
         self._handing.open(log)
+        self._lacking.begin()
         self._watch.begin()
 
     # ---- who and where
@@ -155,17 +159,8 @@ class Run:
         """
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
         ready = self._cast.prepare(objects, {**options, "batchnorm": batchnorm, "train": train, "pad": pad})
-        self._introduce()
+        self._lacking.introduce(len(self.cluster.hosts), spell(self.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
-
-    def _introduce(self) -> None:
-        """Say in one line what was joined, once there is a loader to tell the global batch."""
-        loader = next((loader for loader in self._cast.loaders if loader.terms.train is not False), None)
-        if not self._introduced and loader is not None:
-            self._introduced = True
-            batch = loader.terms.loader.batch_size
-            shares = None if batch is None else loader.terms.shares(batch)
-            self._scene.say(preparing.introduction(self.size, len(self.cluster.hosts), spell(self.strategy), shares))
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Let `thing` (anything with state_dict and load_state_dict, alike on all workers) be part of the run's state: saved, resumed."""
@@ -255,9 +250,11 @@ class Run:
             if not joined and self._stop_agreed():  # who has joined did so in the middle of an epoch
                 return
             self._progress.begin()
+            self._lacking.begin()
             yield self._progress.epoch
             self._turns.end_broken()
             self._progress.end()
+            self._lacking.ended()
 
     def _plan(self, epochs: int) -> None:
         """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
@@ -285,6 +282,8 @@ class Run:
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
+        if not self._cast.loaders:
+            self._lacking.logged()
         if not self._backward.failed:
             self._log.log(self.steps + (self._turns.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
@@ -394,6 +393,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        self._lacking.ended()
         try:
             self._turns.finish()
             self._conclude()
