@@ -102,7 +102,7 @@ def run(
 def _start(job: launch.Job, interface: str | None = None) -> int:
     """The exit code of a job, once it has ended."""
     if job.sync is not None:
-        notation.check(job.sync)  # here, once, rather than by every worker
+        notation.prove(job.sync)  # here, once, rather than by every worker
     return launch.run(job, environment() | ({} if interface is None else {"PACELINE_INTERFACE": interface}))
 
 
@@ -206,8 +206,6 @@ def run_in_lab(
     from paceline.lab import terminal
     from paceline.lab.running import Start
 
-    if sync is not None:
-        notation.check(sync)
     start = Start(
         str(script), tuple(args or ()), fault or (), sync, name, min_workers=min_workers, restarts=restarts, patience=patience, show=True
     )

@@ -10,11 +10,15 @@ import ast
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import NotationError, PacelineError
+from paceline.cluster import aside
+from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.wording import choices, spell
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
@@ -39,6 +43,9 @@ VOCABULARY: Final[Vocabulary] = {
 NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"
 
 
+_KINDS: Final[dict[Any, str]] = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that was read and not made yet; `text` is how it was written."""
@@ -57,6 +64,26 @@ def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
 def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
     """Raise `NotationError` if `text` isn't notation or has an unknown word; imports nothing, so arguments are not checked yet."""
     _read(_tree(text, vocabulary), text, vocabulary)
+
+
+def strategy(text: str) -> Any:
+    """The strategy that `text` describes; raises as `parse` does, and for what is no strategy, such as a codec alone."""
+    found = parse(text)
+    if not hasattr(found, "begin"):
+        raise NotationError(f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or AllReduce(codec=int8())")
+    return found
+
+
+def prove(text: str) -> None:
+    """Raise `NotationError` or `UsageError` if `text` makes no strategy, arguments included. This process doesn't import torch for it."""
+    check(text)
+    if "torch" in sys.modules:
+        strategy(text)
+        return
+    try:
+        aside.attempt(partial(strategy, text))
+    except aside.Refused as refused:
+        raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(str(refused)) from None
 
 
 def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
@@ -134,11 +161,14 @@ def _make(node: Any, vocabulary: Vocabulary) -> Any:
     _fits(node, maker)
     positional = [_make(item, vocabulary) for item in node.positional]
     named = {name: _make(item, vocabulary) for name, item in node.named.items()}
+    if vocabulary is VOCABULARY:
+        for name, value in inspect.signature(maker).bind(*positional, **named).arguments.items():
+            _suits(node, maker, name, value)
     try:
         return maker(*positional, **named)
     except PacelineError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise NotationError(f"{node.text} can't be made: {error}") from error
 
 
@@ -165,6 +195,41 @@ def _fits(node: Call, maker: Callable[..., Any]) -> None:
     except TypeError as error:
         wanted = f"{node.word}({', '.join(signature.parameters)})"
         raise NotationError(f"{node.text} doesn't fit {wanted}: {error}") from None
+
+
+def _suits(node: Call, maker: Callable[..., Any], name: str, value: Any) -> None:
+    """Raise if a value is of another kind than its argument is annotated with."""
+    kinds = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)  # type: ignore[misc]
+    wanted = kinds.get(name, Any)
+    if not _fitting(value, wanted):
+        raise NotationError(f"{name} is {_short(spell(value))} in {node.text}, and has to be {_spoken(wanted)}")
+
+
+def _fitting(value: Any, kind: Any) -> bool:
+    """Whether a value may be of this kind, as far as that can be told: tuples aren't looked into, and of protocols only the names."""
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fitting(value, part) for part in parts)
+    if get_origin(kind) is Literal:
+        return isinstance(value, tuple({type(part) for part in parts}))  # which ones there are, the maker tells
+    if kind in _KINDS:
+        numbers = (int, float) if kind is float else kind
+        return isinstance(value, numbers) and not (isinstance(value, bool) and kind in (int, float))
+    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False):
+        return isinstance(value, kind)
+    if get_origin(kind) is tuple or kind is Any:
+        return True
+    members = [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
+    return type(value) not in (*_KINDS, tuple, list) and all(hasattr(value, name) for name in members)
+
+
+def _spoken(kind: Any) -> str:
+    """A kind of values in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_spoken(part) for part in get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _KINDS.get(kind, str(getattr(kind, "__name__", kind)))
 
 
 def _segment(node: ast.expr, text: str) -> str:

@@ -90,6 +90,9 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
     [
         (["run", "--sync", "AllRedcue()", "train.py"], "did you mean AllReduce?"),
         (["run", "--sync", "AllReduce(", "train.py"], "can't be read"),
+        (["run", "--sync", "AllReduce(via='rign')", "train.py"], "did you mean ring?"),
+        (["run", "--sync", "int8()", "train.py"], "int8() is not a strategy"),
+        (["bench", "training", "--sync", "LocalSGD(0)"], "every=0 is not a number of steps"),
         (["demo", "--workers", "1"], "give 2 or more"),
         (["demo", "--alone", "1"], "give 2 <= alone <= steps"),
         (["bench", "collectives", "--draw", "rnig:5"], "did you mean ring?"),

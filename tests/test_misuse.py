@@ -63,6 +63,11 @@ class TestCommand:
         assert "Traceback" not in ended.err
         assert ended.seconds < 5
 
+    def test_a_strategy_is_checked_with_its_arguments(self, job):
+        job.write("raise SystemExit('a worker was started')")
+        ended = job.start([sys.executable, "-m", "paceline", "run", "--sync", "AllReduce(via='rign')", "script.py"]).end()
+        assert (ended.code, ended.out, len(ended.err.splitlines())) == (2, "", 1) and "did you mean ring?" in ended.err, ended.err
+
     def test_a_secret_that_others_can_read(self, job, tmp_path):
         (tmp_path / "secret").write_text("0123456789abcdef" * 2)
         os.chmod(tmp_path / "secret", 0o644)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
-from paceline.notation import check, parse, text
+from paceline.notation import check, parse, prove, text
 from paceline.wording import choices, spell
 
 
@@ -195,6 +195,53 @@ def test_check_reads_without_making() -> None:
 def test_check_needs_no_torch() -> None:
     code = "import sys, paceline.notation as n; n.check('AllReduce()'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MISTAKEN = [
+    ("AllReduce(via='rign')", "did you mean ring?"),
+    ("AllReduce(via=5)", "via is 5 in AllReduce(via=5), and has to be a text"),
+    ("AllReduce('ring', True)", "bucket_mb is True in AllReduce('ring', True), and has to be a number"),
+    ("AllReduce('ring', 1, exact(), 4)", "too many positional arguments"),
+    ("AllReduce(codec=5)", "codec is 5 in AllReduce(codec=5), and has to be Codec or Coding or auto or 'auto'"),
+    ("AllReduce(codec=AllReduce())", "codec is AllReduce() in AllReduce(codec=AllReduce()), and has to be"),
+    ("AllReduce(codec=gathered(3))", "coding is 3 in gathered(3), and has to be Coding"),
+    ("AllReduce(codec=where(smaller('x'), exact(), int8()))", "numel is 'x' in smaller('x'), and has to be a whole number"),
+    ("LocalSGD(every='often')", "every is 'often' in LocalSGD(every='often'), and has to be a whole number or adaptive"),
+    ("LocalSGD(0)", "every=0 is not a number of steps"),
+    ("ParameterServer(servers=1.5)", "servers is 1.5 in ParameterServer(servers=1.5), and has to be a whole number or None"),
+    ("ParameterServer(requeue=0)", "requeue is 0 in ParameterServer(requeue=0), and has to be True or False"),
+    ("topk(0.1)", "topk(0.1) is not a strategy"),
+    ("7", "7 is not a strategy"),
+]
+
+
+@pytest.mark.parametrize(("written", "said"), MISTAKEN)
+def test_arguments_of_a_strategy_are_of_their_kind(written: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        prove(written)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_proof_leaves_no_torch_here_and_has_the_same_words() -> None:
+    """As in a launcher, which stays small."""
+    code = """
+import sys
+from paceline.errors import NotationError, UsageError
+from paceline.notation import prove
+
+for number, text in enumerate(sys.argv[1:]):
+    try:
+        prove(text)
+    except NotationError as error:
+        print(f"{number} notation {error}")
+    except UsageError as error:
+        print(f"{number} usage {error}")
+print("torch" in sys.modules)
+"""
+    words = ("AllReduce(codec=error_feedback(topk(0.01)))", "LocalSGD(0)", "AllReduce(via=5)", "Local(")
+    answer = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert [line.split()[:2] for line in answer[:-1]] == [["1", "usage"], ["2", "notation"], ["3", "notation"]]
+    assert "every=0 is not a number of steps" in answer[0] and answer[-1] == "False"
 
 
 def test_every_word_can_be_made() -> None:

@@ -24,6 +24,7 @@ from paceline.lab.chaos import absent
 from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, record
 from paceline.lab.output import Desk, Source
+from paceline.notation import prove
 
 if TYPE_CHECKING:
     from paceline.lab.hosts import Cluster
@@ -121,6 +122,8 @@ def check(start: Start) -> None:
             script, start.args, start.min_workers or 1, threads=start.threads, min_workers=start.min_workers, restarts=start.restarts
         )
     )
+    if start.sync is not None:
+        prove(start.sync)
     if start.deadline is not None and not start.deadline > 0:
         raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
 
@@ -193,7 +196,7 @@ class _Run:
             ]
             words += ["--host-rank", str(self._present.index(host))] if host in self._present and not self._again(host) else []
             words += ["--placement", cluster.description.placement]
-        for option in ("sync", "name", "threads", *(("min_workers", "restarts", "patience") if elastic else ())):
+        for option in ("name", "threads", *(("min_workers", "restarts", "patience") if elastic else ())):
             value = getattr(start, option)
             words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
         process = cluster.spawn(
@@ -223,7 +226,8 @@ class _Run:
         kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
         if all(host.processors is None for host in self._cluster.description.hosts):
             kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
-        return kept | {"PACELINE_PROGRESS": str(self._folder)} | dict(self._start.environ)
+        given = {} if self._start.sync is None else {"PACELINE_SYNC": self._start.sync}  # proved once, and not by each launcher
+        return kept | {"PACELINE_PROGRESS": str(self._folder)} | given | dict(self._start.environ)
 
     def _over(self) -> bool:
         with self._joining:

@@ -22,7 +22,7 @@ from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
-from paceline.notation import parse
+from paceline.notation import strategy as read
 from paceline.session.book import Book
 from paceline.session.comparing import Comparison, Differing
 from paceline.session.folder import Folder
@@ -178,7 +178,7 @@ def _book(folder: Folder, place: Place) -> Book | None:
 def _strategy(asked: Any) -> Strategy:
     if asked is None:
         return AllReduce()
-    found = parse(asked) if isinstance(asked, str) else asked
+    found = read(asked) if isinstance(asked, str) else asked
     if not hasattr(found, "begin"):
         raise UsageError(f"sync={asked!r} is not a strategy; write e.g. sync=AllReduce() or sync='AllReduce(via=\"ring\")'")
     return found  # type: ignore[no-any-return]

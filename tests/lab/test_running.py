@@ -176,6 +176,7 @@ class TestCommand:
             (["two-hosts", "--fault", "kil(rank=1, step=1)", "script.py"], "did you mean kill?"),
             (["two-hosts", "--fault", "kill(rank=4, step=1)", "script.py"], "there is no rank 4: two-hosts has ranks 0 to 3"),
             (["two-hosts", "--sync", "AllReduse()", "script.py"], "did you mean AllReduce?"),
+            (["two-hosts", "--sync", "AllReduce(via='rign')", "script.py"], "did you mean ring?"),
             (["--placement", "spread", "two-hosts", "script.py"], "--placement is spread; possible: block, round-robin"),
         ]
         running = [(started.start([sys.executable, "-m", "paceline", "lab", "run", *words]), said) for words, said in wrong]
