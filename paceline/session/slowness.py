@@ -104,11 +104,12 @@ def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Se
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
     """For each rank the median of its seconds of own work in these steps, and in which share of them it was a tenth above the usual.
 
-    A step has the seconds of each rank that took part.
+    A step has the seconds of each rank that took part; who has not been in the last ones has left, and is left out.
     """
+    there = {rank for step in list(steps)[-STEPS:] for rank in step}
     usual = [1.1 * statistics.median_low(step.values()) for step in steps]
     found = []
-    for rank in sorted({rank for step in steps for rank in step}):
+    for rank in sorted(there):
         mine = [(step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step]
         late = sum(seconds > limit for seconds, limit in mine)
         found.append({"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)})

@@ -120,6 +120,8 @@ def test_who_is_late_in_most_steps_is_told_from_chance() -> None:
     slow = [{rank: seconds * (1 + rank) for rank, seconds in step.items()} for step in noise]
     first, second = slowness.unequal(slow)
     assert first["late"] < 0.2 and second["late"] > 0.8 and second["seconds"] == pytest.approx(2 * first["seconds"], rel=0.2)
+    gone = [{0: 1.0, 1: 1.0}] * 50 + [{0: 1.0, 2: 3.0}] * 30
+    assert [found["seconds"] for found in slowness.unequal(gone)] == [1.0, 3.0]
     assert slowness.unequal([]) == [] and slowness.unequal([{0: 1.0}, {0: 1.0, 2: 2.0}])[1] == {"seconds": 2.0, "late": 1.0}
 
 
