@@ -173,6 +173,11 @@ def test_targets_of_make_exist() -> None:
     assert {"demo", "test"} <= said <= targets
 
 
+def test_what_is_refused_on_gpus_is_said_in_those_words() -> None:
+    (said,) = re.findall(r"`(runs on GPUs [^`]+)`", TEXTS["gpus.md"])
+    assert said in (ROOT / "paceline" / "session" / "run.py").read_text()
+
+
 def test_variables_are_read() -> None:
     source = "".join((ROOT / "paceline" / "cluster" / name).read_text() for name in ("discover.py", "launch.py"))
     said = {name for text in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", text)}
