@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
-from paceline.session.folder import PARTS, Folder, Totals, tame, unwritten
+from paceline.session.folder import PARTS, Folder, Totals, tame
 from paceline.session.line import Beat, Line
+from paceline.session.lines import Lines
 from paceline.session.slowness import WORK, unequal
 
 LAST = 1000  # steps that are looked at for who makes the others wait
@@ -22,8 +23,7 @@ class Book:
     """
 
     def __init__(self, folder: Folder, line: Line | None = None, *, stands_by: bool = False) -> None:
-        self._path, self._line = folder.metrics, line
-        self._file: TextIO | None = None
+        self._lines, self._line = Lines(folder.metrics), line
         self.stands_by = stands_by
         self.adds = False  # the samples of a record are its worker's own
         self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
@@ -39,10 +39,8 @@ class Book:
         if not self.stands_by:
             return
         self.stands_by, self._line = False, line
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        last = max((int(json.loads(text)["step"]) for text in written[-1:]), default=0)
-        self._write([found for found in self._recent if found["step"] > last])
+        last = self._lines.last() or {"step": 0}
+        self._write([found for found in self._recent if found["step"] > last["step"]])
 
     def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
         """Take in (upto, records) of each rank and write what is complete; `names` tells whose they are (None: in rank order).
@@ -74,11 +72,9 @@ class Book:
 
     def close(self, total: int | None) -> None:
         """Show the last step and let go of the file. Twice is harmless."""
+        self._lines.close()
         if self._line is not None:
             self._line.close(total)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def _merge(self, step: int, records: dict[int, Record], total: int | None) -> dict[str, Any]:
         """The line of one step, which is counted and shown, or of what was logged of it later."""
@@ -118,11 +114,5 @@ class Book:
             return
         if self.stands_by:
             self._recent = lines
-            return
-        try:
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write("".join(json.dumps(tame(line)) + "\n" for line in lines))
-            self._file.flush()
-        except OSError as error:
-            raise unwritten(self._path, error) from error
+        else:
+            self._lines.append([json.dumps(tame(line)) for line in lines])

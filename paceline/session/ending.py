@@ -16,11 +16,11 @@ from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader
 from paceline.session import timeline
 from paceline.session.cast import Cast
-from paceline.session.folder import Folder, Summary
+from paceline.session.folder import Folder, Summary, Totals
 from paceline.session.log import Log
 from paceline.sync.base import Scene, Strategy
 from paceline.sync.paying import judge
-from paceline.trace import Served
+from paceline.trace import Served, Span
 from paceline.wording import spell
 
 
@@ -39,8 +39,24 @@ class Outcome(NamedTuple):
     results: dict[str, Any]
 
 
+class Gathered(NamedTuple):
+    """What the workers have told each other at the end."""
+
+    sent: list[list[int]]  # by each worker, within hosts and between them
+    ahead: list[int]  # how far each one's clock is, in nanoseconds
+    spans: dict[int, list[Span]]
+    digest: str  # of the parameters here
+    different: list[int]  # ranks that have other ones
+    codecs: list[Any]
+
+
 def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
-    """Write the summary and the trace. Collective."""
+    """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
+    found = _gather(outcome, scene)
+    scene.agreement.tell("the summary", lambda: _write(outcome, scene, folder, log.totals(), found))
+
+
+def _gather(outcome: Outcome, scene: Scene) -> Gathered:
     agreement, cluster = scene.agreement, outcome.cluster
     mine = [outcome.sent.within, outcome.sent.between]
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
@@ -49,33 +65,39 @@ def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
     digest = outcome.cast.tables.fingerprint(fingerprint(model for _, model in outcome.cast.models))
     different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
-    totals = log.totals()
-    if totals is None:
-        return
-    if different:
-        text = f"replicas have parted: the parameters of rank {', '.join(map(str, different))} are not those of rank {scene.group.rank}"
+    return Gathered(sent, ahead, spans, digest, different, codecs)
+
+
+def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None, found: Gathered) -> bytes:
+    """What the first worker does."""
+    assert totals is not None, "the first worker keeps the book"
+    cluster = outcome.cluster
+    if found.different:
+        different = ", ".join(map(str, found.different))
+        text = f"replicas have parted: the parameters of rank {different} are not those of rank {scene.group.rank}"
         outcome.event(text)
         scene.say(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
     step = sum(totals.step_seconds.values())
-    verdicts = [judge(facts, step, totals.steps) for facts in zip(*codecs, strict=True)]
+    verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
     Summary(
         sync=spell(outcome.strategy),
         workers=scene.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
-        bytes_sent={"within": sum(s[0] for s in sent) / steps, "between": sum(s[1] for s in sent) / steps},
+        bytes_sent={"within": sum(s[0] for s in found.sent) / steps, "between": sum(s[1] for s in found.sent) / steps},
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
-        parameters_sha256=digest,
+        parameters_sha256=found.digest,
         events=outcome.events,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
         loader=_dealt(outcome.cast.loaders),
         results=outcome.results,
     ).write(folder)
-    if any(spans.values()):
-        events = timeline.merge(spans, names=cluster.names(), offsets=ahead, servers=outcome.served)
-        timeline.write(folder.trace, events, offsets=ahead)
+    if any(found.spans.values()):
+        events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
+        timeline.write(folder.trace, events, offsets=found.ahead)
+    return b""
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:

@@ -7,7 +7,9 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import itertools
 import json
 import math
 import os
@@ -71,22 +73,17 @@ class Folder:
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
         if not wanted or wanted.startswith(".") or any(sign in wanted for sign in "/\\\0"):
             raise UsageError(f"a run can't be called {wanted!r}: give a name without slashes that doesn't start with a dot, or none")
-        earlier = _earlier(root, wanted) if name is not None else ()
-        number = 1
-        while True:
-            path = root / (wanted if number == 1 else f"{wanted}-{number}")
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                number += 1
-                continue
-            except OSError as error:
-                raise UsageError(
-                    f"the run's folder {path} can't be made ({error.strerror}); give start(folder=...) a place for it"
-                ) from error
-            if name is not None and number > 1:
-                say(f"there is a run {wanted} already: this one is {path.name}")
-            return Folder(path, earlier, name is not None)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            earlier = _earlier(root, wanted) if name is not None else ()
+            path = _made(root, wanted)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); give start(folder=...) a place for it"
+            ) from error
+        if path.name != wanted and name is not None:
+            say(f"there is a run {wanted} already: this one is {path.name}")
+        return Folder(path, earlier, name is not None)
 
     @staticmethod
     def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
@@ -98,6 +95,23 @@ class Folder:
 
         path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
         return Folder(Path(path), tuple(map(Path, earlier)), name is not None)
+
+
+def _made(root: Path, wanted: str) -> Path:
+    """A new folder in `root`, which is there: of that name, or with a number behind it. Raises OSError."""
+    for number in itertools.count(1):
+        path = root / (wanted if number == 1 else f"{wanted}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("numbers never end")
+
+
+def _reason(root: Path, error: OSError) -> str:
+    """Why a folder can't be made in there, in words."""
+    if root.is_symlink() and not root.exists():
+        return f"{root} is a link to {os.readlink(root)}, which is not there"
+    return "Not a directory" if isinstance(error, FileExistsError) else str(error.strerror)
 
 
 def _earlier(root: Path, name: str) -> tuple[Path, ...]:
@@ -170,7 +184,8 @@ def write_whole(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            temporary.unlink()
         raise unwritten(path, error) from error
 
 

@@ -10,6 +10,7 @@ Every record up to the number `upto` has been handed over, so a step is complete
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import time
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.ordered import Agreement
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.session.book import Book
 from paceline.session.folder import PARTS, Totals
 from paceline.session.line import Line
@@ -230,6 +231,11 @@ class Log:
         """Let go of files and terminal, without the others. Twice is harmless."""
         if self._book is not None:
             self._book.close(self.total_steps)
+
+    def leave(self) -> None:
+        """`close` after an error, which nothing that happens now may hide."""
+        with contextlib.suppress(PacelineError, OSError):
+            self.close()
 
     def totals(self) -> Totals | None:
         """What the run comes to so far; None where there is no book."""

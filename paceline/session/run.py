@@ -426,7 +426,7 @@ class Run:
             self._around.world.explain(error)
         self._turns.explain(error)
         report.report_failure(self._around.place, kind, error)
-        self._log.close()
+        self._log.leave()
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,37 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(UsageError, match=r"can't be made \(Not a directory\); give start\(folder=\.\.\.\)"):
         Folder.create(tmp_path / "runs", "a", say=silent)
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def looping(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "why"),
+    [
+        (dangling, "a", r".*runs is a link to nowhere, which is not there"),
+        (dangling, None, r".*runs is a link to nowhere, which is not there"),
+        (looping, "a", r".*runs is a link to .*runs, which is not there"),
+        (Path.touch, None, "Not a directory"),
+        (Path.mkdir, "a" * 300, "File name too long"),
+    ],
+)
+def test_a_place_where_no_folder_can_be_made(tmp_path: Path, make: Callable[[Path], Any], name: str | None, why: str) -> None:
+    """It doesn't try for ever."""
+    make(tmp_path / "runs")
+    with pytest.raises(UsageError, match=rf"can't be made \({why}\); give start\(folder=\.\.\.\) a place for it"):
+        Folder.create(tmp_path / "runs", name, say=silent)
+
+
+def test_a_run_that_is_a_dangling_link_is_taken(tmp_path: Path) -> None:
+    dangling(tmp_path / "a")
+    said: list[str] = []
+    assert Folder.create(tmp_path, "a", say=said.append).name == "a-2" and len(said) == 1
 
 
 def test_all_workers_have_the_same_folder(tmp_path: Path) -> None:
@@ -128,3 +160,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_where_nothing_can_be_removed_either_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ResourceError, match=r"x\.json could not be written \(Read-only file system\)"):
+        write_whole(tmp_path / "x.json", "new")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.cluster.snapshot import pack
-from paceline.errors import CheckpointError, Mismatch, PacelineError, UsageError
+from paceline.errors import CheckpointError, Mismatch, PacelineError, ResourceError, UsageError, ViewChanged, WorkerLost
 from paceline.fault import checkpoint
+from paceline.session.book import Book
 from paceline.session.folder import Folder
 from paceline.session.run import Run
 from tests.runs import Numbered, alone, batches, distance, parameters, workers
@@ -512,6 +516,41 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     looked = f"nothing to resume, training begins anew: no checkpoint in {tmp_path}/test-2/checkpoints, {tmp_path}/test/checkpoints"
     hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
     assert f"{looked}; {hint}" in said
+
+
+@pytest.mark.parametrize("file", ["metrics", "summary", "trace"])
+def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and each says why; though the file can't even be let go of."""
+    ended: dict[int, BaseException] = {}
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def body(run: Run) -> None:
+        model, opt, loader = ready(run)
+        try:
+            with run:
+                for x, y in loader:
+                    advance(model, opt, x, y)
+                    run.log(loss=1.0)
+                    if run.is_first and file == "metrics":
+                        run.folder.metrics.symlink_to("/dev/full")
+                    if run.is_first and file != "metrics":
+                        getattr(run.folder, file).mkdir(exist_ok=True)
+                    break
+        except PacelineError as error:
+            ended[run.rank] = error
+
+    if file == "metrics":
+        monkeypatch.setattr(Book, "close", refuse)
+    began = time.monotonic()
+    workers(3, body, folder=tmp_path, deadline=60)
+    assert time.monotonic() - began < 30
+    why = rf"{file}\.jsonl? could not be written \((No space left on device|Is a directory)\); free some space"
+    assert isinstance(ended[0], ResourceError) and re.search(why, str(ended[0])), ended
+    for rank in (1, 2):
+        assert isinstance(ended[rank], Mismatch | ViewChanged | WorkerLost), ended
+        assert file == "metrics" or re.search(rf"the first worker failed at the summary with ResourceError: .*{why}", str(ended[rank]))
 
 
 def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
