@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, wait_for
+from tests.launches import SHARED, Ended, Job, Jobs, wait_for
 
 HOST = socket.gethostname()
 ENDLESS = """
@@ -97,6 +97,34 @@ class TestTheLauncherGoes:
         launched.process.kill()
         launched.end()
         assert not job.left(2.0)
+
+    @pytest.mark.preloaded
+    def test_only_the_semaphores_of_the_job_go_with_it(self, job):
+        """Not those that others made meanwhile, and that nobody has open as far as can be seen."""
+        body = """
+import multiprocessing
+from pathlib import Path
+run = pl.start()
+locks = [multiprocessing.get_context("spawn").Lock() for _ in range(3)]  # they have names while they live
+Path(f"ready{rank}").touch()
+time.sleep(600)
+"""
+        launched = job.run(body)
+        trains(job, launched)
+        mine = [*SHARED.glob(f"sem.mp-{launched.worker(0).environ()['PACELINE_JOB'][:8]}-*")]
+        assert len(mine) == 6
+        draw = random.SystemRandom()
+        others = [SHARED / f"sem.{kind}{''.join(draw.choices('abcdefgh', k=size))}" for kind, size in (("", 6), ("mp-", 8))]
+        try:
+            for path in others:
+                path.write_bytes(bytes(32))
+            launched.process.kill()
+            launched.end()
+            wait_for(lambda: not launched.processes() and not any(path.exists() for path in mine), 10)
+            assert all(path.exists() for path in others)
+        finally:
+            for path in others:
+                path.unlink(missing_ok=True)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

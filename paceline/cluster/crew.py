@@ -51,6 +51,7 @@ class Crew:
         self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
         self._littered_at = 0.0
         self._known: set[int] = set()  # workers and their children
+        self._held: set[int] = set()  # semaphores that they had in hand when they were ended
         self._began = time.time()
         self._mending = None if mending is None else mending(self)
         self._lateness = Lateness(peers, host, self.say)
@@ -82,11 +83,11 @@ class Crew:
             return self._code()
         finally:
             left = [worker.process for worker in self._workers if worker.ended is None]
-            self._known |= guard.sweep(self._mark, [process.pid for process in left])
+            self._known |= guard.sweep(self._mark, [process.pid for process in left], self._held)
             for process in left:
                 process.wait()
             guard.clear([folder for folders in self._litter.values() for folder in folders])
-            guard.reclaim(self._known, self._began)
+            guard.reclaim(self._mark, self._known, self._held, self._began)
             self._peers.close()
             self._inform(deputy, "done")
             deputy.communicate()
@@ -199,7 +200,7 @@ class Crew:
         if worker.ended is None or worker.reaped:
             return
         worker.reaped = True
-        self._known |= guard.end_group(worker.process.pid)  # before it is reaped: until then nobody else gets its number
+        self._known |= guard.end_group(worker.process.pid, self._held)  # before it is reaped: until then nobody else gets its number
         status = worker.process.wait()
         self._inform(self._deputy, f"-{worker.process.pid}")
         worker.code = status if status >= 0 else 128 - status

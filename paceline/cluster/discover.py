@@ -58,6 +58,7 @@ class Place:
     min_workers: int = 1  # fewer don't train, where losses are survived
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
     stack_fd: int | None = None  # where its stack is to be written, when it is asked for (paceline run)
+    job: str | None = None  # what tells its job from all others (paceline run)
 
 
 def environment() -> dict[str, str]:
@@ -116,6 +117,7 @@ def _paceline(environ: Environ) -> Place | None:
         min_workers=_integer(environ, "PACELINE_MIN_WORKERS", 1),
         run=_run(environ),
         stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
+        job=environ.get("PACELINE_JOB") or None,
     )
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -24,6 +25,9 @@ _CLOSE_LOOK_SECONDS, _YOUNG_SECONDS = 0.05, 5.0  # while one of them is so young
 _SECOND_LOOK = 0.05  # seconds
 _SERVERS = "paceline-sockets-"
 _FOLDERS = ("pymp-", _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
+_MARKED = 8  # letters of a job's mark that are in the names of its semaphores
+_UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")  # those that are being made, or were before `brand`
+_CLOCK_SECONDS = 0.1  # which the clock of files may be behind
 _ROUNDS = 20  # sweeps: a process may fork between two looks
 _END_SECONDS = 1.5  # that a killed process may take to end: it has no environment any more, and its files still
 
@@ -33,12 +37,26 @@ def sockets(mark: str) -> str:
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
-def end_group(group: int) -> set[int]:
-    """SIGKILL to all processes of a group, and their litter with them; gives who they were. None left is no error."""
+def brand(mark: str) -> None:
+    """Let semaphores that multiprocessing makes in this process, and in its children, have the job's mark in their names from now on.
+
+    They are found by it where their makers were killed: a file doesn't tell who has made it.
+    """
+    from multiprocessing import current_process  # here: the deputy does without
+
+    current_process()._config["semprefix"] = f"/mp-{mark[:_MARKED]}"  # type: ignore[attr-defined]
+
+
+def end_group(group: int, held: set[int]) -> set[int]:
+    """SIGKILL to all processes of a group, and their litter with them; gives who they were. None left is no error.
+
+    `held` is told which semaphores they had in hand (`semaphores`).
+    """
     if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
         return set()
     found = members(group)
     folders = litter(found)
+    held |= semaphores(found)
     _signal_group(group, signal.SIGKILL)
     clear(folders)
     return {*found}
@@ -124,12 +142,27 @@ def _opened(process: int) -> Iterator[str]:
             continue  # closed since
 
 
-def sweep(mark: str, groups: list[int]) -> set[int]:
+def semaphores(suspects: list[int]) -> set[int]:
+    """The semaphores with a name that these processes have open or mapped, by inode: they may never come to take the name away."""
+    found: set[int] = set()
+    start = str(_SHARED / "sem.")
+    for process in suspects:
+        with suppress(OSError):
+            fields = (line.split(maxsplit=5) for line in (_PROC / str(process) / "maps").read_text().splitlines())
+            found |= {int(inode) for *_, inode, path in (line for line in fields if len(line) == 6) if path.startswith(start)}
+            for link in (_PROC / str(process) / "fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since
+                    if os.readlink(link).startswith(start):
+                        found.add(link.stat().st_ino)
+    return found & {entry.inode() for entry in (os.scandir(_SHARED) if found else ())}
+
+
+def sweep(mark: str, groups: list[int], held: set[int]) -> set[int]:
     """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
 
-    Gives who was ended, once none of them does anything any more.
+    Gives who was ended, once none of them does anything any more; `held` is told of their semaphores, as by `end_group`.
     """
-    ended = set(groups).union(*(end_group(group) for group in groups))
+    ended = set(groups).union(*(end_group(group, held) for group in groups))
     for attempt in range(_ROUNDS):
         left = marked(mark)
         ended |= {*left}
@@ -137,6 +170,7 @@ def sweep(mark: str, groups: list[int]) -> set[int]:
             break
         _signal_each(left, signal.SIGSTOP)
         folders = litter(left)
+        held |= semaphores(left)
         _signal_each(left, signal.SIGKILL)
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
@@ -161,34 +195,43 @@ def clear(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def reclaim(killed: set[int], since: float) -> None:
-    """Remove the shared memory that processes had made and not unlinked yet in the moment when they were killed.
+def reclaim(mark: str, killed: set[int], held: set[int], since: float) -> None:
+    """Remove the shared memory that the processes of a job had made and not unlinked yet in the moment when they were killed.
 
-    `killed` are all processes that may have been (numbers); `since` is when the first of them was started (time.time()).
+    `killed` are all processes that may have been (numbers), `held` the semaphores that they had in hand (`semaphores`); `since` is when
+    the first of them was started (time.time()). What others may have made stays.
     """
-    seen = set(_abandoned(killed, since))
+    seen = set(_abandoned(mark, killed, held, since))
     if seen:
         time.sleep(_SECOND_LOOK)  # what a living process has in hand is unlinked by then
-        for path in seen.intersection(_abandoned(killed, since)):
+        for path in seen.intersection(_abandoned(mark, killed, held, since)):
             path.unlink(missing_ok=True)
 
 
-def _abandoned(killed: set[int], since: float) -> Iterator[Path]:
-    """Files of torch, which have their maker's number in their names; and semaphores of multiprocessing that nobody has open.
+def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Iterator[Path]:
+    """Files of torch, which have their maker's number in their names; and semaphores of multiprocessing that have the job's mark (`brand`).
 
-    Who makes one opens it under a name of six letters, then gives it its own, and takes that away at once: it may be killed in between.
+    Who makes a semaphore opens it under a name of six letters, then gives it its own too, and takes the first away, at once, and the
+    other where it can: it may be killed in between. Others' look the same: without the mark it has to be one that was held.
     """
-    for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
+    found = {path: state for path in (_SHARED.iterdir() if _SHARED.is_dir() else ()) if (state := _new(path, since))}
+    branded = re.compile(rf"sem\.mp-{re.escape(mark[:_MARKED])}-\w{{8}}")
+    ours = {state.st_ino for path, state in found.items() if branded.fullmatch(path.name)}
+    for path, state in found.items():
         if match := re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name):
             if int(match[1]) in killed and _ended(int(match[1])):
                 yield path
-        elif re.fullmatch(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})", path.name):
-            try:
-                status = path.lstat()
-            except FileNotFoundError:
-                continue
-            if status.st_uid == os.getuid() and status.st_ctime >= since and not in_use(path):
-                yield path
+        elif state.st_ino in ours or (state.st_ino in held and _UNBRANDED.fullmatch(path.name)):
+            yield from () if in_use(path) else (path,)
+
+
+def _new(path: Path, since: float) -> os.stat_result | None:
+    """What is known of a file of this user that has come or changed its names since then; None for others."""
+    try:
+        state = path.lstat()
+    except FileNotFoundError:
+        return None
+    return state if state.st_uid == os.getuid() and state.st_ctime >= since - _CLOCK_SECONDS else None
 
 
 def _ended(process: int) -> bool:
@@ -234,9 +277,10 @@ def watch(mark: str) -> None:
         groups -= {int(line[1:]) for line in lines if line[:1] == b"-"}
         if not data:
             break
-    known |= sweep(mark, sorted(groups))
+    held: set[int] = set()
+    known |= sweep(mark, sorted(groups), held)
     clear([folder for found in folders.values() for folder in found])
-    reclaim(known, began)
+    reclaim(mark, known, held, began)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from paceline.cluster import report
 from paceline.cluster.discover import Place, discover
+from paceline.cluster.guard import brand
 from paceline.cluster.output import stand_in
 from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
@@ -116,6 +117,8 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
 def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> Surroundings:
     """Meet the others, and find out where all stand."""
     stand_in()  # before the first socket
+    if place.job is not None:
+        brand(place.job)
     store = connect(place, deadline=seconds)
     cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
     local = cluster.of(place.rank).ranks.index(place.rank)

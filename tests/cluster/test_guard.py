@@ -15,17 +15,40 @@ import pytest
 
 from paceline.cluster import guard
 
-SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg"
+MARK = "0123abcd" * 4
+SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg", f"sem.mp-{MARK[:8]}-abc_efgh"
+SHARED = Path("/dev/shm")
+# Makes a semaphore as multiprocessing does, and stops in the middle: before or after it has its second name.
+MAKER = """
+import mmap, os, sys, time
+first, second = sys.argv[1:]
+file = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+os.write(file, bytes(32))
+memory = mmap.mmap(file, 32)
+if second:
+    os.link(first, second)
+    os.unlink(first)
+    os.close(file)
+print(flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch) -> Iterator[Callable[[str], Path]]:
-    """Makes files in a folder that stands for shared memory."""
-    monkeypatch.setattr(guard, "_SHARED", tmp_path)
+def shared(monkeypatch) -> Iterator[Path]:
+    """A folder that stands for shared memory, and is in it."""
+    with tempfile.TemporaryDirectory(prefix="test-", dir=SHARED if SHARED.is_dir() else None) as folder:
+        monkeypatch.setattr(guard, "_SHARED", Path(folder))
+        yield Path(folder)
+
+
+@pytest.fixture
+def make(shared) -> Callable[[str], Path]:
+    """Makes files there."""
 
     def write(name: str) -> Path:
-        (tmp_path / name).write_bytes(bytes(32))
-        return tmp_path / name
+        (shared / name).write_bytes(bytes(32))
+        return Path(shared / name)
 
     return write
 
@@ -38,40 +61,85 @@ def dead() -> int:
     return process.pid
 
 
+def inodes(*paths: Path) -> set[int]:
+    return {path.stat().st_ino for path in paths}
+
+
 class TestReclaim:
     def test_what_the_killed_left(self, make, dead):
-        left = [make(f"torch_{dead}_123_4"), make("sem.s5Ipxm"), make("sem.mp-_moapdfg")]
-        guard.reclaim({dead}, time.time() - 60)
+        left = [make(f"torch_{dead}_123_4"), *map(make, SEMAPHORES)]
+        guard.reclaim(MARK, {dead}, inodes(*left[1:3]), time.time() - 60)
         assert not any(path.exists() for path in left)
 
+    def test_what_nobody_of_the_job_had(self, make, dead):
+        """Semaphores of others look like those of the job, also those that nobody has open, or only where this process can't see it."""
+        others = [make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")]
+        guard.reclaim(MARK, {dead}, set(), time.time() - 60)
+        assert all(path.exists() for path in others)
+
+    def test_both_names_of_one_that_is_being_made(self, make, shared, dead):
+        first, second = make("sem.s5Ipxm"), shared / SEMAPHORES[2]
+        os.link(first, second)
+        guard.reclaim(MARK, {dead}, set(), time.time() - 60)
+        assert not first.exists() and not second.exists()
+
     def test_what_others_have(self, make, dead):
-        kept = [make(f"torch_{dead + 1}_123_4"), make("sem.loky-12-abcdefgh"), make("sem.long"), make("torch_x"), make("other")]
-        guard.reclaim({dead}, time.time() - 60)
+        names = (f"torch_{dead + 1}_123_4", "sem.loky-12-abcdefgh", "sem.long", "torch_x", "other")
+        kept = [make(name) for name in names]
+        guard.reclaim(MARK, {dead}, inodes(*kept), time.time() - 60)
         assert all(path.exists() for path in kept)
 
     def test_what_the_living_have(self, make):
         path = make(f"torch_{os.getpid()}_1_1")
-        guard.reclaim({os.getpid()}, 0)
+        guard.reclaim(MARK, {os.getpid()}, set(), 0)
         assert path.exists()
 
-    @pytest.mark.parametrize("name", SEMAPHORES)
+    @pytest.mark.parametrize("name", [*SEMAPHORES, "torch_{dead}_1_1"])
     def test_what_was_there_before(self, make, dead, name):
-        path = make(name)
-        guard.reclaim({dead}, time.time() + 60)
+        path = make(name.format(dead=dead))
+        guard.reclaim(MARK, {dead}, inodes(path), time.time() + 60)
         assert path.exists()
 
     @pytest.mark.parametrize("name", SEMAPHORES)
     def test_what_is_open_or_mapped(self, make, dead, name):
         path = make(name)
+        held = inodes(path)
         with path.open("r+b") as file:
-            guard.reclaim({dead}, 0)
+            guard.reclaim(MARK, {dead}, held, 0)
             assert path.exists()
             mapped = mmap.mmap(file.fileno(), 32)
-        guard.reclaim({dead}, 0)
+        guard.reclaim(MARK, {dead}, held, 0)
         assert path.exists()
         mapped.close()
-        guard.reclaim({dead}, 0)
+        guard.reclaim(MARK, {dead}, held, 0)
         assert not path.exists()
+
+    @pytest.mark.parametrize("second", ["", "sem.mp-_moapdfg"])
+    def test_one_that_was_being_made_when_its_maker_was_ended(self, make, shared, second):
+        """Its maker is stopped, looked at, and killed; what lies beside it is another's."""
+        other, began = make("sem.foobar"), time.time()
+        names = (str(shared / "sem.s5Ipxm"), str(shared / second) if second else "")
+        with subprocess.Popen([sys.executable, "-S", "-c", MAKER, *names], process_group=0, stdout=subprocess.PIPE) as maker:
+            assert maker.stdout is not None and maker.stdout.readline()
+            held: set[int] = set()
+            killed = guard.end_group(maker.pid, held)
+        assert [path.name for path in shared.iterdir() if path != other] == [second or "sem.s5Ipxm"]
+        guard.reclaim(MARK, killed, held, began)
+        assert [*shared.iterdir()] == [other]
+
+
+def test_semaphores_of_a_branded_process_and_its_children_have_the_mark():
+    code = f"""
+import multiprocessing, os
+from paceline.cluster.guard import brand
+brand({MARK!r})
+context = multiprocessing.get_context("spawn")  # they keep their names while they live
+lock = context.Lock()
+print(*[name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-{MARK[:8]}-")])
+print(multiprocessing.get_context("fork").Process()._config["semprefix"])
+"""
+    said = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(said[0].split()) == 1 and said[1] == f"/mp-{MARK[:8]}"
 
 
 def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
@@ -93,7 +161,7 @@ def test_who_is_ended_is_told():
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": mark})
         for mark in ("none", "abe")
     )
-    assert guard.sweep("abe", [group.pid]) == {group.pid, other.pid}
+    assert guard.sweep("abe", [group.pid], set()) == {group.pid, other.pid}
     assert group.wait(5) == other.wait(5) == -9
 
 
@@ -105,7 +173,7 @@ def test_who_was_ended_does_nothing_any_more(grouped):
         [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": "abf"}, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
-        guard.sweep("abf", [process.pid] if grouped else [])
+        guard.sweep("abf", [process.pid] if grouped else [], set())
         assert process.poll() == -9
 
 
@@ -123,5 +191,5 @@ def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = (Path(tempfile.mkdtemp(prefix=guard.sockets(mark * 16))) for mark in ("ab", "ac"))
     (mine / "server").touch()
-    guard.sweep("ab" * 16, [])
+    guard.sweep("ab" * 16, [], set())
     assert not mine.exists() and other.exists()
