@@ -1,4 +1,4 @@
-"""Replicas are compared by hash every so many steps; who differs is named, and the run stops, or what differs is healed.
+"""Replicas are compared by hash after the first step and every so many; who differs is named, and the run stops, or what differs is healed.
 
     step 100    a digest of each worker             all are the same: go on
     step 200    a digest of each worker             one is not
@@ -123,32 +123,40 @@ class Comparing:
         self._scene, self._mirrored, self._sync = scene, Mirrored(cast, apart=sync.apart), sync
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
-        self._done: int | None = None  # multiples of `every` that lie behind
+        self._done: int | None = None  # comparisons that lie behind
+        self._start = 0  # steps before the first; where nothing else was asked for they are compared one step later, too
 
     def begin(self, steps: int) -> None:
         """Training begins, or goes on, after so many steps."""
         if self._every is not None:
             self._mirrored.begin()
-            self._done = steps // self._every if self._done is None else self._done
+            if self._done is None:
+                self._start = steps
+                self._done = self._due(steps)
 
-    def facts(self) -> list[int | None]:
+    def _due(self, steps: int) -> int:
+        """How many comparisons there ought to have been after so many steps."""
+        early = self._comparison.every == "auto" and steps > self._start
+        return early + (0 if self._every is None else steps // self._every)
+
+    def facts(self) -> list[Any]:
         """What who has just come has to know."""
-        return [self._every, self._done]
+        return [self._every, self._done, self._start]
 
-    def learn(self, facts: list[int | None]) -> None:
+    def learn(self, facts: list[Any]) -> None:
         """Go on where the others are."""
-        self._every, self._done = facts
+        self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int) -> None:
         """So many steps are over, on all workers: compare, if it is time, and if replicas are equal now.
 
         Raises `ReplicasDiffer`, on all workers, if they are not what they ought to be and aren't healed.
         """
-        if self._every is None or steps // self._every == self._done:
+        if self._every is None or self._due(steps) == self._done:
             return
         more = self._sync.mirrored()
         if more is not None:
-            self._done = steps // self._every
+            self._done = self._due(steps)
             if self._scene.group.size > 1:
                 self._compare(steps, more)
 

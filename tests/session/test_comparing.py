@@ -211,6 +211,36 @@ def test_nothing_is_compared_where_it_was_not_asked_for(undisturbed: list[Traine
     assert [one.error for one in found] == [""] * 3 and [one.events for one in found] == [[]] * 3
 
 
+def test_the_usual_begins_with_the_first_step() -> None:
+    found = several(3, Comparison(), {(1, 1): flipping("scale", 0)})
+    assert len(found[0].losses) == 1 and all("after step 1: rank 1" in one.error for one in found)
+    found = several(3, Comparison(5), {(1, 1): flipping("scale", 0)})
+    assert "after step 5: rank 1" in found[0].error
+
+
+def test_hooks_that_update_parameters_themselves_are_found_after_the_first_step() -> None:
+    """Registered before `prepare` they see the gradient of the share."""
+
+    def body(run: Run) -> None:
+        model = torch.nn.Linear(6, 2).double()
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.zero_()
+
+        def update(p: Tensor) -> None:
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        model, loader = run.prepare(model, batches())
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+
+    with pytest.raises(ReplicasDiffer, match=r"after step 1: rank 1 on here in weight, bias"):
+        workers(2, body)
+
+
 def test_the_usual_is_every_hundred_steps(tmp_path: Path) -> None:
     found = several(2, Comparison(), {(1, 3): flipping("scale", 0)}, steps=102, batch=2)
     assert len(found[0].losses) == 100 and "after step 100: rank 1" in found[1].error
@@ -296,9 +326,9 @@ def test_strategies_whose_replicas_differ_always(sync: Strategy) -> None:
 
 def test_who_comes_later_knows_what_is_owed() -> None:
     def body(run: Run) -> Trained:
-        run._comparing.learn([5, -1])  # the others are about to compare
+        run._comparing.learn([5, -1, 0])  # the others are about to compare
         found = train(run, {(1, 1): flipping("scale", 0)})
-        assert run._comparing.facts() == [5, 0]
+        assert run._comparing.facts() == [5, 0, 0]
         return found
 
     assert "after step 1: rank 1" in workers(2, body, comparison=STOP)[0].error
