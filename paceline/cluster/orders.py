@@ -60,6 +60,11 @@ class Roster:
         """Their numbers."""
         return tuple(member.worker for member in self.members)
 
+    @property
+    def mark(self) -> str:
+        """What tells this view of this start of the job from all others: half of a worker's number is drawn by chance."""
+        return f"view {self.number} of {' '.join(map(str, self.workers))}"
+
     def dump(self) -> bytes:
         """The line."""
         return json.dumps({"number": self.number, "members": self.members, "broken": self.broken}).encode() + b"\n"

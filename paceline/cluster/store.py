@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
+import hashlib
 import os
+import secrets as random
 import socket
 import time
 from collections import Counter
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError
 
 from paceline.cluster import network
-from paceline.cluster import secret as secrets
 from paceline.cluster.discover import Place
 from paceline.cluster.machine import cores, fingerprint
+from paceline.cluster.seal import Seal
 from paceline.cluster.topology import Cluster, Host
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 
@@ -27,7 +28,6 @@ else:
     from torch.distributed import HashStore, PrefixStore, TCPStore
     from torch.distributed import Store as TorchStore
 
-_PLAIN, _SIGNED = "0", "1"  # the first character of each value
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
 _HEARD_SECONDS = 2.0  # for others to read why nothing comes of the meeting
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
@@ -36,17 +36,22 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to conn
 class Store:
     """Keys that all workers see. `torch` is the torch.distributed store beneath, under this store's prefix.
 
-    Values put here are JSON; with a secret they are signed together with their key, so that neither can be forged or moved.
+    Values put here are JSON; with a secret they are signed together with their key, so that neither can be forged or moved. Once it is
+    bound, values of another start of the job (of any job with this secret) are refused, too.
     """
 
-    def __init__(self, store: TorchStore, secret: bytes | None = None, *, path: str = "", deadline: float = 30.0) -> None:
+    def __init__(self, store: TorchStore, secret: bytes | None = None, *, path: str = "", deadline: float = 30.0, start: str = "") -> None:
         self.torch = PrefixStore(path, store) if path else store
-        self._base, self._secret, self._path, self._deadline = store, secret, path, deadline
+        self._base, self._seal, self._deadline = store, Seal(secret, path, start), deadline
+
+    def bind(self, start: str) -> None:
+        """From now on values are those of this start of the job alone. On all workers at the same place."""
+        self._seal = self._seal.bound(start)
 
     def put(self, key: str, value: Any) -> None:
         """Set `key` to a JSON value."""
         try:
-            self.torch.set(key, self._signed(key, value))
+            self.torch.set(key, self._seal.close(key, value))
         except DistError as error:
             raise _gone(error) from error
 
@@ -62,13 +67,13 @@ class Store:
         try:
             while not self.torch.check([key]):
                 if time.monotonic() >= end:
-                    raise DeadlineExceeded(f"nobody has set {self._path}/{key} in the store within {seconds:g} s")
+                    raise DeadlineExceeded(f"nobody has set {self._seal.path}/{key} in the store within {seconds:g} s")
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
             raw = self.torch.get(key)
         except DistError as error:
             raise _gone(error) from error
-        return json.loads(self._verified(key, raw.decode()))
+        return self._seal.open(key, raw)
 
     def first(self, key: str, value: Any) -> Any:
         """Set `key` to a JSON value unless somebody has set it; gives what it is then. Of several workers that do so one wins.
@@ -76,9 +81,22 @@ class Store:
         Errors are those of `take`.
         """
         try:
-            return json.loads(self._verified(key, self.torch.compare_set(key, "", self._signed(key, value)).decode()))
+            return self._seal.open(key, self.torch.compare_set(key, "", self._seal.close(key, value)))
         except DistError as error:
             raise _gone(error) from error
+
+    def look(self, keys: list[str]) -> list[Any]:
+        """The values of keys that have all been set; None for each that nobody has signed. Raises `WorkerLost` when the store is gone."""
+        try:
+            return [self._opened(key, raw) for key, raw in zip(keys, self.torch.multi_get(keys), strict=True)]
+        except DistError as error:
+            raise _gone(error) from error
+
+    def _opened(self, key: str, raw: bytes) -> Any:
+        try:
+            return self._seal.open(key, raw)
+        except SecretError:
+            return None
 
     def has(self, keys: list[str]) -> bool:
         """Whether all of these have been set."""
@@ -89,30 +107,17 @@ class Store:
 
     def sub(self, prefix: str) -> Store:
         """The part of this store whose keys start with `prefix`."""
-        return Store(self._base, self._secret, path=f"{self._path}/{prefix}" if self._path else prefix, deadline=self._deadline)
+        seal = self._seal.sub(prefix)
+        return Store(self._base, seal.secret, path=seal.path, deadline=self._deadline, start=seal.start)
 
     def close(self) -> None:
         """Let go of the store; where this process serves it, it ends with its last user in this process."""
         del self.torch, self._base
 
-    def _name(self, key: str) -> bytes:
-        return f"{self._path}/{key}".encode()
 
-    def _signed(self, key: str, value: Any) -> str:
-        body = json.dumps(value)
-        return (_PLAIN if self._secret is None else _SIGNED + secrets.sign(self._secret, self._name(key), body.encode()).hex()) + body
-
-    def _verified(self, key: str, raw: str) -> str:
-        if raw[:1] == _PLAIN:
-            if self._secret is not None:
-                raise SecretError(f"{key} in the store isn't signed: a worker has no secret. Give every worker the same PACELINE_SECRET")
-            return raw[1:]
-        if self._secret is None:
-            raise SecretError(f"{key} in the store is signed, and this worker has no secret. Give every worker the same PACELINE_SECRET")
-        mac, body = raw[1 : 1 + 2 * secrets.MAC_BYTES], raw[1 + 2 * secrets.MAC_BYTES :]
-        if not secrets.verify(self._secret, bytes.fromhex(mac), self._name(key), body.encode()):
-            raise SecretError(f"{key} in the store was signed with another secret. Give every worker the same PACELINE_SECRET")
-        return body
+def over(store: TorchStore | Store) -> Store:
+    """A store of values that all see; a torch store by itself has no secret."""
+    return store if isinstance(store, Store) else Store(store)
 
 
 def memory(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
@@ -156,6 +161,9 @@ def hosts(store: Store, place: Place) -> Cluster:
 
     Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm, same user) and their
     launcher counts them as one host. Raises `DeadlineExceeded` naming the ranks that never came.
+
+    From then on the store is bound to this start of the job: each rank comes with a number that nobody has seen before, all of them are in
+    the table that rank 0 signs, and each sees its own there.
     """
     here = store.sub("hosts")
     mine = {
@@ -165,6 +173,7 @@ def hosts(store: Store, place: Place) -> Cluster:
         "address": address(place),
         "cores": cores(),
         "size": place.size,
+        "nonce": random.token_hex(16),
     }
     here.put(str(place.rank), mine)
     if place.rank == 0:
@@ -181,6 +190,7 @@ def hosts(store: Store, place: Place) -> Cluster:
         raise Mismatch(
             f"rank {place.rank} is known to rank 0 as {table['ranks'][place.rank]}, and is {mine}: two jobs use one meeting point"
         )
+    store.bind(hashlib.sha256("".join(entry["nonce"] for entry in table["ranks"]).encode()).hexdigest())
     return _cluster(table["ranks"])
 
 
@@ -359,7 +369,7 @@ def _claim(store: TorchStore, place: Place) -> TorchStore:
     """The part of the store where ranks are claimed; one that another process has claimed raises."""
     me = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
-    owner = claims.compare_set(str(place.rank), "", me).decode()
+    owner = claims.compare_set(str(place.rank), "", me).decode(errors="replace")
     if owner != me:
         raise PlaceError(
             f"another process already is rank {place.rank} at {place.meeting}: two jobs share this meeting point, "

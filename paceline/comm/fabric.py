@@ -14,25 +14,24 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError
 
+from paceline.cluster.store import Store, over
 from paceline.comm import lookout, wires
 from paceline.comm.breaker import Breaker
 from paceline.comm.lookout import Verdict
 from paceline.comm.waits import GRACE, Wait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-if TYPE_CHECKING:  # torch's stubs know these names only where they come from
-    from torch._C._distributed_c10d import PrefixStore
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
 else:
-    from torch.distributed import PrefixStore
     from torch.distributed import Store as TorchStore
 
 TICK = 0.1  # seconds that a wait may not hear signals
@@ -133,6 +132,15 @@ class _Postman:
                 ticket.ended.set()
 
 
+@contextmanager
+def _needed(size: int) -> Iterator[None]:
+    """Say what the store was needed for, where it is gone."""
+    try:
+        yield
+    except WorkerLost as error:
+        raise WorkerLost(f"the store is gone while a group of {size} ranks is made ({error})") from error
+
+
 class Fabric:
     """The connections of rank `rank` with the other ranks of one group, made over a store; collective.
 
@@ -141,7 +149,7 @@ class Fabric:
     """
 
     def __init__(
-        self, store: TorchStore, rank: int, names: Sequence[int], *, address: str, deadline: float, breaker: Breaker | None = None
+        self, store: TorchStore | Store, rank: int, names: Sequence[int], *, address: str, deadline: float, breaker: Breaker | None = None
     ) -> None:
         size = len(names)
         self.breaker = Breaker() if breaker is None else breaker
@@ -159,18 +167,17 @@ class Fabric:
         if size == 1:
             return
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
-        self._wires = wires.Wires(address, 2)
-        try:
-            self._lookout = lookout.Lookout(PrefixStore("lookout", store), rank, size)
-            self._wires.announce(store, rank, size, deadline)
-            self.breaker.add(self.interrupt)
-            self.data, self.control = (
-                wires.connect(device, PrefixStore(name, store), rank, size, deadline)
-                for name, device in zip(("data", "control"), self._wires.devices, strict=True)
-            )
-            self._wires.trace(store, deadline)
-        except DistError as error:
-            raise WorkerLost(f"the store is gone while a group of {size} ranks is made: {str(error).splitlines()[0]}") from error
+        self._wires, sealed = wires.Wires(address, 2), over(store)
+        with _needed(size):
+            self._lookout = lookout.Lookout(sealed.sub("lookout"), rank, size)
+            self._wires.announce(sealed, rank, size, deadline)
+        self.breaker.add(self.interrupt)
+        self.data, self.control = (
+            wires.connect(device, sealed.sub(name).torch, rank, size, deadline)
+            for name, device in zip(("data", "control"), self._wires.devices, strict=True)
+        )
+        with _needed(size):
+            self._wires.trace(sealed, deadline)
 
     # ---- operations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed import DistError
-
+from paceline.cluster.store import Store, over
 from paceline.comm.waits import Wait, apart
+from paceline.errors import SecretError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
@@ -32,15 +31,15 @@ class Lookout:
     Nothing is posted, and no thread runs, before the first `enter`.
     """
 
-    def __init__(self, store: TorchStore, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: TorchStore | Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = over(store), rank, size
         self._changed = threading.Condition()
         self._wait: Wait | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self.others: dict[int, Wait] = {}
         self.stuck: dict[int, Wait] = {}
-        store.set(f"wait/{rank}", "")
+        self._store.put(f"wait/{rank}", None)
 
     def enter(self, wait: Wait) -> None:
         """This rank waits here now."""
@@ -66,10 +65,10 @@ class Lookout:
 
         def ask() -> None:
             try:
-                kind, text, ranks = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
-            except DistError:
-                return  # the store is gone, too
-            answers.append(Verdict(kind, text, tuple(ranks)))
+                kind, text, ranks = self._store.first("verdict", mine)
+                answers.append(Verdict(str(kind), str(text), tuple(map(int, ranks))))
+            except (WorkerLost, SecretError, ValueError, TypeError):
+                return  # the store is gone, too, or somebody writes to it who is none of us
 
         thread = threading.Thread(target=ask, name="paceline verdict", daemon=True)
         thread.start()
@@ -90,10 +89,10 @@ class Lookout:
                 wait = self._wait
             try:
                 if wait != posted:
-                    self._store.set(f"wait/{self._rank}", json.dumps(wait) if wait is not None else "")
+                    self._store.put(f"wait/{self._rank}", wait)
                     posted, suspects = wait, {}
                 found = self._look(wait) if wait is not None else {}
-            except DistError:
+            except WorkerLost:
                 return  # without a store nothing can be told
             with self._changed:
                 if wait is not None and wait == self._wait:
@@ -104,10 +103,17 @@ class Lookout:
                     self._changed.wait(PERIOD if posted is not None else None)
 
     def _look(self, mine: Wait) -> dict[int, Wait]:
-        keys = [f"wait/{rank}" for rank in range(self._size) if rank != self._rank]
-        texts = self._store.multi_get(keys)
         ranks = [rank for rank in range(self._size) if rank != self._rank]
-        waits = {rank: Wait(*json.loads(text)) for rank, text in zip(ranks, texts, strict=True) if text}
+        found = self._store.look([f"wait/{rank}" for rank in ranks])
+        waits = {rank: wait for rank, told in zip(ranks, found, strict=True) if (wait := _wait(told)) is not None}
         with self._changed:
             self.others = waits
         return apart({**waits, self._rank: mine})
+
+
+def _wait(told: Any) -> Wait | None:
+    """What another rank has told; None if it waits for nothing, or if that is no wait."""
+    try:
+        return None if told is None else Wait(*told)
+    except TypeError:
+        return None

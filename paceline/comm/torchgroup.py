@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from paceline.cluster.store import Store, over
 from paceline.comm import collectives, fingerprint, reduction, schedule
 from paceline.comm.breaker import Breaker
 from paceline.comm.fabric import MESSAGES, Collective, Fabric, Launched, Queued
@@ -33,11 +34,9 @@ from paceline.comm.meter import Meter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
-if TYPE_CHECKING:  # torch's stubs know these names only where they come from
-    from torch._C._distributed_c10d import PrefixStore
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
 else:
-    from torch.distributed import PrefixStore
     from torch.distributed import Store as TorchStore
 
 SMALL = 16 << 10  # bytes, of all ranks together, that everyone sends to everyone
@@ -49,7 +48,7 @@ BACKENDS = ("gloo", "nccl")
 class TorchGroup:
     """A `Group` of processes connected by Gloo, and by NCCL as well if `backend` is "nccl"; made by `from_store`."""
 
-    def __init__(self, fabric: Fabric, store: TorchStore, *, backend: str, meter: Meter, view: int = 0) -> None:
+    def __init__(self, fabric: Fabric, store: Store, *, backend: str, meter: Meter, view: int = 0) -> None:
         self.rank, self.size, self.view = fabric.rank, fabric.size, view
         self.backend = backend
         self._fabric, self._store, self._meter = fabric, store, meter
@@ -62,7 +61,7 @@ class TorchGroup:
     @classmethod
     def from_store(
         cls,
-        store: TorchStore,
+        store: TorchStore | Store,
         rank: int,
         size: int,
         *,
@@ -74,7 +73,7 @@ class TorchGroup:
         view: int = 0,
         breaker: Breaker | None = None,
     ) -> TorchGroup:
-        """Meet over a torch store, under a prefix that no other group uses; collective.
+        """Meet over a store, under a prefix that no other group uses; collective. What is told over a torch store by itself isn't signed.
 
         `address`: the local address that the others reach (None: loopback, all ranks on one machine). `deadline`: seconds that a wait
         may take. `hosts`: the host of each rank, for the traffic counted. `ranks`: what the
@@ -88,7 +87,7 @@ class TorchGroup:
             raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
         address = address or "127.0.0.1"
         fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
-        group = cls(fabric, store, backend=backend, meter=Meter(rank, size, hosts), view=view)
+        group = cls(fabric, over(store), backend=backend, meter=Meter(rank, size, hosts), view=view)
         group._address = address
         return group
 
@@ -278,9 +277,8 @@ class TorchGroup:
         self._subs += 1
         if self.rank not in ranks:
             return None
-        store = PrefixStore(f"sub{self._subs}", self._store)
         return TorchGroup.from_store(
-            store,
+            self._store.sub(f"sub{self._subs}"),
             list(ranks).index(self.rank),
             len(ranks),
             backend=self.backend,
@@ -318,14 +316,14 @@ class TorchGroup:
         return ended
 
 
-def _nccl(store: TorchStore, fabric: Fabric) -> Any:
+def _nccl(store: Store, fabric: Fabric) -> Any:
     """NCCL beside the fabric, for tensors on the current CUDA device."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         raise UsageError("backend='nccl' needs a CUDA device and a torch built with NCCL; use backend='gloo' on this machine")
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=fabric.deadline)
-    return nccl(PrefixStore("nccl", store), fabric.rank, fabric.size, options)
+    return nccl(store.sub("nccl").torch, fabric.rank, fabric.size, options)
 
 
 def _staged(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:

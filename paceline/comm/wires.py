@@ -9,7 +9,6 @@ ports tell its connections from all others in this process:
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed  # noqa: F401  makes the names below known
 
+from paceline.cluster.store import Store, over
 from paceline.errors import DeadlineExceeded, PlaceError, ResourceError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
@@ -47,34 +47,34 @@ class Wires:
         self._ranks: dict[tuple[str, int], int] = {}  # whose listener or local port it is
         self._expected: Counter[int] = Counter()
 
-    def announce(self, store: TorchStore, rank: int, size: int, deadline: float) -> None:
+    def announce(self, store: TorchStore | Store, rank: int, size: int, deadline: float) -> None:
         """Tell all ranks where this one listens, once each of them is there; raises `DeadlineExceeded` naming who never came."""
         self._rank, self._size = rank, size
-        for peer, ports in enumerate(self._everyones(store, "listen", [self.address, self._ports], deadline)):
+        for peer, ports in enumerate(self._everyones(over(store), "listen", [self.address, self._ports], deadline)):
             address, numbers = ports
             self._ranks.update({(address, number): peer for number in numbers})
 
-    def trace(self, store: TorchStore, deadline: float) -> None:
+    def trace(self, store: TorchStore | Store, deadline: float) -> None:
         """Learn whom each connection leads to, once all have been made."""
         mine = [local for local, remote, _ in self._open() if local[1] not in self._ports]
-        for peer, ends in enumerate(self._everyones(store, "ends", mine, deadline)):
+        for peer, ends in enumerate(self._everyones(over(store), "ends", mine, deadline)):
             self._ranks.update({(address, port): peer for address, port in ends})
         self._expected = Counter(self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks)
 
-    def _everyones(self, store: TorchStore, key: str, mine: Any, deadline: float) -> list[Any]:
+    def _everyones(self, store: Store, key: str, mine: Any, deadline: float) -> list[Any]:
         """What each rank has put under `key`; the wait hears signals, and names who doesn't come."""
-        store.set(f"{key}/{self._rank}", json.dumps(mine))
+        store.put(f"{key}/{self._rank}", mine)
         end = time.monotonic() + deadline
         for peer in range(self._size):
             nap = _SHORTEST_NAP
-            while not store.check([f"{key}/{peer}"]):
+            while not store.has([f"{key}/{peer}"]):
                 if time.monotonic() >= end:
-                    missing = tuple(r for r in range(self._size) if not store.check([f"{key}/{r}"]))
+                    missing = tuple(r for r in range(self._size) if not store.has([f"{key}/{r}"]))
                     text = f"a group of {self._size} ranks was to be made, and ranks {list(missing)} have not come within {deadline:g} s"
                     raise DeadlineExceeded(f"{text}: look at their output", missing)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
-        return [json.loads(store.get(f"{key}/{peer}")) for peer in range(self._size)]
+        return [store.take(f"{key}/{peer}") for peer in range(self._size)]
 
     def severed(self) -> tuple[int, ...]:
         """The ranks that a connection to has ended."""

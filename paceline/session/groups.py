@@ -152,7 +152,7 @@ def within_host(group: Group, cluster: Cluster) -> Group:
 def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchGroup:
     """All workers over torch.distributed; collective, `name` once."""
     group = TorchGroup.from_store(
-        around.store.sub(name).torch,
+        around.store.sub(name),
         around.place.rank,
         around.place.size,
         backend=backend,

@@ -421,7 +421,7 @@ class Survival:
             raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
         mine = wires.leading(first.address, first.port) - before
         breaker.add(lambda error: wires.sever(mine))
-        return Store(client, place.secret, path="paceline", deadline=self._around.deadline)
+        return Store(client, place.secret, path="paceline", deadline=self._around.deadline, start=roster.mark)
 
     def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], breaker: Breaker) -> Surroundings:
         """Where I stand among the members."""
