@@ -18,7 +18,7 @@ from paceline.comm.group import Finished, Op, Work
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
-from paceline.session import metrics, using
+from paceline.session import metrics, origin, using
 from paceline.session import prepare as preparing
 from paceline.session.groups import Subgroups
 from paceline.session.moving import mover
@@ -181,6 +181,7 @@ class Cast:
             using.announce([model for _, model in self.models], sync.arriving, turns)
         for _, model in self.models:
             preparing.follow(model, turns)
+            origin.remember(model, turns)
             if accumulate:
                 preparing.bind_zero_grad(model, turns)
 

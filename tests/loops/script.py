@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from tests.loops import data, evaluating, gradients, models, optimizers, several
+from tests.loops import data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, flat
 
-assert data and evaluating and gradients and models and optimizers and several
+assert data and evaluating and further and gradients and models and optimizers and several
 
 
 def main() -> None:  # without tests.brisk, as some of them are compiled

@@ -17,11 +17,11 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd import LocalSGD
 from paceline.sync.parameterserver import ParameterServer
-from tests.loops import collection, data, evaluating, gradients, models, optimizers, several
+from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, Loop, Plain, differences, flat
 from tests.runs import workers
 
-assert data and evaluating and gradients and models and optimizers and several  # they fill LOOPS
+assert data and evaluating and further and gradients and models and optimizers and several  # they fill LOOPS
 SIZES = (1, 2, 3)
 Taken = Callable[[Any], list[tuple[str, Any]]]
 APART = [
