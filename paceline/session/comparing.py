@@ -33,6 +33,7 @@ from paceline.wording import choices
 Differing = Literal["stop", "heal"]
 DIFFERING: Final[tuple[Differing, ...]] = ("stop", "heal")
 USUAL: Final = 100  # steps between two comparisons, where nothing else is said
+EARLY: Final = (1, 10)  # steps after which it is seen whether buffers have become each worker's own
 SHOWN: Final = 3  # tensors that a message lists, of each rank
 ALIGNED: Final = 16  # bytes: each tensor in a message begins at a multiple
 
@@ -125,6 +126,7 @@ class Comparing:
         self.conclude: Callable[[], None] = lambda: None
         self._done: int | None = None  # comparisons that lie behind
         self._start = 0  # steps before the first; where nothing else was asked for they are compared one step later, too
+        self._said = False  # that buffers are each worker's own
 
     def begin(self, steps: int) -> None:
         """Training begins, or goes on, after so many steps."""
@@ -152,6 +154,8 @@ class Comparing:
 
         Raises `ReplicasDiffer`, on all workers, if they are not what they ought to be and aren't healed.
         """
+        if self._every is not None and steps in EARLY and self._mirrored.watches and self._scene.group.size > 1:
+            self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
         more = self._sync.mirrored()
@@ -159,6 +163,20 @@ class Comparing:
             self._done = self._due(steps)
             if self._scene.group.size > 1:
                 self._compare(steps, more)
+
+    def _see_buffers(self) -> None:
+        """Say once which buffers workers make of the samples that each of them sees."""
+        bodies = self._scene.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
+        first, *others = map(msgpack.unpackb, bodies)
+        names = [name for name in first if any(other.get(name) != first[name] for other in others)]
+        if names and not self._said:
+            self._said = True
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._scene.say(
+                f"the buffer {names[0]}{more} differs between workers: its module makes it of the samples that it sees, which are one "
+                "worker's share. Each worker goes on with its own, in evaluation too, and checkpoints have the first one's; have the "
+                "module use run.gather(x) or run.mean(x), if it should be made of all samples"
+            )
 
     def _compare(self, steps: int, more: Mapping[str, Tensor]) -> None:
         agreement = self._scene.agreement

@@ -85,6 +85,20 @@ class Mirrored:
         for (name, buffer), number in zip(fresh.items(), checksums(list(fresh.values())), strict=True):
             self._known[name] = _Known(weakref.ref(buffer), _version(buffer), number)
 
+    def own(self) -> dict[str, int]:
+        """What those buffers come to that were changed since training began."""
+        found = {name: buffer for name, buffer in self._buffers(synchronous=False) if self._changed(name, buffer)}
+        return dict(zip(found, checksums(list(found.values())), strict=True))
+
+    def _changed(self, name: str, buffer: Tensor) -> bool:
+        known = self._known.get(name)
+        return known is None or known.state(buffer, known.number) == CHANGED
+
+    @property
+    def watches(self) -> bool:
+        """Whether there are buffers that may be each worker's own; the same on all."""
+        return bool(self._known)
+
     def look(self, more: Mapping[str, Tensor]) -> Look:
         """All of it as it is now; `more` are the strategy's own."""
         parts: dict[str, Part] = {}

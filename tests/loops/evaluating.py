@@ -355,14 +355,14 @@ def phases_as_in_the_tutorial(run: Any) -> Any:
     return model, found
 
 
-@loop(pending="nothing prepared", counted=False, said="prepare")
+@loop(counted=False, said="prepare")
 def nothing_prepared(run: Any) -> Any:
     model = net()
     train(run, model, sgd(model), batches())
     return model
 
 
-@loop(pending="no loader prepared", counted=False, said="loader")
+@loop(counted=False, said="loader")
 def no_loader_prepared(run: Any) -> Any:
     """Every worker has the whole of each batch: right, and no quicker."""
     model = net()

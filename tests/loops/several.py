@@ -17,7 +17,7 @@ def flat_grads(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
 
-@loop(pending="kept gradients")
+@loop
 def pcgrad(run: Any) -> Any:
     """Gradients of two tasks, each without what contradicts the other."""
     model, optimizer, data = parts(run)
@@ -36,7 +36,7 @@ def pcgrad(run: Any) -> Any:
     return model
 
 
-@loop(pending="kept gradients")
+@loop
 def cosines_between_steps(run: Any) -> Any:
     model, optimizer, data = parts(run)
     before, cosines = None, []
@@ -52,7 +52,7 @@ def cosines_between_steps(run: Any) -> Any:
     return model, cosines
 
 
-@loop(pending="kept gradients")
+@loop
 def views_of_gradients_kept(run: Any) -> Any:
     model, optimizer, data = parts(run)
     rows = []
@@ -189,7 +189,7 @@ def gradients_replaced_by_their_signs(run: Any) -> Any:
     return model
 
 
-@loop(pending="kept gradients")
+@loop
 def gradients_through_data(run: Any) -> Any:
     model, optimizer, data = parts(run)
     for _ in run.epochs(2):
@@ -332,7 +332,7 @@ def lookahead(run: Any) -> Any:
     return model
 
 
-@loop(pending="kept gradients")
+@loop
 def svrg(run: Any) -> Any:
     """Variance reduced by a snapshot's gradients, of the whole data and of each batch."""
     model, optimizer, data = parts(run)
