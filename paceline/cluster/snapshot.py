@@ -90,9 +90,11 @@ def loads(data: bytes) -> Snapshot:
     try:
         (length,) = struct.unpack_from("<Q", data)
         head = json.loads(data[8 : 8 + length])
-        return Snapshot(head["version"], head["tree"], lift(safetensors.torch.load(data[8 + length :]), head["notes"]))
-    except (struct.error, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        found = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load(data[8 + length :]), head["notes"]))
+        found.check()
+    except (struct.error, *UNREADABLE, safetensors.SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"{len(data)} bytes are no snapshot ({error}); give what Snapshot.dumps gave") from error
+    return found
 
 
 def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:

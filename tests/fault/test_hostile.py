@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.snapshot import Snapshot, pack
+from paceline.cluster.snapshot import Snapshot, loads, pack
 from paceline.cluster.versioned import Versioned
 from paceline.errors import CheckpointError
 from paceline.fault import checkpoint, disk
@@ -343,9 +344,29 @@ def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -
         for snapshot in found.own.values():
             snapshot.unpack()
         used += found.step == 2
-        for name in {file, "manifest.json"}:
-            (path / name).write_bytes(clean[name])
         if found.step == 1 and newest(tmp_path)[0] == path:  # or it is said to be the older one
             known = (*clean, "its folder has been renamed", "of a newer paceline")
             assert len(said) == 1 and said[0].startswith("step-00000002: ") and any(word in said[0] for word in known), (number, said)
+        for name in {file, "manifest.json"}:
+            (path / name).write_bytes(clean[name])
     assert count / 20 < used < count * 19 / 20, "some changes mean something else that can be read"
+
+
+def test_any_bytes_that_come_are_a_snapshot_or_refused() -> None:
+    """As servers and newcomers are sent them."""
+    data, draw, read = whole().dumps(), random.Random(5), 0
+    length = int.from_bytes(data[:8], "little")
+    for _ in range(1500):
+        hurt_ones = bytearray(data)
+        if draw.random() < 0.5:
+            head = json.loads(data[8 : 8 + length])
+            mutate(head, draw)
+            text = json.dumps(head).encode()
+            hurt_ones = bytearray(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        else:
+            for _ in range(draw.randint(1, 3)):
+                hurt_ones[draw.randrange(len(data))] = draw.randrange(256)
+        with contextlib.suppress(CheckpointError):
+            loads(bytes(hurt_ones)).unpack()
+            read += 1
+    assert 50 < read < 1450

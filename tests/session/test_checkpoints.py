@@ -51,6 +51,23 @@ def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path
     assert checkpoint.load(folder, say=print).own.keys() == {0, 1}
 
 
+REFUSED = """
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run)
+    for x, y in loader:
+        step(run, model, optimizer, x, y)
+    if run.is_first:
+        (run.folder.path / "summary.json").mkdir()
+"""
+
+
+@pytest.mark.slow
+def test_a_summary_that_can_not_be_written_is_no_loss_to_go_on_after(job: Jobs, tmp_path: Path) -> None:
+    ended = job.run(REFUSED, 2, "--min-workers", "1", "--restarts", "1").end(90)
+    assert ended.code == 1, ended
+    assert "summary.json could not be written (Is a directory); free some space" in ended.said
+
+
 KILLED = """
 class Step:
     def __init__(self):
