@@ -244,11 +244,16 @@ def clean_lab() -> None:
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/NAME.")]) -> None:
+def report(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run: its folder, or its name in runs; default: the newest.")
+    ] = None,
+) -> None:
     """Say where the time of a run went, and what to do about it."""
+    from paceline.observe.choosing import choose
     from paceline.observe.report import report as describe
 
-    typer.echo(describe(folder))
+    typer.echo(describe(choose(folder)))
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def test_mistakes_end_with_2_and_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "words", [["run"], ["run", "--workers", "two", "train.py"], ["run", "--wrong", "train.py"], ["nonsense"], ["report"]]
+    "words", [["run"], ["run", "--workers", "two", "train.py"], ["run", "--wrong", "train.py"], ["nonsense"], ["report", "a", "b"]]
 )
 def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str]) -> None:
     assert call(monkeypatch, *words) == 2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
@@ -17,11 +20,12 @@ from paceline.data.loader import ShareLoader
 from paceline.session import timeline
 from paceline.session.cast import Cast
 from paceline.session.folder import Folder, Summary, Totals
+from paceline.session.line import spoken
 from paceline.session.log import Log
 from paceline.sync.base import Scene, Strategy
 from paceline.sync.paying import judge
 from paceline.trace import Served, Span
-from paceline.wording import spell
+from paceline.wording import counted, spell
 
 
 class Outcome(NamedTuple):
@@ -97,7 +101,16 @@ def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None
     if any(found.spans.values()):
         events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
         timeline.write(folder.trace, events, offsets=found.ahead)
+    if totals.steps and not (folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())):  # goes with who asked for it
+        scene.say(told(folder.path, totals))
     return b""
+
+
+def told(path: Path, totals: Totals) -> str:
+    """A run in a line: where its folder is, what came of it, and how to learn more."""
+    loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
+    took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
+    return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:

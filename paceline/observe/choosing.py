@@ -1,0 +1,22 @@
+"""Which run is meant: the newest, or one by its name or by its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+RUNS = Path("runs")  # where runs are where nobody says another place
+
+
+def choose(asked: Path | None, root: Path = RUNS) -> Path:
+    """The folder of the run that is asked for (None: the newest in `root`); a name alone is looked for here, then in `root`.
+
+    Raises UsageError where there is none to take; a folder that is asked for need not be there.
+    """
+    if asked is not None:
+        return asked if asked.exists() or len(asked.parts) > 1 or not root.is_dir() else root / asked
+    runs = sorted((path.stat().st_mtime_ns, path.parent) for path in root.glob("*/metrics.jsonl"))
+    if not runs:
+        raise UsageError(f"there are no runs in {root.absolute()}: say which folder you mean, paceline report FOLDER")
+    return runs[-1][1]
