@@ -22,6 +22,8 @@ import errno
 import hashlib
 import itertools
 import json
+import math
+import os
 import re
 import shutil
 import tempfile
@@ -230,7 +232,7 @@ def free(folder: Path, step: int) -> Path:
     """A name for the checkpoint of `step` that nothing has: to replace one could lose it, if the process were killed in between."""
     name = f"step-{step:08d}"
     numbers = itertools.count(2)
-    while (folder / name).exists():
+    while os.path.lexists(folder / name):  # a link to nowhere is in the way, too
         name = f"step-{step:08d}.{next(numbers)}"
     return folder / name
 
@@ -268,12 +270,19 @@ def _sweep(folder: Path) -> None:
 def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
     kept = [path.name for path in newest(folder)]
     there = f"{', '.join(kept)} in {folder} {'is' if len(kept) == 1 else 'are'} untouched" if kept else f"there is none in {folder} yet"
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    free = _room(folder)
     if free < nbytes + _MARGIN or error.errno in _FULL:
         why = f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         return CheckpointError(f"step {step} was not saved, {why}. Free some space or keep fewer checkpoints; {there}")
     return CheckpointError(f"step {step} was not saved: {error}. Check that {folder} can be written; {there}")
+
+
+def _room(folder: Path) -> float:
+    """Bytes that are free on its disk; no limit where that can't be told."""
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(place).free
+    return math.inf
 
 
 # Reading ----------------------------------------------------------------------------------------------------------------------

@@ -166,6 +166,21 @@ def test_what_is_left_of_a_save_may_be_anything(tmp_path: Path) -> None:
     assert not list((tmp_path / "c").glob(".saving*")) and (tmp_path / "elsewhere" / "kept").exists()
 
 
+def test_a_link_to_nowhere_in_the_place_of_the_next_one(tmp_path: Path) -> None:
+    two(tmp_path)
+    (tmp_path / "step-00000003").symlink_to("nowhere")
+    assert save(tmp_path, whole(3.0), 3).name == "step-00000003.2"
+    assert load(tmp_path, say=print).step == 3
+
+
+def test_checkpoints_that_are_a_link_to_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "c").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*File exists.*Check that .*c can be written; there is none in"):
+        save(tmp_path / "c", whole(), 1)
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        load(tmp_path / "c", say=print)
+
+
 # What stands in the files -----------------------------------------------------------------------------------------------------------
 
 
