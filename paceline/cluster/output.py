@@ -15,6 +15,9 @@ _WRITE_BYTES = 4096  # what a pipe that is ready takes without blocking (PIPE_BU
 _HELD_BYTES = 1 << 16  # a line longer than this is passed on in parts
 _FULL_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
+_COMPLAINT = b"TCPStoreLibUvBackend.cpp:"  # where torch's store reads what clients send
+_STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
+_NOT_SHOWN = b" (somebody sends to torch's store what no worker does: that ends its connection; more of the kind is not shown)"
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
 
 
@@ -94,6 +97,23 @@ class Screen:
             self._size += len(data)
 
 
+class _Hush:
+    """Leaves out what torch says, with a stack each time, of what strangers send to its store; but for the first line of the first."""
+
+    def __init__(self) -> None:
+        self._said = False
+        self._lines = 0  # of such a stack that may still come
+
+    def __call__(self, piece: bytes) -> bytes:
+        if _COMPLAINT in piece:
+            first, self._said, self._lines = not self._said, True, _STACK_LINES
+            return piece.rstrip() + _NOT_SHOWN + b"\n" if first else b""
+        if self._lines and (piece == b"\n" or piece.startswith(_STACK)):
+            self._lines = 0 if piece == b"\n" else self._lines - 1
+            return b""
+        return piece
+
+
 class Stream:
     """One output of one worker on its way to a screen; `tail` keeps its last bytes."""
 
@@ -104,6 +124,7 @@ class Stream:
         self._since = 0.0
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
+        self._hush = _Hush()
 
     def read(self) -> bool:
         """Take what is there (the descriptor doesn't block); False when there was nothing."""
@@ -114,11 +135,12 @@ class Stream:
         if not data:
             self.close()
             return False
-        self._remember(data)
         data = self._held + data
         end = 0
         for match in _PIECES.finditer(data):
-            self.screen.put(self.rank, match[0])
+            if piece := self._hush(match[0]):
+                self._remember(piece)
+                self.screen.put(self.rank, piece)
             end = match.end()
         self._held = data[end:]
         self._since = time.monotonic()
@@ -133,6 +155,7 @@ class Stream:
 
     def show(self) -> None:
         if self._held:
+            self._remember(self._held)
             self.screen.put(self.rank, self._held)
             self._held = b""
 
@@ -150,7 +173,7 @@ class Stream:
 
     def tail(self) -> str:
         """The last that was written."""
-        return b"".join(self._tail).decode(errors="replace")
+        return b"".join((*self._tail, self._held)).decode(errors="replace")
 
     def _remember(self, data: bytes) -> None:
         self._tail.append(data)
