@@ -34,6 +34,7 @@ from paceline.session.leaving import Leaving
 from paceline.session.line import Line
 from paceline.session.log import Log
 from paceline.session.optimizers import Watch
+from paceline.session.plan import Plan
 from paceline.session.saving import Order, Saving
 from paceline.session.state import Progress
 from paceline.session.step import Turns
@@ -101,8 +102,9 @@ class Run:
 
     def open(self, folder: Folder, log: Log, total_steps: int | None = None) -> None:
         """Take up the run's folder and log."""
-        self.folder, self._log, self._total_steps = folder, log, total_steps
-        log.total_steps, log.note = total_steps, self._lost
+        self.folder, self._log, log.note = folder, log, self._lost
+        self._plan = Plan(total_steps, lambda steps: setattr(log, "total_steps", steps))
+        self._turns.leads = self._plan.led
         self._handing.open(log)
         self._lacking.begin()
         self._watch.begin()
@@ -242,7 +244,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
         self._begin()
-        self._plan(count)
+        self._plan.begin(count, self._cast.loaders)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
@@ -255,13 +257,6 @@ class Run:
             self._turns.end_broken()
             self._progress.end()
             self._lacking.ended()
-
-    def _plan(self, epochs: int) -> None:
-        """How many steps there will be, for the time left: where the lengths of the training loaders tell."""
-        if self._total_steps is None:
-            training = [loader for loader in self._cast.loaders if loader.terms.train is not False]
-            length = training[0].length if len(training) == 1 else None
-            self._log.total_steps = None if length is None else length * epochs
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""

@@ -74,6 +74,7 @@ class Turns:
         self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
+        self.leads: Callable[[ShareLoader], None] = lambda loader: None  # told at each step whose turn it is
         self.apart = False  # workers are not in lockstep
         self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
@@ -147,6 +148,7 @@ class Turns:
         if turn.train:
             if self._leader is None:
                 self._leader = course
+                self.leads(loader)
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 course.outer = self.backward.passes, self.backward.silenced

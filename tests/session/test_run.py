@@ -357,6 +357,57 @@ def test_time_left_where_lengths_are_not_known() -> None:
     assert alone(lambda run: [run.prepare(batches()), next(iter(run.epochs(3))), run._log.total_steps][-1]) == 15
 
 
+def test_time_left_with_a_loader_for_validation() -> None:
+    """Neither was told what it is for: the one that trains is known from its first step on, the other never counts."""
+
+    def body(run: Run, before: bool) -> list[int | None]:
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, opt, train, validation = run.prepare(model, opt, batches(), DataLoader(Numbered(9), batch_size=3))
+        seen = []
+
+        def validate() -> None:
+            with torch.no_grad():
+                for x, _ in validation:
+                    model(x)
+            seen.append(run._log.total_steps)
+
+        for _ in run.epochs(3):
+            if before:
+                validate()
+            for x, _ in train:
+                seen.append(run._log.total_steps)
+                model(x).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            validate()
+        return seen
+
+    assert alone(lambda run: body(run, before=False)) == [15] * 18
+    assert alone(lambda run: body(run, before=True)) == [None] + [15] * 20
+    assert workers(2, lambda run: body(run, before=False)) == [[15] * 18] * 2
+
+
+def test_time_left_with_two_loaders_that_train() -> None:
+    """One after the other their turns are steps; side by side those of the first alone are."""
+
+    def body(run: Run, beside: bool) -> list[int | None]:
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, opt, one, other = run.prepare(model, opt, batches(), DataLoader(Numbered(20), batch_size=4))
+        seen = []
+        for _ in run.epochs(2):
+            for x in (pair[0][0] for pair in zip(one, other, strict=True)) if beside else (x for loader in (one, other) for x, _ in loader):
+                model(x).sum().backward()
+                opt.step()
+                opt.zero_grad()
+            seen.append((run._log.total_steps, run.steps))
+        return seen
+
+    assert alone(lambda run: body(run, beside=True)) == [(10, 5), (10, 10)]
+    assert alone(lambda run: body(run, beside=False)) == [(20, 10), (20, 20)]
+
+
 # ---- save and resume
 
 

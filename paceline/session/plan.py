@@ -1,0 +1,38 @@
+"""How many steps a run will take, as far as that is known: for the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.data.loader import ShareLoader
+
+
+class Plan:
+    """Tells the number of steps in all (None: not known). `given`: what the script says, which is left as it is.
+
+    Else it is that of the epochs times the lengths of the loaders whose turns are steps. The only one that may train is known from the
+    start; of several (one for training and one for validation, or two that take turns) each is known from its first step on.
+    """
+
+    def __init__(self, given: int | None, tell: Callable[[int | None], None]) -> None:
+        self._given, self._tell = given, tell
+        self._epochs = 0
+        self._leading: list[ShareLoader] = []
+        tell(given)
+
+    def begin(self, epochs: int, loaders: Sequence[ShareLoader]) -> None:
+        """So many epochs are to be trained with some of these."""
+        self._epochs, self._leading = epochs, []
+        possible = [loader for loader in loaders if loader.terms.train is not False]
+        if len(possible) == 1:
+            self.led(possible[0])
+        elif self._given is None:
+            self._tell(None)
+
+    def led(self, loader: ShareLoader) -> None:
+        """A turn of this loader is a step. To be called at each of them."""
+        if loader in self._leading or self._given is not None or not self._epochs:
+            return
+        self._leading.append(loader)
+        lengths = [length for each in self._leading if (length := each.length) is not None]
+        self._tell(self._epochs * sum(lengths) if len(lengths) == len(self._leading) else None)
