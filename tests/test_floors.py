@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
-    {"errors", "trace", "wording"},
+    {"caller", "errors", "trace", "wording"},
     {"cluster"},
     {"comm"},
     {"codec"},

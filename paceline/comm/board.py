@@ -17,6 +17,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline import caller
 from paceline.comm.breaker import Breaker
 from paceline.comm.fingerprint import OWN, Call, compare, digest
 from paceline.comm.memory import Segment, share
@@ -171,13 +172,14 @@ class Board:
         self.post()
         yield self.posted
         if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
-            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place]))
+            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place, caller.place()[-200:]]))
             self.post()
             yield self.posted
             told = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
-            places = [place for _, _, place in told]
+            places = [place for _, _, place, _ in told]
             meets = all(places) and len({*places, OWN}) <= 2
-            compare([(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place in told], self.names)
+            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in told]
+            compare(calls, self.names, [line for *_, line in told])
             return places
         if meta is None:
             return []
@@ -222,12 +224,13 @@ class Board:
         try:
             answers, marks = self._swap(payload, mark, call, number)
             if call.flaw or any(other != mark for other in marks):
-                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400]]), 0, call, number)
+                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], caller.place()[-200:]]), 0, call, number)
         except BaseException as error:
             self.watch.end(error)  # whatever ended this wait: this lane is out of step now
             raise
         if call.flaw or any(other != mark for other in marks):
-            compare([tuple(msgpack.unpackb(text)) for text in texts], self.names)
+            sides = [msgpack.unpackb(text) for text in texts]
+            compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
         return answers
 
     def _swap(self, payload: bytes, mark: int, call: Call, number: int) -> tuple[list[bytes], list[int]]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline import caller
 from paceline.cluster.store import Store, over
 from paceline.comm import lookout, wires
 from paceline.comm.breaker import Breaker
@@ -247,13 +248,14 @@ class Fabric:
         start = time.monotonic()
         limit = start + (self.deadline if timeout is None else timeout)
         grace = start + min(GRACE, self.deadline / 4)
-        watched = False
+        watched, place = False, ""
         try:
             while not self._ended(awaited, max(0.0, min(TICK, limit - time.monotonic())), wait[2]):
                 now = time.monotonic()
                 if now >= grace:
+                    place = place if watched else caller.place()
                     watched = True
-                    self._lookout.enter(Wait(*wait, dict(self.made)))
+                    self._lookout.enter(Wait(wait[0], wait[1], wait[2] + place, dict(self.made)))
                     self._look(wait[2])
                 if now >= limit:
                     raise self._late(wait, now - start)

@@ -55,11 +55,14 @@ def sides(texts: Sequence[str], names: Sequence[int] | None = None) -> str:
     return "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
 
 
-def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None) -> None:
-    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order; nothing if they agree."""
+def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> None:
+    """Raise what all ranks have to raise about their calls, given as (text, flaw) in rank order; nothing if they agree.
+
+    `lines`: where in its script each rank is (`caller.place`), if that is known.
+    """
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
-        where = sides(texts, names)
+        where = sides([text + line for text, line in zip(texts, lines or [""] * len(texts), strict=True)], names)
         raise Mismatch(f"workers have come apart: {where}. Every worker has to make the same collective calls in the same order")
     flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
     if flaws:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
+from paceline import caller
 from paceline.comm.group import Group
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
 
@@ -215,7 +216,7 @@ class Agreement:
             raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
-            raise Mismatch(self._describe(heads))
+            raise Mismatch(self._describe(heads, self._places()))
         if any(head[4] != taken for head in heads) and (text := self._unequal(heads)):
             raise Mismatch(f"replicas part: {text}. {SKIPPED}")
         self._seen = [(head[0], head[1]) for head in heads]
@@ -284,10 +285,18 @@ class Agreement:
     def _named(self, rank: int) -> str:
         return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
 
-    def _describe(self, heads: list[Any]) -> str:
+    def _places(self) -> list[str]:
+        """Where in its script each rank is: all of them know that they have come apart, and ask."""
+        mine = caller.place()
+        try:
+            return [answer.decode() for answer in self.group.agree(mine.encode())]
+        except PacelineError:
+            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # somebody has gone meanwhile
+
+    def _describe(self, heads: list[Any], lines: list[str]) -> str:
         places: dict[str, list[str]] = {}
         for rank, (what, step, where, *_) in enumerate(heads):
-            text = f"{what}{f' ({where})' if where else ''} of step {step}"
+            text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
             host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
             places.setdefault(text, []).append(f"{rank}{host}")
         sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())

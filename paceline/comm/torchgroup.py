@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from paceline import caller
 from paceline.cluster.store import Store, over
 from paceline.comm import collectives, fingerprint, reduction, schedule
 from paceline.comm.breaker import Breaker
@@ -103,8 +104,9 @@ class TorchGroup:
         mine = fingerprint.digest(call)
         answers = self._fabric.table("calls", mine + extra, str(call))
         if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
-            texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw)), str(call))
-            fingerprint.compare([tuple(msgpack.unpackb(text)) for text in texts], self._fabric.names)
+            texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw, caller.place())), str(call))
+            told = [msgpack.unpackb(text) for text in texts]
+            fingerprint.compare([(text, flaw) for text, flaw, _ in told], self._fabric.names, [line for _, _, line in told])
         return [answer[DIGEST:] for answer in answers]
 
     def _tag(self) -> int:

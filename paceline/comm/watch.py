@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
+from paceline import caller
 from paceline.comm.waits import GRACE, Wait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -172,7 +173,9 @@ class Watch:
     def _tell(self, awaited: Awaited | None) -> None:
         """Say what I wait for, and what has ended the group."""
         self._telling = awaited is not None
-        wait = (awaited.channel, awaited.number, str(awaited.what)[:400], self.made) if awaited is not None else None
+        wait = None
+        if awaited is not None:
+            wait = (awaited.channel, awaited.number, str(awaited.what)[:400] + caller.place(), self.made)
         verdict: Verdict | None = None
         if self.broken is not None:
             gone: tuple[int, ...] = getattr(self.broken, "missing", ()) or getattr(self.broken, "ranks", ())

@@ -52,7 +52,7 @@ def kind(value: Any) -> str:
         return "scaler"
     raise UsageError(
         f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; it takes models (nn.Module), optimizers, DataLoaders, "
-        "schedulers and GradScalers. Keep other state with run.keep(name, object)"
+        "schedulers, GradScalers and metrics of torchmetrics. Keep other state with run.keep(name, object)"
     )
 
 

@@ -21,7 +21,7 @@ from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.book import Book
@@ -32,6 +32,7 @@ from paceline.session.line import Line
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
 from paceline.session.serving import Serving
+from paceline.session.uncaught import show, surface, surfacing
 from paceline.session.watching import Watching, check_lateness
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -42,6 +43,7 @@ TRACES = {"last": 20_000, "all": None, "off": 0}
 __all__ = ["Run", "start"]
 
 
+@surfacing
 def start(
     sync: Strategy | str | None = None,
     *,
@@ -216,7 +218,7 @@ class Ending:
             # multiprocessing's threads call it, too, for errors of a connection that end nothing
             if self._here() and threading.current_thread() is threading.main_thread():
                 self._run.fail(kind, error)
-            previous(kind, error, trace)
+            (show if previous is sys.__excepthook__ else previous)(kind, error, trace)
 
         def close() -> None:
             if self._here():
@@ -226,6 +228,8 @@ class Ending:
             atexit.unregister(close)
             if sys.excepthook is hook:
                 sys.excepthook = previous
+            if isinstance(sys.exception(), PacelineError):  # on its way out of the `with` block
+                surface()
 
         sys.excepthook = hook
         atexit.register(close)

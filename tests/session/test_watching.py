@@ -87,7 +87,10 @@ def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
 def test_a_call_that_is_skipped_is_named_at_once(job: Jobs) -> None:
     """The workers don't come to the same call, so nobody has to wait for a deadline."""
     ended = job.run(training("pass", start="", after="if run.rank == 0 or run.steps != 5: run.mean(1.0)")).end()
-    apart = f"workers have come apart: rank 0 on {HOST} at run.mean of step 5; rank 1 on {HOST} at backward of step 6"
+    lines = (job.folder / "script.py").read_text().splitlines()
+    mean, backward = (next(n for n, line in enumerate(lines, 1) if text in line) for text in ("run.mean(1.0)", "loss.backward()"))
+    sides = f"rank 0 on {HOST} at run.mean of step 5 (script.py:{mean}); rank 1 on {HOST} at backward of step 6 (script.py:{backward})"
+    apart = f"workers have come apart: {sides}"
     assert apart in ended.err and not told(ended), ended.err
     assert ended.code == 1 and "Mismatch" in ended.last, ended.err
 
