@@ -1,63 +1,90 @@
-"""What torch says of strangers at its store is said once; all else that workers write is shown as it is."""
+"""Standard input, output and error of what a user starts, where some of them are closed, as under cron."""
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
+import sys
 
 import pytest
 
-from paceline.cluster.output import Screen, Stream
+from paceline.lab import kernel
 
-COMPLAINT = (
-    b"[rank0]:[W1123 06:52:46.058166348 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing client message: Invalid string size.\n"
-)
-STACK = (
-    b"Exception raised from read_key at /torch/csrc/distributed/c10d/TCPStoreLibUvBackend.hpp (most recent call first):\n"
-    + b"".join(b"frame #%d: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)\n" % n for n in range(14))
-    + b"\n"
-)
-
-
-def shown(*written: bytes) -> tuple[str, str]:
-    """What is on the screen when a worker has written that, in pieces; and the last of it."""
-    there, here = os.pipe()
-    reader, writer = os.pipe()
-    for descriptor in (there, reader):
-        os.set_blocking(descriptor, False)
-    screen = Screen(here)
-    stream = Stream(0, reader, screen)
-    found = b""
-    for piece in written:
-        os.write(writer, piece)
-        while stream.read():
-            pass
-        while screen.pending:
-            screen.write()
-            found += os.read(there, 1 << 16)
-    tail = stream.tail()
-    stream.close()
-    for descriptor in (there, here, writer):
-        os.close(descriptor)
-    return found.decode(), tail
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+WORKER = """
+import os, socket, sys
+rank, listening = os.environ["RANK"], os.environ.get("PACELINE_STORE_FD")
+if listening is not None:
+    socket.socket(fileno=os.dup(int(listening))).getsockname()  # what it inherits is what it should be
+open(f"rank{rank}", "w").write(" ".join(str(os.path.exists(f"/proc/self/fd/{number}")) for number in range(3)))
+print("said", rank)
+"""
 
 
-@pytest.mark.parametrize("step", [7, 1000, 1 << 15])
-def test_strangers_at_the_store_are_told_of_once(step: int) -> None:
-    all_of_it = (COMPLAINT + STACK) * 20 + b"ValueError: boom\n"
-    text, tail = shown(*(all_of_it[at : at + step] for at in range(0, len(all_of_it), step)))
-    first, last = text.splitlines()
-    assert first.startswith("[0] [rank0]:[W1123") and "more of the kind is not shown" in first and last == "[0] ValueError: boom"
-    assert tail.splitlines()[-1] == "ValueError: boom" and len(tail.splitlines()) == 2
+def shell(closed: str, *words: str) -> list[str]:
+    """A command whose streams are closed like that."""
+    return ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *words]
 
 
-def test_other_stacks_and_blank_lines_are_shown() -> None:
-    kept = b"\n[W1123 TCPStore.cpp:106] recvValue failed\n" + STACK + b"\n\nframe #0: mine\n"
-    text, tail = shown(kept)
-    assert text == "".join(f"[0] {line}" for line in kept.decode().splitlines(keepends=True))
-    assert tail == kept.decode()
+def left_open(closed: str) -> bool:
+    return ">&-" not in closed.replace("2>&-", "")
 
 
-def test_lines_of_others_between_them_are_shown() -> None:
-    lines = STACK.splitlines(keepends=True)
-    text, _ = shown(COMPLAINT, *lines[:5], b"epoch 1\n", *lines[5:], b"frame #1 of my film\n\n")
-    assert text.splitlines()[1:] == ["[0] epoch 1", "[0] frame #1 of my film", "[0] "]
+@pytest.mark.parametrize("closed", CLOSED)
+class TestClosed:
+    def test_run(self, job, closed):
+        (job.folder / "script.py").write_text(WORKER)
+        ended = job.start(shell(closed, "-m", "paceline", "run", "--workers", "2", "script.py")).end()
+        assert ended.code == 0, ended.err
+        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
+        assert sorted(ended.out.splitlines()) == (["[0] said 0", "[1] said 1"] if left_open(closed) else [])
+
+    @pytest.mark.slow
+    def test_run_in_a_lab(self, job, closed):
+        if kernel.missing():
+            pytest.skip(kernel.missing())
+        (job.folder / "script.py").write_text(WORKER)
+        (job.folder / "c.toml").write_text("[[host]]\n[[host]]\n")
+        ended = job.start(shell(closed, "-m", "paceline", "lab", "run", "c.toml", "script.py")).end()
+        assert ended.code == 0, ended.err
+        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
+        assert sorted(ended.out.splitlines()) == (["[host0 0] said 0", "[host1 1] said 1"] if left_open(closed) else [])
+
+    def test_report(self, job, closed):
+        (job.folder / "runs" / "empty").mkdir(parents=True)
+        ended = job.start(shell(closed, "-m", "paceline", "report", "runs/empty")).end()
+        assert ended.code == 0 and ("No step was finished" in ended.out) == left_open(closed), ended.err
+
+    def test_a_process_of_its_own(self, closed):
+        """Whatever it opens next is none of the three, and it may read and write them all."""
+        body = """
+import os, sys
+from paceline.cluster.output import stand_in
+stand_in()
+other = os.open(os.devnull, os.O_RDONLY)
+print("out", file=sys.stdout, flush=True)
+print("err", file=sys.stderr, flush=True)
+sys.stdin.read()
+os._exit(other)
+"""
+        command = shell(closed, "-P", "-c", body)
+        assert subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode > 2
+
+    def test_demo(self, job, closed):
+        ended = job.start(shell(closed, "-m", "paceline", "demo", "--workers", "1")).end()
+        assert ended.code == 2 and ended.err.startswith("paceline: --workers 1") == ("2>&-" not in closed), ended.err
+
+
+@pytest.mark.slow
+def test_a_training_without_any(job):
+    """Workers that inherit sockets, pipes and a secret, and go on when one is lost."""
+    script = job.write("""
+with pl.start(name="run") as run:
+    model, optimizer, loader = parts(run)
+    for epoch in run.epochs(2):
+        for x, y in loader:
+            step(run, model, optimizer, x, y)
+""")
+    words = ("-m", "paceline", "run", "--workers", "2", "--min-workers", "2", script)
+    assert job.start(shell("<&- >&- 2>&-", *words)).end().code == 0
+    assert json.loads((job.folder / "runs" / "run" / "summary.json").read_text())["steps"] == 16
