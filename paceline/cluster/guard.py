@@ -148,8 +148,8 @@ def semaphores(suspects: list[int]) -> set[int]:
     start = str(_SHARED / "sem.")
     for process in suspects:
         with suppress(OSError):
-            fields = (line.split(maxsplit=5) for line in (_PROC / str(process) / "maps").read_text().splitlines())
-            found |= {int(inode) for *_, inode, path in (line for line in fields if len(line) == 6) if path.startswith(start)}
+            mapped = [line for line in (_PROC / str(process) / "maps").read_text().splitlines() if start in line]
+            found |= {int(line.split(maxsplit=5)[4]) for line in mapped}
             for link in (_PROC / str(process) / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed since
                     if os.readlink(link).startswith(start):
