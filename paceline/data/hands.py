@@ -15,7 +15,7 @@ from paceline.data.batches import cut, rows
 from paceline.data.emptying import collated_empty
 from paceline.data.packing import flatten, pack, room, unflatten, unpack
 from paceline.data.reader import Cuts, Dealt, recut
-from paceline.data.terms import Part, Step, Terms, rows_part, source, whole_rows
+from paceline.data.terms import Part, Step, Terms, drained, rows_part, source, whole_rows
 from paceline.errors import DataError
 
 
@@ -113,7 +113,7 @@ class Own:
             return None
         if self.terms.loader.batch_size is None:
             return whole_rows(self.terms, dealt.whole)
-        return Step(dealt.samples, len(dealt.parts[0]), iter(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
+        return Step(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -156,7 +156,7 @@ class Local:
         if self.reads:
             sends = [(rank + 1, buffer) for rank, buffer in enumerate(self._sends) if buffer.numel()]
             self._local.exchange(sends, []).wait()
-        return Step(count, len(parts), iter(parts), sources=_sources(self.asked(), count))
+        return Step(count, len(parts), drained(parts), sources=_sources(self.asked(), count))
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return [cursor.dump()]
@@ -234,7 +234,7 @@ class Mine:
         mine = [Part(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
         mine += [Part(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
         held = [[counts[micro] if micro < len(counts) else 0 for counts in shares] for micro in range(micros)]
-        return Step(sum(wholes), micros, iter(mine), sources=[source(each) for each in held])
+        return Step(sum(wholes), micros, drained(mine), sources=[source(each) for each in held])
 
     def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size

@@ -195,9 +195,12 @@ class Indexed(Pipeline):
 
     def _parts(self, turns: int) -> Iterator[Part]:
         for _ in range(turns):
-            part, data = self._read()
-            self._left -= 1
-            yield part._replace(batch=data)
+            yield self._part()
+
+    def _part(self) -> Part:
+        part, data = self._read()
+        self._left -= 1
+        return part._replace(batch=data)
 
     def _read(self) -> tuple[Part, Any]:
         """The next part that isn't void, with what was read for it."""

@@ -17,10 +17,11 @@ from paceline.comm.group import Group
 from paceline.comm.ordered import Agreement
 from paceline.data.demand import Demand, check_terms
 from paceline.data.indexed import Indexed
+from paceline.data.lent import Lent, lent
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import Shares, policy, probe
 from paceline.data.stream import Stream, check_stream
-from paceline.data.terms import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh
+from paceline.data.terms import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh, drained
 from paceline.errors import DataError
 
 VERSION = 1
@@ -144,6 +145,7 @@ class ShareLoader:
         self.terms = terms
         self.hooks = hooks
         self.turn: Turn | None = None
+        self.lent: Lent = []  # with the batch of the last turn of training, where there are several workers
         self.epoch = 0  # the one under way, or the next
         self._pipeline = pipeline
         self._index = 0  # the step under way, or the next
@@ -275,10 +277,14 @@ class ShareLoader:
     def _turns(self, mine: int) -> Iterator[Any]:
         try:
             while (step := self._step()) is not None:
-                for turn, batch in self._parts(step):
+                for turn, held in self._parts(step):
                     self.turn = turn
                     self.hooks.turn_begins(self, turn)
-                    yield batch if self.terms.move is None else self.terms.move(batch)
+                    if self.terms.move is not None:
+                        held[0] = self.terms.move(held[0])
+                    if turn.train and not self.terms.alone:
+                        self.lent = lent(held[0])
+                    yield held.pop()  # by nobody but the script from here on
                     if mine != self._round:
                         raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
                     self.hooks.turn_ends(self)
@@ -333,10 +339,14 @@ class ShareLoader:
             self.epoch += 1
             self._index = 0
 
-    def _parts(self, step: Step) -> Iterator[tuple[Turn, Any]]:
-        for micro, part in enumerate(step.parts):
+    def _parts(self, step: Step) -> Iterator[tuple[Turn, list[Any]]]:
+        """The turns of a step, each with a list of its batch: who takes it out holds it alone."""
+        for micro in range(step.micros):
+            part = next(step.parts)
             weight, total = (part.share, step.global_batch) if step.weights is None else (step.weights[micro], step.total)
-            yield self._turn(step, micro, part, weight, total), part.batch
+            turn, held = self._turn(step, micro, part, weight, total), [part.batch]
+            del part
+            yield turn, held
 
     def _weighed(self, step: Step) -> Step:
         """The step with the weights of its parts, which are read for it, and of all workers together."""
@@ -345,7 +355,7 @@ class ShareLoader:
         weights = [_weight(self.terms.weigh, part) for part in parts]
         answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return Step(step.global_batch, step.micros, iter(parts), weights, total)
+        return Step(step.global_batch, step.micros, drained(parts), weights, total)
 
     def _turn(self, step: Step, micro: int, part: Part, weight: float, total: float) -> Turn:
         terms = self.terms

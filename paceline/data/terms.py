@@ -113,6 +113,13 @@ class Step:
     sources: Sequence[int | None] | None = None  # of each micro-batch, as `Terms.source` says, where it would say something else
 
 
+def drained(parts: list[Part]) -> Iterator[Part]:
+    """These parts, each let go of as it is given."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
 class Pipeline(Protocol):
     """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
 

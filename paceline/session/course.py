@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from paceline.data.lent import Lent
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import PacelineError, UsageError
 from paceline.session.ghost import Buffers
@@ -22,6 +23,12 @@ class Course:
     outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
     gathered: int = 0  # rows that were gathered of this batch: how often
     passed: int = 0  # in this turn, with those that were gathered when it was dealt before
+    used: bool = False  # a model was run to be trained in this turn, or a backward
+    left: Lent = field(default_factory=list)  # what the turn before was lent, if it was not used there
+    early: list[Lent] = field(default_factory=list)  # what the first turns of the epoch were lent
+    skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
+    reached: bool = False  # something was used in a turn of the epoch
+    over: bool = False  # the epoch has ended
     void: bool = False  # its rows died with a worker: it is dealt again
 
 

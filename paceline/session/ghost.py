@@ -18,6 +18,8 @@ from paceline.comm.ordered import Agreement
 from paceline.data.packing import pack, unpack
 from paceline.parallel.batchnorm import is_synchronous
 
+NEAR = 1e-5  # how far what depends on weights alone may differ between workers
+
 Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
@@ -39,18 +41,25 @@ def put_back(kept: Buffers) -> None:
         module._buffers[name] = buffer
 
 
-def level(kept: Buffers, agreement: Agreement, *, ghost: bool, source: int) -> None:
-    """Have the ghosts of a turn take the buffers that it has changed where there were samples, on worker `source`. Collective."""
+def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
+    """Have the ghosts of a turn take the buffers that it has changed where there were samples, alike on all who had some. Collective."""
     shared = [place for place, (module, *_) in enumerate(kept) if not isinstance(module, _NormBase)]
     if not shared:
         return
-    tells = not ghost and (agreement.group.rank == source or agreement.recovery is not None)  # whoever tells may be lost meanwhile
-    changed = [(place, _present(kept, place)) for place in shared if _is_other(kept, place)] if tells else []
-    told = agreement.meet("buffers", pack(changed, what="buffers") if changed else b"")
-    found = next((body for body in told if body), None)
-    if ghost and found is not None:
-        for place, value in unpack(found):
-            _take(kept, place, value)
+    changed = [] if ghost else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
+    bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
+    told = [dict(unpack(body)) for body in bodies if body]
+    if ghost and told:  # nobody may be left of those who had samples
+        for place, value in told[0].items():
+            if all(place in other and _alike(value, other[place]) for other in told[1:]):
+                _take(kept, place, value)
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether they are the same, but for what different processors make of the same weights."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    return torch.allclose(one, other, rtol=NEAR, atol=NEAR) if one.is_floating_point() else torch.equal(one, other)
 
 
 def _present(kept: Buffers, place: int) -> Tensor | None:

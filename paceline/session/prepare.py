@@ -209,9 +209,9 @@ class Follower:
     def __init__(self, turns: Turns | None = None) -> None:
         self._turns = turns
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._turns is not None:
-            self._turns.forward()
+            self._turns.forward(args, options)
 
     def follows(self, turns: Turns) -> bool:
         """Whether it is `turns` that is told."""
@@ -224,7 +224,7 @@ class Follower:
 def follow(model: nn.Module, turns: Turns) -> None:
     """Tell `turns` before each forward, until the run ends; a second time is harmless."""
     if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
-        hook = nn.Module.register_forward_pre_hook(model, Follower(turns))  # a model of torch.jit hides the method, and calls hooks
+        hook = nn.Module.register_forward_pre_hook(model, Follower(turns), with_kwargs=True)  # torch.jit hides the method, and calls hooks
         turns.bound.append(hook.remove)
 
 

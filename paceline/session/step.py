@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -28,8 +27,11 @@ from paceline.comm.group import Traffic
 from paceline.comm.ordered import Voided
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
+from paceline.session.clock import Clock
 from paceline.session.course import Course, check_beside, explain, innermost
 from paceline.session.ghost import buffers, level, put_back
+from paceline.session.lending import Lending
+from paceline.session.scaling import loss_scale
 from paceline.session.tables import Tables
 from paceline.session.undo import Undo
 from paceline.sync.backward import Backward
@@ -57,17 +59,14 @@ class Turns:
         self.models: list[nn.Module] = []
         self.scalers: list[Any] = []
         self.frozen: list[Slot] = []
-        self.sent = Traffic()  # in steps: what was broadcast at the start or by `resume` is left out
+        self._clock = Clock(scene, backward)
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
         self._courses: dict[int, Course] = {}  # by id of the loader
         self._open: list[Course] = []  # those with a turn, in the order in which the turns began
         self._leader: Course | None = None
+        self.lending = Lending(scene, self._open, self._courses)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
-        self._step: defaultdict[str, float] = defaultdict(float)
-        self._asked = self._began = time.perf_counter()
-        self._exposed = self._waited = 0.0
-        self._sent = self._aside = Traffic()
         self._announced = False
         self.undo: Undo | None = None  # where losses are survived
         self.tables = Tables(scene, backward)
@@ -79,7 +78,7 @@ class Turns:
         self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
         backward.begins = self._weigh
-        scene.moment.loss_scale = self._loss_scale
+        scene.moment.loss_scale = lambda: loss_scale(self.scalers)
 
     # ---- where we are
 
@@ -115,6 +114,11 @@ class Turns:
             moment.part = self._part
             moment.scale, moment.ghost, moment.silent = turn.scale, turn.ghost, self.quiet > 0 or (turn.train and not turn.last_micro)
 
+    @property
+    def sent(self) -> Traffic:
+        """In steps; see `Clock`."""
+        return self._clock.sent
+
     # ---- the loader's calls
 
     def epoch_asked(self, loader: ShareLoader) -> None:
@@ -134,10 +138,11 @@ class Turns:
         course.epoch_at = self._calls
         if loader.terms.training:
             self.end_broken()
+            self.lending.epoch_begins(course)
             if self.over:
                 loader.finish()
             self.parting()
-        self._asked = time.perf_counter()
+        self._clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
         """See `Watcher`."""
@@ -146,6 +151,7 @@ class Turns:
         course = self._courses[id(loader)]
         course.turn, course.turn_at, course.passed = turn, self._calls, 0
         if turn.train:
+            self.lending.begins(course)
             if self._leader is None:
                 self._leader = course
                 self.leads(loader)
@@ -167,9 +173,9 @@ class Turns:
         self._open.append(course)
         self.settle()
         if course is self._leader:
-            self._begin_clock(now)
+            self._clock.begin(now)
             if self._page is not None and turn.micro == 0:
-                self._began += self._page.reach(self.steps)  # a held worker neither computes nor waits for others
+                self._clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
@@ -179,6 +185,7 @@ class Turns:
             return
         inner, leads = self._open[-1] is course, course is self._leader
         if turn.train:
+            self.lending.ends(course, turn.index)
             kept, course.kept = course.kept, []
             if turn.ghost:
                 put_back(kept)
@@ -188,16 +195,16 @@ class Turns:
                     self.backward.passes, self.backward.silenced = course.outer
         failed = course.void or (leads and turn.last_micro and self.backward.failed)
         if turn.train and turn.source is not None and not failed:
-            level(kept, self.scene.agreement, ghost=turn.ghost, source=turn.source)
+            level(kept, self.scene.agreement, ghost=turn.ghost)
         self._open.remove(course)
         self.settle()
         if leads:
-            self._stop_clock()
+            self._clock.stop()
             if failed:
                 self._fail()
             elif turn.last_micro:
                 self._count(turn)
-            self._asked = time.perf_counter()
+            self._clock.ask()
         if failed:
             loader.again()
         elif turn.last_micro:
@@ -213,8 +220,11 @@ class Turns:
 
     def epoch_ends(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
-        if self._leader is self._courses[id(loader)]:
+        course = self._courses[id(loader)]
+        if self._leader is course:
             self._leader = None
+        if loader.terms.training:
+            self.lending.epoch_ends(course)
         if self.apart and self.scene.agreement.entering is not None:
             self.scene.agreement.entering()  # workers come together, with the same parameters
 
@@ -232,34 +242,23 @@ class Turns:
             self.scene.moment.step = self.steps  # by which all are at the same call
         if self._page is not None:
             self._page.passed(self.steps)
-        began, before, aside, waited = time.perf_counter(), self.scene.traffic, self.scene.aside, self.scene.waited
+        self._clock.settle(self._commit)
+        self.beat.step_ended(turn, self._clock.take())
+
+    def _commit(self) -> None:
         self.backward.sync.commit()
         self.tables.commit()
         self.committed(self.steps)
-        waited = self.scene.waited - waited
-        self._step["wait"] += waited
-        self._step["exchange"] += max(time.perf_counter() - began - waited, 0.0)
-        self.sent += self.scene.traffic - before - (self.scene.aside - aside)
-        seconds, self._step = dict(self._step), defaultdict(float)
-        self.beat.step_ended(turn, seconds)
 
     # ---- a backward, and an optimizer's calls
 
     def _weigh(self) -> None:
         """A backward begins: it has one weight, so where training loaders are under way side by side, both must give the same."""
+        if self.lending.fresh:
+            self.lending.use(None)
         self.settle()
         if len(self._open) > 1:
             check_beside(self._open)
-
-    def _loss_scale(self) -> float:
-        """What the loss of this backward is multiplied by."""
-        scales = {float(scaler.get_scale()) for scaler in self.scalers if scaler.is_enabled()}
-        if len(scales) > 1:
-            raise UsageError(
-                f"{len(self.scalers)} GradScalers have come to different scales ({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
-                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or sync without a codec"
-            )
-        return scales.pop() if scales else 1.0
 
     @property
     def acting(self) -> bool:
@@ -394,9 +393,11 @@ class Turns:
         if not self._open:
             self.backward.turn()
 
-    def forward(self, *_: Any) -> None:
+    def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model is about to be run."""
         self.thaw()
+        if not torch.compiler.is_compiling() and self.lending.fresh and torch.is_grad_enabled():
+            self.lending.use((*args, *options.values()))
         if len(self._open) > 1:
             self.settle()  # an inner loop may have been left by `break` since
 
@@ -424,25 +425,3 @@ class Turns:
         for course in list(self._open):
             self.turn_ends(course.loader)
         self.backward.sync.converge()
-
-    # ---- clocks
-
-    def _begin_clock(self, now: float) -> None:
-        self._step["data"] += now - self._asked
-        self.scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
-        self._began = now
-        self.backward.since = int(now * 1e9)
-        self._exposed, self._waited = self.backward.seconds + self.scene.pulling, self.scene.waited
-        self._sent, self._aside = self.scene.traffic, self.scene.aside
-
-    def _stop_clock(self) -> None:
-        now = time.perf_counter()
-        whole = now - self._began
-        waited = min(self.scene.waited - self._waited, whole)
-        exchange = min(max(self.backward.seconds + self.scene.pulling - self._exposed - waited, 0.0), whole - waited)
-        self.sent += self.scene.traffic - self._sent - (self.scene.aside - self._aside)
-        self._step["wait"] += waited
-        self._step["exchange"] += exchange
-        self._step["compute"] += whole - waited - exchange
-        self.backward.computed(int(now * 1e9))
-        self.scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))

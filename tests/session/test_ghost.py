@@ -87,26 +87,36 @@ def test_models_without_such_buffers_meet_no_more_often() -> None:
     assert workers(2, body) == [0, 0]
 
 
-def test_whoever_is_left_tells_what_has_changed() -> None:
-    """The first worker with samples is lost in the call in which it would have told: another one has."""
+def told(model: nn.Module, kept: Any) -> bytes:
+    """What a worker with samples tells of its buffers after a turn."""
+    bodies: list[bytes] = []
+    agreement: Any = SimpleNamespace(meet=lambda what, body: bodies.append(body) or bodies)
+    level(kept, agreement, ghost=False)
+    return bodies[0]
+
+
+def hear(kept: Any, bodies: list[bytes]) -> None:
+    """A ghost hears what those with samples tell who are left."""
+    agreement: Any = SimpleNamespace(meet=lambda what, body: [body, *bodies])
+    level(kept, agreement, ghost=True)
+
+
+def test_a_ghost_takes_what_all_with_samples_have_alike() -> None:
+    """What they have made of their samples differs, and so does a bit that has flipped on one of them."""
     models = [Counting(), Counting(), Counting()]
     kept = [buffers([model]) for model in models]
     for model in models[1:]:
         model(torch.ones(1))
-    told: list[bytes] = []
+    models[2].anew += 1.0
+    hear(kept[0], [told(models[1], kept[1]), told(models[2], kept[2])])
+    assert models[0].inplace == 1 and models[0].anew == 0 and models[0].latest == 2
 
-    def agreement(rank: int) -> Any:
-        meet = lambda what, body: told.append(body) or told  # noqa: E731
-        return SimpleNamespace(group=SimpleNamespace(rank=rank), recovery=True, meet=meet)
 
-    level(kept[2], agreement(2), ghost=False, source=1)
-    level(kept[0], agreement(0), ghost=True, source=1)
+def test_one_worker_with_samples_is_enough_and_none_changes_nothing() -> None:
+    models = [Counting(), Counting()]
+    kept = [buffers([model]) for model in models]
+    models[1](torch.ones(1))
+    hear(kept[0], [])  # they were lost in the call in which they would have told
+    assert models[0].inplace == 0 and models[0].latest is None
+    hear(kept[0], [told(models[1], kept[1])])
     assert models[0].inplace == 1 and models[0].anew == 1 and models[0].latest == 2
-    assert told[0] and not told[1]
-
-
-def test_where_nobody_is_left_buffers_stay_set_back() -> None:
-    model = Counting()
-    agreement: Any = SimpleNamespace(group=SimpleNamespace(rank=0), recovery=True, meet=lambda what, body: [body])
-    level(buffers([model]), agreement, ghost=True, source=1)
-    assert model.inplace == 0 and model.latest is None

@@ -1,0 +1,80 @@
+"""What was lent to a script with a batch: its tensors, for as long as somebody holds them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Lent = list["weakref.ReferenceType[Any]"]
+_ROWS = (Tensor, np.ndarray)
+_ITEMS = (list, tuple)
+
+
+def lent(batch: Any) -> Lent:
+    """References to the tensors and arrays of `batch`, which a list of the caller's holds: none to those that a data set has itself."""
+    found: Lent = []
+    if sys.getrefcount(batch) <= _WHOLE:
+        _collect(batch, found, _FRESH)
+    return found
+
+
+def alive(batch: Lent) -> bool:
+    """Whether something of it is still held."""
+    return any(reference() is not None for reference in batch)
+
+
+def places(batch: Lent) -> set[int]:
+    """Where in memory the tensors of it lie that are still held."""
+    return set(memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor)))
+
+
+def memory(values: Iterable[Any]) -> Iterator[int]:
+    """Where in memory the tensors among these values lie, and those in dicts, lists and tuples of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided and value.numel():
+                yield value.untyped_storage().data_ptr()
+        elif isinstance(value, Mapping):
+            yield from memory(value.values())
+        elif isinstance(value, list | tuple):
+            yield from memory(value)
+
+
+def _collect(value: Any, found: Lent, most: int) -> None:
+    if isinstance(value, _ROWS):
+        if sys.getrefcount(value) <= most:
+            found.append(weakref.ref(value))
+    elif isinstance(value, _ITEMS):
+        for part in value:
+            _collect(part, found, most)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _collect(part, found, most)
+    elif hasattr(value, "__dict__"):
+        _collect(vars(value), found, most)
+
+
+def _held_by_one_list() -> tuple[int, int]:
+    """How many references `lent` counts to a batch that a list alone holds, and `_collect` to a tensor in it."""
+    counts: list[int] = []
+
+    def count(value: Any) -> None:
+        counts.append(sys.getrefcount(value))
+
+    def walk(batch: list[Tensor]) -> None:
+        counts.append(sys.getrefcount(batch))
+        for part in batch:
+            count(part)
+
+    held = [[torch.empty(0)]]
+    walk(held[0])
+    return counts[0], counts[1]
+
+
+_WHOLE, _FRESH = _held_by_one_list()
