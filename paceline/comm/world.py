@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from paceline.cluster import network
+from paceline.errors import PlaceError
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
@@ -32,22 +33,31 @@ _TWICE = "pl.start has made the default process group of torch.distributed: use 
 
 
 class World:
-    """The default process group of `size` workers, unless the script has made one. `nccl`: beside Gloo, for tensors on GPUs."""
+    """The default process group of `size` workers, unless the script has made one. `nccl`: beside Gloo, for tensors on GPUs.
+
+    Raises `PlaceError` where the interface that the environment names isn't there.
+    """
 
     def __init__(self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float, nccl: bool) -> None:
         self._set: dict[str, str] = {}  # in the environment, by us
         self._group: dist.ProcessGroup | None = None
+        self.why = ""  # there is none at all
         if dist.is_initialized():
             return
         carrier = os.environ.get(INTERFACE) or network.carrier(address)
         if carrier is None:
+            self.why = f"the interface of {address} can't be told, so torch.distributed has no default process group: set {INTERFACE}"
             return
         if INTERFACE not in os.environ:  # stays until the end: groups that a script makes of this one listen there, too
             self._set[INTERFACE] = os.environ[INTERFACE] = carrier
         hook = sys.excepthook
-        with _setting(LAZY, "1"):
-            timeout = timedelta(seconds=max(3.0, deadline))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        backend, timeout = "cpu:gloo,cuda:nccl" if nccl else "gloo", timedelta(seconds=max(3.0, deadline))
+        try:
+            with _setting(LAZY, "1"):
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        except RuntimeError as error:
+            text = f"torch.distributed can't listen on {INTERFACE}={carrier} ({str(error).splitlines()[0]})"
+            raise PlaceError(f"{text}: leave that variable out, or name an interface of this machine in it; {network.advice()}") from error
         sys.excepthook = hook  # torch's own repeats the rank before each line
         self._group = dist.group.WORLD
         me = weakref.ref(self)

@@ -43,6 +43,7 @@ class Cast:
         self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
         self._wishes = Wishes()
+        self.measured = False  # some metric was prepared
         self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
@@ -120,6 +121,7 @@ class Cast:
         if self._device.type == "cuda":
             metric.to(self._device)
         metrics.bind(metric, self._turns)
+        self.measured = True
 
     def check_known(self) -> None:
         """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""

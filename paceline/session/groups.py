@@ -172,7 +172,10 @@ def world(around: Surroundings, group: Group) -> World | None:
         return None
     nccl = isinstance(group, TorchGroup) and group.backend == "nccl"
     store, deadline = around.store.sub("default").torch, around.deadline
-    return World(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
+    found = World(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
+    if found.why:
+        around.say(found.why)
+    return found
 
 
 def _own_devices(around: Surroundings) -> bool:

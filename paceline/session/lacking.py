@@ -85,6 +85,14 @@ class Lacking:
 
     # ---- elsewhere
 
+    def haunted(self) -> None:
+        """A step of training is over in which some workers had no samples."""
+        if HOME in sys.modules and not self._cast.measured:
+            self._say(
+                f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
+                "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
+            )
+
     def logged(self) -> None:
         """The script logs numbers, without a loader."""
         if not (self._cast.models or self._cast.optimizers):

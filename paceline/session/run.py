@@ -330,6 +330,8 @@ class Run:
             self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)
         self._comparing.step_ended(self.steps)
+        if turn.source is not None:
+            self._lacking.haunted()
         self._handing.step_ended()
         if self._survival is not None and not self._turns.apart:
             self._leaving.step_ended()

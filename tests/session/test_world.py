@@ -140,6 +140,13 @@ def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jo
     assert "world False" in ended.out
 
 
+@pytest.mark.slow
+@pytest.mark.preloaded
+def test_an_interface_that_is_not_there_is_one_message(job: Jobs) -> None:
+    ended = job.run("pl.start(folder='runs')", 2, GLOO_SOCKET_IFNAME="nosuch0").end(60)
+    assert ended.code == 1 and "paceline.errors.PlaceError: torch.distributed can't listen on GLOO_SOCKET_IFNAME=nosuch0" in ended.err
+
+
 # ---- what a ghost is given
 
 
@@ -161,6 +168,25 @@ def test_a_ghost_does_not_count() -> None:
     assert sum(counted for _, counted in found) == 18 < sum(given for given, _ in found)
     bare = workers(3, lambda run: accuracy(run, torchmetrics.MeanMetric(sync_on_compute=False), prepare=False))
     assert sum(counted for _, counted in bare) > 18  # or there was no ghost at all
+
+
+@pytest.mark.parametrize(("samples", "prepare", "lines"), [(9, False, 1), (9, True, 0), (8, False, 0)])
+def test_a_metric_that_may_count_ghosts_is_told(samples: int, prepare: bool, lines: int) -> None:
+    said: list[str] = []
+
+    def body(run: Run) -> None:
+        model = torch.nn.Linear(6, 2).double()
+        model, opt, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01), batches(samples, 4))
+        metric = torchmetrics.MeanMetric(sync_on_compute=False)
+        metric = run.prepare(metric) if prepare else metric
+        for _ in range(2):
+            for x, y in loader:
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                opt.step()
+                metric.update(x[:, 0])
+
+    workers(3, body, said=said)
+    assert len([text for text in said if "(a ghost), and torchmetrics is in use" in text]) == lines
 
 
 def test_a_metric_in_a_model_counts_no_ghost_either() -> None:
