@@ -10,6 +10,7 @@ torch calls one hook for all optimizers. Each run has its `Watch`, which knows i
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -102,22 +103,31 @@ class Watch:
 
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
-        turns, name = self._turns, type(optimizer).__qualname__
-        sync, accumulate = turns.backward.sync, max((loader.terms.accumulate for loader in self._cast.loaders), default=1)
+        turns, name, turn = self._turns, type(optimizer).__qualname__, self._turns.training
+        sync, partial = turns.backward.sync, turn is not None and turn.train and not turn.last_micro
         watched, handles = bool(turns.backward.taps), self._cast.tables.handles()
         why = ""
-        if accumulate > 1:
-            why = f"with accumulate={accumulate} it steps after every micro-batch, on what this worker alone has added up"
+        if partial:
+            why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
         elif watched and isinstance(sync, Steps):
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
         elif turns.undo is not None:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
-        if why:
+        if why and not self._within_prepared():
             raise UsageError(
                 f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
             )
+
+    def _within_prepared(self) -> bool:
+        """Whether a prepared optimizer is stepping, which has this one inside (SAM, Lookahead)."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if any(frame.f_locals.get("self") is optimizer for optimizer in self._cast.optimizers):
+                return True
+        return False
 
 
 class _Hook:

@@ -59,12 +59,56 @@ def test_it_is_refused_with_micro_batches(size: int) -> None:
         model = net()
         model, loader = run.prepare(model, batches(), accumulate=2)
         before = parameters(model)
-        with pytest.raises(UsageError, match=r"SGD .* not given to run.prepare: with accumulate=2 .*; give it to run.prepare"):
+        with pytest.raises(UsageError, match=r"SGD .* not given to run.prepare: with accumulate it steps .*; give it to run.prepare"):
             train(model, sgd(model), loader)
         assert torch.equal(parameters(model), before)
         return before
 
     workers(size, body)
+
+
+def test_it_may_step_by_itself_on_the_last_micro_batch() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, loader = run.prepare(model, batches(), accumulate=2)
+        optimizer = sgd(model)
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            assert run.turn is not None
+            if run.turn.last_micro:
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(model)
+
+    wanted = alone(body)
+    for found in workers(2, body):
+        assert distance(found, wanted) < 1e-12
+
+
+class Slow(torch.optim.Optimizer):
+    """Has another optimizer, and goes half of its way (Zhang et al. 2019, Lookahead)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.lerp_(old, 0.5)
+
+
+def test_an_optimizer_inside_of_a_prepared_one_needn_t_be_prepared() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, optimizer, loader = run.prepare(model, Slow(sgd(model)), batches(), accumulate=2)
+        return train(model, optimizer, loader)
+
+    wanted = alone(body)
+    for found in workers(2, body):
+        assert distance(found, wanted) < 1e-12
 
 
 def test_it_is_refused_beside_servers() -> None:
