@@ -149,7 +149,8 @@ class Backward:
         if tap.shown is not None:
             self._reclaim(tap, grad)
         elif grad is not None:
-            tap.prior = grad.clone() if id(grad) == tap.given else grad
+            mine = id(grad) == tap.given
+            tap.prior, tap.given = (grad.clone(), tap.given) if mine else (grad, 0)
         parameter.grad = None
 
     def _reclaim(self, tap: Tap, grad: Tensor | None) -> None:
@@ -215,14 +216,18 @@ class Backward:
                 if tap.carry is not None:
                     carry, tap.carry, tap.touched = tap.carry, None, True
                     self._give(tap, carry, 1.0)
-            elif grad is not None and id(grad) == tap.given:
-                tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
+            elif grad is not None:
+                if id(grad) == tap.given:
+                    tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
                 tap.given = 0
         for number, mean in self._results(where):
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None
             if prior is None:
                 prior = tap.parameter.grad if not tap.touched else None
+            if prior is not None and not tap.given and not (prior.is_sparse or mean.is_sparse):
+                tap.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
+                continue
             if prior is not None:
                 mean = _add(mean, prior)
             tap.parameter.grad = mean
@@ -258,7 +263,8 @@ class Backward:
     def _remember(self, *, first: bool) -> None:
         """What gradients were before the first pass."""
         for tap in self.taps if first else ():
-            tap.before = tap.prior if tap.touched or tap.parameter.grad is None else tap.parameter.grad.clone()
+            before = tap.prior if tap.touched else tap.parameter.grad
+            tap.before = None if before is None else before.clone()
 
     def _check_cut(self, error: Voided) -> None:
         if not self.scene.moment.cut:

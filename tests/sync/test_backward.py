@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, ReplicasDiffer, UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from tests.runs import alone, batches, cut, distance, parameters, workers
@@ -628,7 +628,7 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(reducers.Native, "all_reduce", lambda self, flat, name: SoloGroup().all_reduce(flat.mul_(2), out=flat))
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, ReplicasDiffer)):
             same(loop(plain), cuts=[None])
     from paceline.sync.backward import Backward
 
@@ -642,6 +642,37 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypa
     same(loop(plain), cuts=[None])
     with pytest.raises(AssertionError):
         same(loop(plain), cuts=[cut(1, 7)])
+
+
+@pytest.mark.parametrize("used", ["everywhere", "on some"])
+def test_gradients_in_memory_of_the_script_stay_there(used: str) -> None:
+    """One tensor of all gradients, which the script reads and steps by."""
+
+    def body(run: Run, shares: Any) -> Tensor:
+        model = seeded(net)
+        model, loader = run.prepare(model, batches(), shares=shares)
+        sizes = [p.numel() for p in model.parameters()]
+        flat = torch.zeros(sum(sizes), dtype=torch.float64)
+        for p, part in zip(model.parameters(), flat.split(sizes), strict=True):
+            p.grad = part.view_as(p)
+        for number, (x, y) in enumerate(loader):
+            flat.zero_()
+            if number % 2 or used == "everywhere" or run.rank == 0:
+                F.mse_loss(model(x), y).backward()
+            run._turns.ready("the test")
+            if used == "everywhere":
+                F.l1_loss(model(x), y).backward()
+            with torch.no_grad():
+                for p, part in zip(model.parameters(), flat.split(sizes), strict=True):
+                    assert p.grad is not None and p.grad.data_ptr() == part.data_ptr()
+                    p.sub_(part.view_as(p), alpha=0.1)
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    if used == "everywhere":
+        same(body)
+    else:
+        first, second = workers(2, lambda run: body(run, None))
+        assert torch.equal(first, second)
 
 
 class Lost(Exception):
