@@ -85,6 +85,7 @@ class Cast:
             self.models.append((prefix, model))
             self._add("model", model)
         slots = list(preparing.slots(self.models, optimizers))
+        preparing.check_owner(self.slots, optimizers, self._backward.sync)
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
         found = list(preparing.unknown(slots, self.slots))

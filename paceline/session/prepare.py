@@ -134,6 +134,28 @@ def check_elsewhere(thing: Any, sync: Sync) -> None:
         )
 
 
+def check_owner(known: list[Slot], optimizers: list[Optimizer], sync: Sync) -> None:
+    """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go on with the first one."""
+    owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
+    for optimizer in optimizers if isinstance(sync, Steps) else ():
+        for group in optimizer.param_groups:
+            first = next((owner[id(p)] for p in group["params"] if owner.get(id(p), optimizer) is not optimizer), None)
+            if first is not None:
+                raise UsageError(
+                    f"the {type(optimizer).__qualname__} has parameters that a {type(first).__qualname__} was prepared for, and with "
+                    "ParameterServer servers keep the first optimizer of each: change the settings in its param_groups, or use AllReduce"
+                )
+
+
+def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
+    """Raise `UsageError` where an optimizer that steps on servers was told here what it remembers; of `tables` (ids) it does that here."""
+    if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in tables):
+        raise UsageError(
+            f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and with ParameterServer that lies on "
+            "servers, which wouldn't hear of it: load it before run.prepare, or use run.save and run.resume"
+        )
+
+
 def check_parameters(found: list[Slot]) -> None:
     """Raise `UsageError` for parameters that can't be replicated yet."""
     for slot in found:
@@ -267,6 +289,8 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimiz
 
 def _step(optimizer: Optimizer, own: Callable[..., Any], turns: Turns, *, elsewhere: bool) -> None:
     """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
+    if elsewhere and optimizer.state:
+        check_memory(optimizer, turns.tables.handles())
     turns.give(optimizer, whole=not elsewhere)
     if turns.acting:
         with turns.tables.hidden(optimizer):

@@ -120,8 +120,8 @@ class Client:
         self.coming.arrive()
         if any(self.steps_taken):
             raise UsageError(
-                "parameters that were frozen are trained now, and servers can't take in more of them once they have stepped: let all of "
-                "them require gradients when they are prepared, or use AllReduce"
+                "parameters that were frozen, or have come with another model, are trained now, and servers can't take in more of them "
+                "once they have stepped: prepare all of them before, and let them require gradients then, or use AllReduce"
             )
         if any(slot.parameter.device.type != "cpu" for slot in slots):
             raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
-from tests.loops.collection import batches, filled, loop, mse, net, parts, sgd, train
+from tests.loops.collection import Samples, batches, filled, loop, mse, net, parts, sgd, train
 
 
 def stepped_by(name: str, make: Callable[[Any], Any], **known: Any) -> None:
@@ -251,6 +251,20 @@ def an_optimizer_loaded_in_mid_run(run: Any) -> Any:
         optimizer.zero_grad()
         mse(model, x, y).backward()
         optimizer.step()
+    return model, optimizer
+
+
+@loop
+def an_optimizer_loaded_from_a_run_before(run: Any) -> Any:
+    """After prepare, as scripts do that go on from a file."""
+    before = net()
+    earlier = Adam(before.parameters(), 0.02)
+    mse(before, Samples().x, Samples().y).backward()
+    earlier.step()
+    model, optimizer, data = parts(run, None, lambda model: Adam(model.parameters(), 0.02))
+    model.load_state_dict(before.state_dict())
+    optimizer.load_state_dict(earlier.state_dict())
+    train(run, model, optimizer, data)
     return model, optimizer
 
 

@@ -131,6 +131,15 @@ def test_a_loop_of_many_workers_is_that_of_one(name: str, tmp_path: Path) -> Non
         check(LOOPS[name], size, tmp_path / str(size))
 
 
+UNSERVED = {
+    "an_optimizer_replaced_and_prepared": "servers keep the first optimizer",
+    "an_optimizer_made_each_epoch": "servers keep the first optimizer",
+    "an_optimizer_loaded_from_a_run_before": "load it before run.prepare",
+    "folds": "have come with another model",
+    "layers_thawed_in_mid_run": "let them require gradients then",
+    "sparse_embeddings_with_sgd": "leave out sparse=True",
+    "a_scaler_that_grows_and_skips": "GradScaler",
+}
 TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
 
 
@@ -149,3 +158,8 @@ def test_rounds_of_one_step_are_an_exchange_of_gradients(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", SERVED)
 def test_steps_on_servers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     check(LOOPS[name], 3, tmp_path, ParameterServer(), weights)
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_servers_cannot_do_is_refused(name: str, tmp_path: Path) -> None:
+    check(LOOPS[name]._replace(refused=UNSERVED[name]), 2, tmp_path, ParameterServer(), weights)
