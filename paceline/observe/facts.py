@@ -85,6 +85,8 @@ def read(folder: Folder) -> Facts:
         return _from_summary(folder)
     if folder.metrics.is_file():
         return _from_metrics(folder)
+    if folder.path.is_file():
+        raise UsageError(f"{folder.path} is a file: give the folder of a run, such as runs/NAME, or nothing for the newest in runs")
     if not folder.path.is_dir():
         runs = sorted(path.parent.name for path in folder.path.parent.glob("*/metrics.jsonl"))
         near = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"

@@ -21,7 +21,7 @@ from paceline.cluster.progress import enter
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
 from paceline.comm.ordered import Agreement
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.book import Book
@@ -32,7 +32,7 @@ from paceline.session.line import Line
 from paceline.session.log import Log, OnNan
 from paceline.session.run import Run
 from paceline.session.serving import Serving
-from paceline.session.uncaught import show, surface, surfacing
+from paceline.session.uncaught import BRIEFLY, show, surface, surfacing
 from paceline.session.watching import Watching, check_lateness
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Moment, Scene, Strategy
@@ -228,7 +228,7 @@ class Ending:
             atexit.unregister(close)
             if sys.excepthook is hook:
                 sys.excepthook = previous
-            if isinstance(sys.exception(), PacelineError):  # on its way out of the `with` block
+            if isinstance(sys.exception(), BRIEFLY):  # on its way out of the `with` block
                 surface()
 
         sys.excepthook = hook

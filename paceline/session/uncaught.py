@@ -1,4 +1,4 @@
-"""How an error of ours that nobody catches is shown: the lines of the user's script that led to it, and its message.
+"""How an error of ours that nobody catches is shown, and Ctrl-C: the lines of the user's script that led to it, and its message.
 
 What lies between is ours and torch's, and tells a user nothing; `python -X dev` shows it.
 """
@@ -15,13 +15,15 @@ from typing import ParamSpec, TypeVar
 from paceline import caller
 from paceline.errors import PacelineError
 
+BRIEFLY = (PacelineError, KeyboardInterrupt)  # where in our waits an interrupt comes says as little
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception on stderr, as `sys.excepthook` does."""
-    if isinstance(error, PacelineError) and not sys.flags.dev_mode and sys.stderr is not None:
+    if isinstance(error, BRIEFLY) and not sys.flags.dev_mode and sys.stderr is not None:
         print(brief(error, trace), end="", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
@@ -65,7 +67,7 @@ def surfacing(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except PacelineError:
+        except BRIEFLY:
             surface()
             raise
 

@@ -298,6 +298,12 @@ def test_no_such_folder(tmp_path: Path) -> None:
         report(tmp_path / "rnu")
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    folder = unfinished(tmp_path)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is a file: give the folder of a run"):
+        report(folder.metrics)
+
+
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     unfinished(tmp_path)
     with pytest.raises(UsageError, match=r"is no run folder: it has neither .* it holds the runs run: name one of them"):

@@ -15,7 +15,7 @@ import paceline
 from paceline import caller
 from paceline.errors import PacelineError, UsageError
 from paceline.session.run import Run
-from paceline.session.uncaught import brief
+from paceline.session.uncaught import brief, show
 from tests.launches import Jobs
 from tests.runs import alone, batches, workers
 
@@ -88,6 +88,17 @@ def _raised(code: str, file: str) -> Exception:
     raise AssertionError(code)
 
 
+def test_an_interrupt_shows_where_the_script_was(capsys: pytest.CaptureFixture[str]) -> None:
+    code = compile("def wait(seconds):\n    raise KeyboardInterrupt", caller.__file__, "exec")  # as in the middle of an exchange
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        names["wait"](1)
+    show(caught.type, caught.value, caught.tb)
+    said = capsys.readouterr().err
+    assert "Traceback" in said and 'names["wait"](1)' in said and said.endswith("KeyboardInterrupt\n") and caller.__file__ not in said
+
+
 def test_where_a_script_stands() -> None:
     def here() -> str:
         return caller.place()
@@ -112,6 +123,22 @@ def test_a_job_says_it_in_few_lines(job: Jobs) -> None:
     assert ended.code == 1 and ended.said.startswith("paceline.errors.UsageError: run.prepare got a builtins.int"), ended.err
     mine = [line for line in ended.err.splitlines() if line.startswith("[")]
     assert len(mine) <= 3 * 9 and "paceline/session" not in ended.err, ended.err
+
+
+INTERRUPTED = """
+import os, signal
+with pl.start(folder="runs") as run:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    while True:
+        run.mean(1.0)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_shows_no_insides(job: Jobs) -> None:
+    ended = job.run(INTERRUPTED, 2).end(40)
+    assert ended.code == 130 and "KeyboardInterrupt" in ended.err and "paceline/comm" not in ended.err, ended.err
 
 
 @pytest.mark.slow
