@@ -76,11 +76,14 @@ def line(found: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
 
 
 def call(point: tuple[str, int], data: bytes, *, rudely: bool = False) -> None:
-    """Call, say it, and hang up."""
-    with suppress(OSError), socket.create_connection(point, timeout=5) as connection:
-        if rudely:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.sendall(data)
+    """Call, say it, and hang up; again, if nobody takes the call."""
+    while True:
+        with suppress(OSError), socket.create_connection(point, timeout=5) as connection:
+            if rudely:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):  # it may be hung up on before it has said all
+                connection.sendall(data)
+            return
 
 
 @contextmanager

@@ -103,6 +103,14 @@ def read(packed: bytes) -> Plan:
     return plan
 
 
+def _count(body: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where what is meant isn't counted from 0 on: Python would count from the end."""
+    for name in ("optimizer", "unit", "table"):
+        number = body.get(name, 0)
+        if type(number) is not int or number < 0:
+            raise UsageError(f"there is no {name} {number!r}")
+
+
 def _size(piece: Piece) -> int:
     """Of what it takes; raises `ValueError` for what has no size."""
     numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
@@ -190,6 +198,7 @@ class Server:
             return True
         try:
             self._reckoning.check(message)
+            _count(message.body)
             return act(message)
         except PacelineError as error:
             self._receiver.refuse(message, str(error))

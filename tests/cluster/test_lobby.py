@@ -160,7 +160,7 @@ def _hung_up(connection: socket.socket) -> bool:
 
 
 def meeting(name: str, port: int, hosts: int = 2, **changes: Any) -> Meeting:
-    return replace(Meeting(("127.0.0.1", port), SECRET, Offer(name, 2, "127.0.0.1", "m", 1, 2), hosts, None, 60.0), **changes)
+    return replace(Meeting(("127.0.0.1", port), SECRET, Offer(name, 2, "127.0.0.1", "m", 1, 2), hosts, None, 300.0), **changes)
 
 
 @contextmanager
@@ -378,14 +378,14 @@ class TestAssembly:
         offers = [Offer(f"h{n}", 1, "127.0.0.1", "m", 1, 2, "block", (n,), s.getsockname()[1]) for n, s in enumerate(sockets)]
         drawn = random.Random(19)
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(connect_all, offers, 0, sockets[0], SECRET, 60.0)
+            first = pool.submit(connect_all, offers, 0, sockets[0], SECRET, 300.0)
             for _ in range(300):
                 strangers.call(sockets[0].getsockname(), strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]))
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
                 channel = call(socket.create_connection(sockets[0].getsockname(), timeout=5), SECRET, "there")
                 channel.send({"kind": "host", "host": host})
                 channel.close()
-            second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 60.0)
+            second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)
             assert [*first.result()] == [1] and [*second.result()] == [0]
         for channel in (*first.result().values(), *second.result().values()):
             channel.close()

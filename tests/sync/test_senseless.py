@@ -276,7 +276,15 @@ def test_what_a_server_has_stays_whole() -> None:
     close = {"optimizer": 0, "step": 1, "workers": [0], "factor": 1.0, "settings": [], "decided": True}
     for wrongly in (
         *({"factor": "x"}, {"settings": [[0, {"lr": "x"}]]}, {"settings": [[5, {"lr": 1.0}]]}, {"settings": [[0, {"params": []}]]}),
-        *({"settings": [[0, 7]]}, {"workers": [0, 0]}, {"workers": [0, 9]}, {"workers": []}, {"workers": "x"}, {"optimizer": 9}),
+        *(
+            {"settings": [[0, 7]]},
+            {"workers": [0, 0]},
+            {"workers": [0, 9]},
+            {"workers": []},
+            {"workers": "x"},
+            {"optimizer": 9},
+            {"optimizer": -1},
+        ),
     ):
         assert say("close", close | wrongly).kind == "refused", wrongly
     assert say("close", close).kind == "close"
