@@ -134,7 +134,13 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
         return memory(place.secret, deadline=deadline)
     if place.rank == 0:
         store = _join(place, deadline) if place.agent_store else _serve(place, deadline)
-        generation = int(_claim(store, place).add("starts/0", 1))
+        try:
+            generation = int(_claim(store, place).add("starts/0", 1))
+        except DistError as error:
+            raise PlaceError(
+                f"the store at {place.meeting[0]}:{place.meeting[1]} can't count how often this job has started: it is gone, or another "
+                "program has written there. Set MASTER_PORT to a port of this job's own"
+            ) from error
     else:
         store, generation = _follow(place, deadline)
     return Store(store, place.secret, path=f"paceline/{place.attempt}/{generation}", deadline=deadline)

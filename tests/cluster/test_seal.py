@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
+from paceline.cluster import network
 from paceline.cluster import store as stores
 from paceline.cluster.discover import Place
 from paceline.cluster.orders import Member, Roster
@@ -18,7 +20,7 @@ from paceline.cluster.store import Store
 from paceline.comm.lookout import Lookout, Verdict
 from paceline.comm.waits import Wait
 from paceline.comm.wires import Wires
-from paceline.errors import Mismatch, SecretError
+from paceline.errors import Mismatch, PlaceError, SecretError
 
 SECRET = b"s" * 32
 GARBAGE = [
@@ -66,6 +68,19 @@ class TestGarbage:
             with pytest.raises(SecretError):
                 found.take("k")
         assert found.look(["k"]) == [None]
+
+    def test_where_starts_are_counted(self) -> None:
+        """What torch itself keeps there isn't signed; who writes to it keeps a job from starting, and is told of."""
+        with network.listen("127.0.0.1") as probe:
+            port = int(probe.getsockname()[1])
+        other = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), wait_for_workers=False, multi_tenant=True)
+        other.set("paceline/0/claims/starts/0", "garbage")
+        place = Place(rank=0, size=2, local_rank=0, local_size=2, secret=SECRET, meeting=("127.0.0.1", port))
+        with pytest.raises(PlaceError, match="another program has written there"):
+            stores.connect(place, deadline=5)
+        other.set("paceline/0/claims/0", "\x00\xff")
+        with pytest.raises(PlaceError, match="another process already is rank 0"):
+            stores.connect(place, deadline=5)
 
 
 class TestReplay:
