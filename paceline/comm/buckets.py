@@ -117,3 +117,8 @@ def scaled(grad: Tensor, scale: float) -> Tensor:
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
+
+
+def sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A sparse gradient."""
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

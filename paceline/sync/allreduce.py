@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.buckets import Bucket, Shape, build, cut, put, scaled
+from paceline.comm.buckets import Bucket, Shape, build, cut, put, scaled, sparse
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.sync.base import Scene, Slot, Sync
@@ -144,9 +144,7 @@ class Exchange:
         self._rewind()
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=device)
-        return self._reducer.empty(numel, dtype)
+        return self._reducer.empty(numel, dtype) if device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
     def _rewind(self) -> None:
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -193,6 +191,12 @@ class Exchange:
             self._leave()
         elif self._next and (work := self._works[self._next - 1]) is not None:
             work.done()  # pushes it forward
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """See `Lends.overwrites`."""
+        self._write()
+        home = self._home[number] if self._shelves is not None else None
+        return home is not None and home[1] is grad
 
     def _write(self) -> None:
         """Buckets are about to be written."""
@@ -244,7 +248,7 @@ class Exchange:
             self._late[number] = self._late[number].add_(value) if number in self._late else value
 
     def _take_sparse(self, number: int, grad: Tensor, scale: float) -> None:
-        value = grad * scale if scale else _sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
+        value = grad * scale if scale else sparse(grad._indices()[:, :0], grad._values()[:0], grad.shape)
         self._flags[number] |= SPARSE
         self._sparse[number] = self._sparse[number].add_(value) if number in self._sparse else value
 
@@ -339,11 +343,11 @@ class Exchange:
         mine = self._sparse.pop(number, None)
         if mine is None:
             nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-            mine = _sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+            mine = sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
         mine = mine.coalesce()
         indices = self._scene.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
         values = self._scene.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
-        return _sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
+        return sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
 
     # ---- the rest of the life of a strategy
 
@@ -444,7 +448,3 @@ class Exchange:
         self._release()
         self._lay_out(order, set(range(len(self._slots))) - set(order))
         self._coded.adopt([state["coded"] for state in found])
-
-
-def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from paceline.comm.ordered import Voided
 from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
-from paceline.sync.base import Scene, Slot, Steps, Sync
+from paceline.sync.base import Lends, Scene, Slot, Steps, Sync
 
 
 class Tap:
@@ -59,6 +59,7 @@ class Backward:
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
         self.owing = False  # a silent pass was made or asked for since the last exchange
+        self._overwrites: Callable[[int, Tensor], bool] = sync.overwrites if isinstance(sync, Lends) else lambda number, grad: False
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.failed = False  # this turn had a pass without a result
@@ -99,6 +100,8 @@ class Backward:
 
         def before(_: Any) -> None:
             if parameter.grad is not None or tap.carry is not None:
+                if not self._open:
+                    self._begin()
                 self._set_apart(tap)
 
         def after(_: Tensor) -> None:
@@ -149,8 +152,8 @@ class Backward:
         if tap.shown is not None:
             self._reclaim(tap, grad)
         elif grad is not None:
-            mine = id(grad) == tap.given
-            tap.prior, tap.given = (grad.clone(), tap.given) if mine else (grad, 0)
+            written = id(grad) == tap.given if self._silent else self._overwrites(tap.number, grad)
+            tap.prior, tap.given = (grad.clone(), tap.given) if written else (grad, 0)
         parameter.grad = None
 
     def _reclaim(self, tap: Tap, grad: Tensor | None) -> None:
@@ -217,9 +220,10 @@ class Backward:
                     carry, tap.carry, tap.touched = tap.carry, None, True
                     self._give(tap, carry, 1.0)
             elif grad is not None:
-                if id(grad) == tap.given:
-                    tap.parameter.grad = grad.clone()  # the strategy is about to use this memory again
-                tap.given = 0
+                if self._overwrites(tap.number, grad):
+                    tap.parameter.grad = grad.clone()
+                else:
+                    tap.given = 0
         for number, mean in self._results(where):
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None

@@ -243,6 +243,15 @@ class Steps(Protocol):
         ...
 
 
+@runtime_checkable
+class Lends(Protocol):
+    """A strategy that hands out p.grad in memory which it uses again."""
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """Whether the exchange that this pass is for writes over `grad`, which is p.grad of slot `number` now."""
+        ...
+
+
 class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 

@@ -17,7 +17,7 @@ from paceline.codec.codec import lift, plain
 from paceline.comm.buckets import Bucket, Shape, build, cut
 from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Scene, Slot
+from paceline.sync.base import Lends, Scene, Slot
 from paceline.sync.coded import Coded
 from paceline.sync.fragment import Fragment, Unit, adaptive
 from paceline.sync.reducers import reducer
@@ -113,6 +113,10 @@ class Rounds:
         factor = scale / part if part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """See `Lends.overwrites`."""
+        return isinstance(self._warm, Lends) and self._warm.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""

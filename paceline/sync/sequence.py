@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline.comm.ordered import Agreement
 from paceline.errors import UsageError
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Scene, Slot, Strategy, Sync
+from paceline.sync.base import Lends, Scene, Slot, Strategy, Sync
 from paceline.sync.localsgd import LocalSGD
 from paceline.wording import spell
 
@@ -78,6 +78,10 @@ class Both:
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         """See `Sync.ready`."""
         self._inner.ready(number, grad, scale)
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """See `Lends.overwrites`."""
+        return isinstance(self._inner, Lends) and self._inner.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""

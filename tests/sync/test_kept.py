@@ -156,7 +156,43 @@ def unclear(run: Run) -> Tensor:
     return parameters(model)
 
 
-@pytest.mark.parametrize("loop", [surgery, changes, unclear])
+def fetched_once(run: Run) -> Tensor:
+    """Gradients are fetched once, zeroed in place, and read where they were; one of the layers has none in every other step."""
+    model, extra = net(), nn.Linear(6, 2).double()
+    nn.init.ones_(extra.weight)
+    nn.init.zeros_(extra.bias)
+    model, extra, loader = run.prepare(model, extra, batches())
+    everything = [*model.parameters(), *extra.parameters()]
+    fetched: list[Tensor] = []
+    for number, (x, y) in enumerate(loader):
+        for g in fetched:
+            g.zero_()
+        F.mse_loss(model(x) + extra(x) if number % 2 == 0 else model(x), y).backward()
+        fetched = fetched or [p.grad for p in everything]
+        with torch.no_grad():
+            for p, g in zip(everything, fetched, strict=True):
+                assert p.grad is g
+                p.sub_(g, alpha=0.1)
+    return parameters(model, extra)
+
+
+def summed(run: Run) -> Tensor:
+    """Kept without being zeroed it is the sum of both losses, as torch has it."""
+    model = net()
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        kept = [p.grad.view(-1) for p in model.parameters()]
+        F.l1_loss(model(x), y).backward()
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), kept, strict=True):
+                p.sub_(g.view_as(p), alpha=0.05)
+        optimizer.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("loop", [surgery, changes, unclear, fetched_once, summed])
 def test_loops_that_keep_gradients_train_as_one_worker_does(loop: Callable[[Run], Tensor]) -> None:
     wanted = alone(loop)
     for size in (2, 3):
