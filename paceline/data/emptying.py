@@ -23,21 +23,26 @@ Collate = Callable[[Any], Any]
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-def emptied(one: Any, two: Any) -> Any:
+def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
     """`one` with no rows, where `one` is a batch of one sample and `two` of twice that sample: what grows from one to the other are rows.
 
-    Raises `DataError` for what has changed otherwise, with its type, and where nothing has grown.
+    Raises `DataError` for what has changed otherwise, with its type, and where nothing has grown; unless `surely`, `one` is given then.
     """
     emptier = _Emptier()
-    empty = emptier.walk(one, two)
-    if not emptier.grown:
-        raise _unable(one)
+    try:
+        empty = emptier.walk(one, two)
+        if not emptier.grown:
+            raise _unable(one)
+    except DataError:
+        if surely:
+            raise
+        return one
     return empty
 
 
-def collated_empty(collate: Collate, sample: Any) -> Any:
+def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
     """What `collate` would make of no samples, told by what it makes of this one; of copies, as it may change its samples."""
-    return emptied(collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]))
+    return emptied(collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely)
 
 
 def _unable(value: Any) -> DataError:

@@ -273,8 +273,11 @@ class Mine:
         if self._none is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
-            whole = loader.collate_fn(first) if loader.batch_size is None else None
-            self._none = collated_empty(loader.collate_fn, first) if whole is None else cut(whole, 0, 0, rows(whole))
+            if loader.batch_size is None:
+                whole = loader.collate_fn(first)
+                self._none = cut(whole, 0, 0, rows(whole))
+            else:
+                self._none = collated_empty(loader.collate_fn, first, surely=not self.terms.training)
         return self._none
 
 

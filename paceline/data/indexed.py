@@ -30,6 +30,7 @@ class Feed:
         self.indices: Indices | None = None
         self.dealt: deque[tuple[int, Part]] = deque()
         self.round = 0  # what was asked for in an earlier round is void
+        self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
         self._step = 0
         self._waiting: deque[tuple[Any, Part]] = deque()
 
@@ -51,6 +52,7 @@ class Feed:
         """Go on at `step`; what was asked for before is void."""
         self.indices = indices
         self.round += 1
+        self.ghosts = self.terms.ghosts
         self._step = step
         self._waiting.clear()
 
@@ -66,7 +68,7 @@ class Feed:
         for first, shares in terms.micros(count):
             start, stop = spans(shares)[terms.rank]
             mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
-            twice = stop == start and not terms.ghosts
+            twice = stop == start and not self.ghosts
             yield mine, Part(sum(shares), stop - start, TWICE if twice else None)
             if twice:
                 yield [*mine, *mine], Part(sum(shares), 0, None)
@@ -133,8 +135,13 @@ class Indexed(Pipeline):
             if not self.terms.alone:
                 self.terms.announce(READ_WHOLE)
             return whole_rows(self.terms, self._read()[1])
+        if self._feed.ghosts and not self.terms.ghosts and self._empty(len(batch)):
+            self.redeal(index)
         turns = self._left = self.terms.turns(len(batch))
         return Step(len(batch), turns, self._parts(turns))
+
+    def _empty(self, batch: int) -> bool:
+        return any(shares[self.terms.rank] == 0 for _, shares in self.terms.micros(batch))
 
     def peek(self) -> Any:
         whole = self.terms.loader.batch_sampler is None and self._left == 0  # perhaps items that are whole batches
@@ -202,6 +209,10 @@ class Indexed(Pipeline):
         self._left -= 1
         return part._replace(batch=data)
 
+    def _emptied(self, data: Any) -> Any:
+        twice = self._read()[1]
+        return data if self.terms.ghosts else emptied(data, twice, surely=not self.terms.training)
+
     def _read(self) -> tuple[Part, Any]:
         """The next part that isn't void, with what was read for it."""
         held, self._held = self._held, None
@@ -214,7 +225,7 @@ class Indexed(Pipeline):
             if data is not self:
                 made, part = self._feed.dealt.popleft()
                 if made == self._feed.round:
-                    return part, data if part.batch is not TWICE else emptied(data, self._read()[1])
+                    return part, data if part.batch is not TWICE else self._emptied(data)
             elif reopened:
                 raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
             else:

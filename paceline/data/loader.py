@@ -149,6 +149,7 @@ class ShareLoader:
         self.epoch = 0  # the one under way, or the next
         self._pipeline = pipeline
         self._index = 0  # the step under way, or the next
+        self.ran_through = False  # the last epoch was not left by `break`
         self._round = 0  # counts iter()
         self._open = False  # between the first batch of an epoch and its end
         self._again = False  # the present step is to be dealt again
@@ -324,6 +325,7 @@ class ShareLoader:
     def _close(self) -> None:
         """The end of an epoch that was run through or broken off, told to the watcher."""
         ended = self._open or self.turn is not None
+        self.ran_through = self._open and self.turn is None
         if self.turn is not None:
             self.hooks.turn_ends(self)
         self._abandon()

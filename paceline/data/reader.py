@@ -41,6 +41,7 @@ class Command(NamedTuple):
     cuts: Cuts = ()
     wanted: tuple[int, ...] = ()  # the ranks whose parts are to be made
     ghosts: bool = True  # what an empty share is: the first sample, or no rows
+    train: bool = True  # and if these can't be had, the first sample nevertheless
 
 
 class Dealt(NamedTuple):
@@ -157,12 +158,13 @@ class Reading:
 
     def _cut(self, samples: list[Any], command: Command) -> list[list[Part]]:
         cuts = command.cuts if len(samples) == command.batch else recut(command.cuts, len(samples))
-        return [[self._part(samples, first, shares, rank, ghosts=command.ghosts) for first, shares in cuts] for rank in command.wanted]
+        return [[self._part(samples, first, shares, rank, command=command) for first, shares in cuts] for rank in command.wanted]
 
-    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, ghosts: bool) -> Part:
+    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, command: Command) -> Part:
         start, stop = spans(shares)[rank]
         if start == stop:
-            return Part(sum(shares), 0, self.collate(samples[:1]) if ghosts else collated_empty(self.collate, samples[0]))
+            none = None if command.ghosts else collated_empty(self.collate, samples[0], surely=not command.train)
+            return Part(sum(shares), 0, self.collate(samples[:1]) if command.ghosts else none)
         return Part(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
 
 

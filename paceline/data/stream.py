@@ -87,6 +87,7 @@ class Stream(Pipeline):
         self._before = Cursor.at_start(self._workers)  # before the step that was asked for last
         self._after = self._before  # and after it
         self._index = 0
+        self._ghosts = True  # what an empty share is, as it was asked for
         self._origin: dict[str, Any] = {}  # what the generators were when the epoch began
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
@@ -114,6 +115,10 @@ class Stream(Pipeline):
         return self._index
 
     def step(self, index: int) -> Step | None:
+        if self._ghosts != self.terms.ghosts:
+            self._ghosts = self.terms.ghosts
+            if self._hands.reads:
+                self.redeal(index)
         self._before, self._after = self._after, self._after.copy()
         self._commands.oldest = self._before.numbers
         self._index = index
@@ -187,7 +192,8 @@ class Stream(Pipeline):
 
     def _ask(self) -> Command:
         batch, cuts = self._hands.asked()
-        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts)
+        self._ghosts = self.terms.ghosts
+        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts, train=self.terms.training)
 
     def _seeds(self) -> torch.Generator:
         """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""

@@ -36,6 +36,8 @@ class Terms:
     say: Callable[[str], None] = lambda text: None
     move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
     training: bool = True  # as it is in the present epoch
+    idle: bool = False  # nothing has been trained in this epoch so far: it may be an evaluation
+    idled: bool = False  # nothing was trained in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
     _said: set[str] = field(default_factory=set)
@@ -53,7 +55,7 @@ class Terms:
     @property
     def ghosts(self) -> bool:
         """Whether who has an empty share gets the first sample as a ghost, and not no rows."""
-        return self.training or self.pad
+        return (self.training and not self.idle) or self.pad
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.data.lent import Lent
 from paceline.data.loader import ShareLoader, Turn
@@ -29,6 +30,10 @@ class Course:
     skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
     reached: bool = False  # something was used in a turn of the epoch
     over: bool = False  # the epoch has ended
+    follows: bool = False  # it is followed whether anything is trained in this epoch
+    trained: bool = False  # there was a backward, or a step of an optimizer, in this epoch
+    marks: list[Any] | None = None  # versions of all parameters and gradients when it began
+    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
     void: bool = False  # its rows died with a worker: it is dealt again
 
 

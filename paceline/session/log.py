@@ -128,6 +128,15 @@ class Log:
         split = [seconds.get(part, 0.0) for part in PARTS]
         self._enqueue(_Entry(self._number, step, now, samples, split, self._open.pop(step, {})))
 
+    def fold(self, step: int) -> None:
+        """What was logged of later steps, of which none is over, belongs to `step`."""
+        for later in sorted(number for number in self._open if number > step):
+            for name, sums in self._open.pop(later).items():
+                into = self._open.setdefault(step, {}).setdefault(name, _Sums())
+                into.total, into.weight = into.total + sums.total, into.weight + sums.weight
+                if sums.device is not None:
+                    into.device = sums.device if into.device is None else into.device + sums.device
+
     def undo(self) -> None:
         """The step under way is void: forget what was logged since the last one was over."""
         self._open.clear()

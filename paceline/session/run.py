@@ -106,6 +106,7 @@ class Run:
         self._plan = Plan(total_steps, lambda steps: setattr(log, "total_steps", steps))
         self._turns.leads = self._plan.led
         self._handing.open(log)
+        self._turns.idling.fold = log.fold
         self._lacking.begin()
         self._watch.begin()
 

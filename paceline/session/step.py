@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from paceline.errors import UsageError
 from paceline.session.clock import Clock
 from paceline.session.course import Course, check_beside, explain, innermost
 from paceline.session.ghost import buffers, level, put_back
+from paceline.session.idling import Beat, Idling
 from paceline.session.lending import Lending
 from paceline.session.scaling import loss_scale
 from paceline.session.tables import Tables
@@ -38,14 +39,6 @@ from paceline.sync.backward import Backward
 from paceline.sync.base import Scene, Slot, Steps
 
 T = TypeVar("T")
-
-
-class Beat(Protocol):
-    """Who wants to know of each finished step."""
-
-    def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
-        """Step `turn` of a training loader is over; where its time went."""
-        ...
 
 
 class Turns:
@@ -65,6 +58,7 @@ class Turns:
         self._open: list[Course] = []  # those with a turn, in the order in which the turns began
         self._leader: Course | None = None
         self.lending = Lending(scene, self._open, self._courses)
+        self.idling = Idling(self, scene, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
         self._announced = False
@@ -124,6 +118,7 @@ class Turns:
     def epoch_asked(self, loader: ShareLoader) -> None:
         """See `Watcher`."""
         self.asked(loader)
+        self.idling.asked(loader)
 
     def generation(self, loader: ShareLoader) -> int:
         """See `Watcher`."""
@@ -139,6 +134,7 @@ class Turns:
         if loader.terms.training:
             self.end_broken()
             self.lending.epoch_begins(course)
+            self.idling.begins(course)
             if self.over:
                 loader.finish()
             self.parting()
@@ -194,6 +190,8 @@ class Turns:
                 if inner and len(self._open) > 1:
                     self.backward.passes, self.backward.silenced = course.outer
         failed = course.void or (leads and turn.last_micro and self.backward.failed)
+        if turn.train and not failed:
+            self.idling.note(course, self._open, last=turn.last_micro and (inner or leads))
         if turn.train and turn.source is not None and not failed:
             level(kept, self.scene.agreement, ghost=turn.ghost)
         self._open.remove(course)
@@ -203,7 +201,7 @@ class Turns:
             if failed:
                 self._fail()
             elif turn.last_micro:
-                self._count(turn)
+                self._count(course, turn)
             self._clock.ask()
         if failed:
             loader.again()
@@ -225,6 +223,7 @@ class Turns:
             self._leader = None
         if loader.terms.training:
             self.lending.epoch_ends(course)
+            self.idling.ends(course, whole=loader.ran_through)
         if self.apart and self.scene.agreement.entering is not None:
             self.scene.agreement.entering()  # workers come together, with the same parameters
 
@@ -232,10 +231,11 @@ class Turns:
         """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
         for course in [course for course in self._open if course.loader.terms.training and not course.loader.under_way]:
             self.turn_ends(course.loader)
+            self.idling.flush(course)
         if self._leader is not None and not self._leader.loader.under_way:
             self._leader = None
 
-    def _count(self, turn: Turn) -> None:
+    def _count(self, course: Course, turn: Turn) -> None:
         self.steps += 1
         self.scene.trace.step = self.steps
         if not self.apart:
@@ -243,7 +243,7 @@ class Turns:
         if self._page is not None:
             self._page.passed(self.steps)
         self._clock.settle(self._commit)
-        self.beat.step_ended(turn, self._clock.take())
+        self.idling.count(course, self.steps, turn, self._clock.take())
 
     def _commit(self) -> None:
         self.backward.sync.commit()
@@ -389,6 +389,7 @@ class Turns:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
+        self.idling.stepped = True
         self.backward.sync.stepped(optimizer)
         if not self._open:
             self.backward.turn()
@@ -424,4 +425,5 @@ class Turns:
         """The run ends: close the turns that a `break` left open, and let replicas be equal."""
         for course in list(self._open):
             self.turn_ends(course.loader)
+            self.idling.flush(course)
         self.backward.sync.converge()

@@ -61,6 +61,7 @@ class Backward:
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self._overwrites: Callable[[int, Tensor], bool] = sync.overwrites if isinstance(sync, Lends) else lambda number, grad: False
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
+        self.reached = False  # some worker's pass has touched a parameter, since somebody set this
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.failed = False  # this turn had a pass without a result
         self._lost: PacelineError | None = None  # in the pass under way
@@ -107,6 +108,7 @@ class Backward:
         def after(_: Tensor) -> None:
             grad = parameter.grad
             if grad is None:
+                self.reached = True  # a hook of the script's own has taken it
                 return
             parameter.grad = None
             if not self._open:
@@ -224,7 +226,9 @@ class Backward:
                     tap.parameter.grad = grad.clone()
                 else:
                     tap.given = 0
-        for number, mean in self._results(where):
+        results = self._results(where)
+        self.reached = self.reached or bool(results)
+        for number, mean in results:
             tap = self.taps[number]
             prior, tap.prior = tap.prior, None
             if prior is None:
@@ -311,7 +315,7 @@ class Backward:
                 shown = tap.carry if tap.prior is None else _add(tap.carry.clone(), tap.prior)
                 tap.parameter.grad = tap.shown = shown
                 tap.version = shown._version
-        self.silenced = self.owing = True
+        self.silenced = self.owing = self.reached = True
         self._reset()
 
     def _reset(self) -> None:
