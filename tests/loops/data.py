@@ -442,7 +442,7 @@ def old_batches_kept_to_look_at(run: Any) -> Any:
     return model, len(kept)
 
 
-@loop(counted=False, refused="next", pending="a prefetcher")
+@loop(counted=False, refused="next")
 def one_batch_ahead(run: Any) -> Any:
     model, optimizer, data = parts(run)
     for _ in range(2):
@@ -455,7 +455,7 @@ def one_batch_ahead(run: Any) -> Any:
     return model
 
 
-@loop(counted=False, refused="loader", pending="a prefetcher")
+@loop(counted=False, refused="loader")
 def some_batches_ahead(run: Any) -> Any:
     model, optimizer, data = parts(run)
     ahead: deque[Any] = deque()
@@ -468,7 +468,7 @@ def some_batches_ahead(run: Any) -> Any:
     return model
 
 
-@loop(counted=False, refused="loader", pending="batches used again")
+@loop(counted=False, refused="loader")
 def a_list_of_batches(run: Any) -> Any:
     model, optimizer, data = parts(run)
     found = list(data)
@@ -478,7 +478,7 @@ def a_list_of_batches(run: Any) -> Any:
     return model
 
 
-@loop(counted=False, refused="loader", pending="batches used again")
+@loop(counted=False, refused="loader")
 def batches_in_a_cycle(run: Any) -> Any:
     model, optimizer, data = parts(run)
     for x, y in itertools.islice(itertools.cycle(data), 7):
