@@ -289,6 +289,8 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimiz
 
 def _step(optimizer: Optimizer, own: Callable[..., Any], turns: Turns, *, elsewhere: bool) -> None:
     """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
+    if elsewhere:
+        turns.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
     if elsewhere and optimizer.state:
         check_memory(optimizer, turns.tables.handles())
     turns.give(optimizer, whole=not elsewhere)

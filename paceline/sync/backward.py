@@ -71,6 +71,8 @@ class Backward:
         self._open = False
         self._silent = False
         self._scale = 1.0
+        self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
+        self._mixed: set[int] = set()  # numbers of those whose p.grad adds up passes of different parts
 
     def watch(self, slots: Sequence[Slot]) -> None:
         """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy.
@@ -124,6 +126,7 @@ class Backward:
                 handle.remove()
         self.taps.clear()
         self._by_id.clear()
+        self._mixed.clear()
 
     # ---- while backward runs
 
@@ -226,6 +229,8 @@ class Backward:
                     tap.parameter.grad = grad.clone()
                 else:
                     tap.given = 0
+        uneven = self._uneven()
+        mixing = uneven or bool(self._mixed)
         results = self._results(where)
         self.reached = self.reached or bool(results)
         for number, mean in results:
@@ -233,6 +238,8 @@ class Backward:
             prior, tap.prior = tap.prior, None
             if prior is None:
                 prior = tap.parameter.grad if not tap.touched else None
+            if mixing:
+                self._note_mixed(number, prior, uneven=uneven)
             if prior is not None and not tap.given and not (prior.is_sparse or mean.is_sparse):
                 tap.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
                 continue
@@ -246,6 +253,27 @@ class Backward:
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.scene.trace.record(where, "exchange", started, ended)
+
+    def _uneven(self) -> bool:
+        """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
+        part, self._part = self._part, self.scene.moment.part
+        return not self.sync.together and part not in (None, self._part) and isinstance(self.sync, Steps) and not self.sync.apart
+
+    def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
+        if prior is None or not bool(prior.any()):
+            self._mixed.discard(number)
+        elif uneven:
+            self._mixed.add(number)
+
+    def refuse_mixed(self, parameters: Iterable[Any]) -> None:
+        """Raise `UsageError` if p.grad of one of them adds up what has to be weighted each by itself on its way to servers."""
+        for parameter in parameters if self._mixed else ():
+            tap = self._by_id.get(id(parameter))
+            if tap is not None and tap.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
+                raise UsageError(
+                    f"p.grad of {tap.name} adds up batches that this worker has different parts of, and goes to servers with the weight of "
+                    "the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
+                )
 
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
         if self.scene.agreement.recovery is not None:

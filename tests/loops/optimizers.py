@@ -320,7 +320,7 @@ def an_optimizer_not_prepared_with_accumulate(run: Any) -> Any:
     return model
 
 
-@loop(pending="an optimizer of another model", refused="model")
+@loop(said="the SGD steps, and trains nothing")
 def an_optimizer_of_another_model(run: Any) -> Any:
     model, other = net(), net()
     model, optimizer, data = run.prepare(model, sgd(other), batches())

@@ -425,6 +425,25 @@ def a_gan(run: Any) -> Any:
 
 
 @loop
+def a_gan_that_makes_first(run: Any) -> Any:
+    """The critic has gradients of the maker's loss, too, which are cleared before its own."""
+    maker, critic = net(WIDTH, 5), filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6)
+    making, judging = sgd(maker, 0.05), sgd(critic, 0.05)
+    maker, critic, making, judging, data = run.prepare(maker, critic, making, judging, batches())
+    for _ in run.epochs(2):
+        for x, y in data:
+            noise = torch.cat([y, y, y[:, :1]], 1)
+            making.zero_grad()
+            fake = maker(noise)
+            F.softplus(-critic(fake)).mean().backward()
+            making.step()
+            judging.zero_grad()
+            (F.softplus(-critic(x)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+            judging.step()
+    return maker, critic, making, judging
+
+
+@loop
 def a_critic_five_times(run: Any) -> Any:
     maker, critic = net(WIDTH, 5), filled(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 6)
     making, judging = sgd(maker, 0.05), sgd(critic, 0.05)

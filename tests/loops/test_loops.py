@@ -56,7 +56,10 @@ SERVED = [
     "scheduled_by_one_cycle",
     "validation_within_an_epoch",
     "tied_weights",
+    "accumulation_without_exchange",
+    "zero_grad_that_keeps_tensors",
     "a_gan",
+    "a_gan_that_makes_first",
     "rates_set_by_hand",
 ]
 
@@ -135,6 +138,9 @@ UNSERVED = {
     "an_optimizer_replaced_and_prepared": "servers keep the first optimizer",
     "an_optimizer_made_each_epoch": "servers keep the first optimizer",
     "an_optimizer_loaded_from_a_run_before": "load it before run.prepare",
+    "accumulation_by_hand": "add them up under run.no_sync()",
+    "a_loss_divided_by_the_length_of_the_loader": "add them up under run.no_sync()",
+    "zero_grad_of_now_and_then": "add them up under run.no_sync()",
     "folds": "have come with another model",
     "layers_thawed_in_mid_run": "let them require gradients then",
     "sparse_embeddings_with_sgd": "leave out sparse=True",
