@@ -245,7 +245,10 @@ class Backward:
                 continue
             if prior is not None:
                 mean = _add(mean, prior)
-            tap.parameter.grad = mean
+            try:
+                tap.parameter.grad = mean
+            except RuntimeError as error:
+                raise _cast(tap, mean, error) from error
             tap.given = id(mean)
         self._reset()
         self.passes += 1
@@ -405,6 +408,17 @@ class Backward:
         self.silenced = False
         for tap in self.taps:
             tap.owed = None if tap.carry is None or self.scene.agreement.recovery is None else tap.carry.clone()
+
+
+def _cast(tap: Tap, mean: Tensor, error: RuntimeError) -> Exception:
+    """Why p.grad can't be the mean: the parameter has become another since it was prepared."""
+    here = tap.parameter
+    if (here.dtype, here.device, here.shape) == (mean.dtype, mean.device, mean.shape):
+        return error
+    return UsageError(
+        f"the parameter {tap.name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(here.shape)} "
+        f"{here.dtype} on {here.device} now: call model.to(...), .double(), .half() and the like before run.prepare"
+    )
 
 
 def _add(into: Tensor, addend: Tensor) -> Tensor:

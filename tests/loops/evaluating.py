@@ -111,7 +111,7 @@ def validation_in_inference_mode(run: Any) -> Any:
     return model, found
 
 
-@loop(counted=True, pending="no_grad inside of an evaluation loop")
+@loop(counted=True)
 def validation_with_no_grad_inside(run: Any) -> Any:
     model, optimizer, data = parts(run)
     test = batches(Samples(11, seed=9), 5, shuffle=False)

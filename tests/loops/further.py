@@ -392,7 +392,7 @@ def weights_as_a_vector(run: Any) -> Any:
     return model
 
 
-@loop(refused="prepare", pending="a RuntimeError of torch, where a line of ours would say what to do")
+@loop(refused="the like before run.prepare")
 def cast_after_prepare(run: Any) -> Any:
     model, optimizer, data = parts(run, net().float())
     model.double()
