@@ -357,7 +357,7 @@ class ShareLoader:
         weights = [_weight(self.terms.weigh, part) for part in parts]
         answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return Step(step.global_batch, step.micros, drained(parts), weights, total)
+        return Step(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
 
     def _turn(self, step: Step, micro: int, part: Part, weight: float, total: float) -> Turn:
         terms = self.terms

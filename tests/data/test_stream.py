@@ -233,6 +233,21 @@ def test_a_stream_that_shards_itself(accumulate, train):
     assert [(at.ghost, at.weight) for at, _ in seen[1][0] if at.index == 5] == [(True, 0)] * accumulate
 
 
+@pytest.mark.parametrize("weigh", [None, len])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(accumulate, weigh):
+    """Else buffers that a ghost changes are not set back, or not all of the workers meet for them."""
+
+    def body(group):
+        return walk(deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", accumulate=accumulate, weigh=weigh), 1)
+
+    seen = [[at for at, _ in rank[0]] for rank in spawn(3, body)]
+    for turns in zip(*seen, strict=True):
+        with_samples = [rank for rank, at in enumerate(turns) if not at.ghost]
+        assert [at.source for at in turns] == [None if len(with_samples) == 3 else with_samples[0]] * 3
+    assert any(at.ghost for at in seen[0]) and any(at.ghost for at in seen[1])
+
+
 def test_a_shard_without_samples_raises():
     def body(group):
         return walk(deal(DataLoader(Sharded(group.rank, 3, (4, 0, 4)), 12), Agreement(group), shard="mine"))
