@@ -14,7 +14,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,21 +29,27 @@ from paceline.errors import UsageError
 _MARK = "_paceline_batchnorm"  # set on the function that stands in for a layer's forward
 
 
-def synchronise(model: nn.Module, group: Group, *, ghost: Callable[[], bool], scale: Callable[[], float]) -> int:
+def synchronise(
+    model: nn.Module,
+    group: Group,
+    *,
+    ghost: Callable[[], bool],
+    scale: Callable[[], float],
+    copies: Callable[[], bool] = lambda: True,
+) -> int:
     """Let every BatchNorm layer of `model` take its statistics from the batches of all workers of `group`; gives the number of layers.
 
     `ghost()`: this worker's batch is not part of the global one: it adds nothing forward, nothing backward, and gets zero gradients.
     `scale()`: what this worker's gradients will be multiplied by when they are summed over the workers (its share of the loss's weight
     for a mean, 1 for a sum); layers couple samples of different workers, so gradients that cross over must be weighed here.
-    Both are asked at each forward.
+    Both are asked at each forward. `copies()`: whether deepcopies of the layers exchange, too, by names of their own.
 
     Layers stay the objects they are, with the same class, `state_dict` and hooks; their running statistics come out bit-equal on all
-    workers. A deepcopy is not synchronised until it is given here too, nor is an unpickled one, which is plain. Called again, it takes
+    workers. A deepcopy does as `copies` says, as long as its original is synchronised; an unpickled layer is plain. Called again, it takes
     the new group; with a group of one the layers are torch's own.
 
     Raises UsageError for a layer whose `forward` was already replaced on the instance, and in `forward` for a class that doesn't
-    compute by `F.batch_norm`, for one value per channel in the whole batch, for a share of weight 0 that has samples, and for a deepcopy
-    in training mode: whether all workers run it nobody knows.
+    compute by `F.batch_norm`, for one value per channel in the whole batch, and for a share of weight 0 that has samples.
 
     The trap: forward in training mode (in eval mode too, when the layer tracks no statistics) and its backward are collective:
     every worker must run them, in the same order. Eval mode with running statistics never exchanges anything. Under torch.compile a
@@ -60,7 +66,8 @@ def synchronise(model: nn.Module, group: Group, *, ghost: Callable[[], bool], sc
     desynchronise(model)
     if group.size > 1:
         for name, layer in layers:
-            stand_in = _stand_in(layer, f"batchnorm {name}", group, ghost, scale)
+            answer = partial(_Answer, group=group, ghost=ghost, scale=scale)
+            stand_in = _stand_in(layer, f"batchnorm {name}", answer, copies)
             layer.forward = types.MethodType(stand_in, layer)  # type: ignore[method-assign]
     return len(layers)
 
@@ -85,9 +92,7 @@ def _replaceable(layer: nn.Module, forward: Any) -> bool:
     return hasattr(function, _MARK) or function is type(layer).forward
 
 
-def _stand_in(
-    original: _BatchNorm, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]
-) -> Callable[..., Tensor]:
+def _stand_in(original: _BatchNorm, name: str, answer: Callable[[str], _Answer], copies: Callable[[], bool]) -> Callable[..., Tensor]:
     whose = weakref.ref(original)
 
     # A plain function, bound to its layer as a method: deepcopy binds it to the copy, and pickle stores a method as its name ("forward").
@@ -95,12 +100,13 @@ def _stand_in(
     def forward(layer: _BatchNorm, *args: Any, **kwargs: Any) -> Tensor:
         # torch's SyncBatchNorm would exchange by itself, unweighted, and refuses CPU tensors.
         own = _BatchNorm.forward if type(layer).forward is nn.SyncBatchNorm.forward else type(layer).forward
-        owner = whose()
-        if layer is not owner:
-            if owner is not None and is_synchronous(owner):
-                _check_copy(layer, name)
-            return own(layer, *args, **kwargs)
-        mode = _Answer(name, group, ghost, scale)
+        called = name
+        if layer is not (owner := whose()):
+            takes = layer.training or layer.running_mean is None  # statistics of this batch
+            if owner is None or not is_synchronous(owner) or not takes or not copies():
+                return own(layer, *args, **kwargs)
+            called = f"{name} of a copy"  # which is compared: all workers run the copy, or none
+        mode = answer(called)
         with mode:
             y = own(layer, *args, **kwargs)
         if not mode.asked:
@@ -114,15 +120,6 @@ def _stand_in(
     function: Callable[..., Tensor] = disable(forward)
     setattr(function, _MARK, True)
     return function
-
-
-def _check_copy(layer: _BatchNorm, name: str) -> None:
-    """Raise `UsageError` for a copy that would take statistics of a batch, of this worker alone: those of all are what training has."""
-    if layer.training or layer.running_mean is None:
-        raise UsageError(
-            f"{name}: a copy of a prepared model runs in training mode, and its BatchNorm layers are not synchronised; give the copy to "
-            'run.prepare too, on every worker, for statistics of the whole global batch; or call eval() on it; or say batchnorm="local"'
-        )
 
 
 class _Answer(TorchFunctionMode):

@@ -209,7 +209,11 @@ class Cast:
         self.subgroups.everyone()
         norms: Any = _Watched(self)
         for model in models:
-            synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale)
+            synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale, copies=self._in_loop)
+
+    def _in_loop(self) -> bool:
+        """Whether this is the loop over a prepared loader, which all workers run, each on its share."""
+        return self._turns.turn is not None
 
     def regroup(self) -> None:
         """The workers are others now: make those groups again that there were."""

@@ -528,7 +528,7 @@ def an_averaged_model_evaluated(run: Any) -> Any:
     return model, dict(average.module.state_dict()), seen
 
 
-@loop(counted=False, refused="a copy of a prepared model runs in training mode")
+@loop(counted=False)
 def weight_averaging_with_update_bn(run: Any) -> Any:
     """The last epochs are averaged, and the statistics of BatchNorm taken again, of whole batches on each worker."""
     model, optimizer, data = parts(run, net(middle=nn.BatchNorm1d(HIDDEN)), count=PAIRED)

@@ -373,21 +373,20 @@ def test_group_of_one_leaves_the_layers_alone() -> None:
     spawn(1, body)
 
 
-def test_a_deepcopy_exchanges_nothing_until_it_is_synchronised_too() -> None:
+def test_a_deepcopy_exchanges_where_it_is_asked_to() -> None:
     x = batch((8, 3))
     expected = nn.BatchNorm1d(3).double()
     expected(x)
 
     def body(group: Group) -> nn.Module:
-        layer = nn.BatchNorm1d(3).double()
-        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5)
+        layer, asked = nn.BatchNorm1d(3).double(), [False]
+        synchronise(layer, group, ghost=lambda: False, scale=lambda: 0.5, copies=lambda: asked[0])
+        if group.rank == 0:  # alone: nobody else would come to an exchange
+            torch.testing.assert_close(copy.deepcopy(layer)(x), nn.BatchNorm1d(3).double()(x))
+            torch.testing.assert_close(copy.deepcopy(layer).eval()(x), nn.BatchNorm1d(3).double().eval()(x))
+        asked[0] = True
         twin = copy.deepcopy(layer)
         assert twin.forward.__self__ is twin
-        if group.rank == 0:  # alone: nobody else would come to an exchange
-            with pytest.raises(UsageError, match=r"a copy of a prepared model.*run\.prepare"):
-                twin(x)
-            torch.testing.assert_close(copy.deepcopy(layer).eval()(x), nn.BatchNorm1d(3).double().eval()(x))
-        synchronise(twin, group, ghost=lambda: False, scale=lambda: 0.5)
         twin(x.chunk(2)[group.rank])
         assert not layer.running_mean.any()
         return twin

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
-from paceline.errors import UsageError
+from paceline.errors import Mismatch
 from tests.runs import Numbered, workers
 
 
@@ -44,19 +46,41 @@ def test_padded_shares_are_left_out_of_what_is_gathered_and_averaged():
         torch.testing.assert_close(losses, expected)
 
 
-def test_a_copy_that_is_prepared_too_takes_statistics_of_all_samples():
+def averaged(prepares):
+    """The statistics of an average of the model, taken over a prepared loader, and what it gives then."""
+
     def body(run):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
         model, loader = run.prepare(model, DataLoader(Numbered(13), 5))
         average = AveragedModel(model)
-        if run.size > 1 and run.rank == 0:
-            with pytest.raises(UsageError, match=r"give the copy to run\.prepare"):
-                average(Numbered(13).x)
-        run.prepare(average)
+        if prepares:
+            run.prepare(average)
         update_bn(loader, average)
         return average.module[1].running_var, average.eval()(Numbered(13).x)
 
-    (expected,) = workers(1, body)
-    for found in workers(2, body):
+    return body
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_copy_takes_statistics_of_all_samples(prepares):
+    (expected,) = workers(1, averaged(prepares))
+    for found in workers(2, averaged(prepares)):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_copy_that_one_worker_alone_runs_in_training_mode():
+    def body(run):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+        model, loader = run.prepare(model, DataLoader(Numbered(13), 5))
+        twin = copy.deepcopy(model)
+        if run.rank == 0:  # outside of loops over loaders it exchanges nothing
+            torch.testing.assert_close(twin[1](Numbered(13).x[:, :3]), nn.BatchNorm1d(3).double()(Numbered(13).x[:, :3]))
+        for x, y in loader:
+            if run.rank == 0:
+                twin(x)
+            (model(x) - y).square().mean().backward()
+
+    with pytest.raises(Mismatch, match="of a copy"):
+        workers(2, body)
