@@ -16,6 +16,7 @@ from paceline import notation
 from paceline.cluster import launch, output
 from paceline.cluster.discover import environment
 from paceline.errors import PacelineError, UsageError
+from paceline.session import folder as folders
 
 app = typer.Typer(
     name="paceline",
@@ -103,6 +104,8 @@ def _start(job: launch.Job, interface: str | None = None) -> int:
     """The exit code of a job, once it has ended."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
+    if job.name is not None:
+        folders.prove(job.name)
     return launch.run(job, environment() | ({} if interface is None else {"PACELINE_INTERFACE": interface}))
 
 
@@ -136,7 +139,7 @@ def collectives(
     via: Annotated[
         str, typer.Option(help="Ways to all-reduce: native, or names of schedules.")
     ] = "native,direct,ring,tree,halving-doubling",
-    seconds: Annotated[float, typer.Option(help="How long to measure each.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="How long to measure each.", min=0)] = 0.5,
     draw: Annotated[str | None, typer.Option(metavar="SCHEDULE:N", help="Draw a schedule for N workers, and measure nothing.")] = None,
 ) -> None:
     """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
@@ -145,6 +148,9 @@ def collectives(
 
         typer.echo(picture(draw))
         raise typer.Exit
+    from paceline.bench import asked
+
+    asked.sizes(sizes), asked.ways(via)
     args = ("--sizes", sizes, "--via", via, "--seconds", str(seconds))
     raise typer.Exit(_measure("collectives.py", args, workers, threads))
 
@@ -155,8 +161,8 @@ def training(
     workers: Workers = 2,
     threads: Threads = None,
     model: Annotated[Literal["small", "medium"], typer.Option(help="0.9 M or 19 M parameters.")] = "small",
-    batch: Annotated[int, typer.Option(help="Samples in a step, for each worker.")] = 12,
-    steps: Annotated[int, typer.Option(help="Steps to measure.")] = 60,
+    batch: Annotated[int, typer.Option(help="Samples in a step, for each worker.", min=1)] = 12,
+    steps: Annotated[int, typer.Option(help="Steps to measure.", min=1)] = 60,
     sync: Sync = None,
 ) -> None:
     """Measure a training step: with the exchange, and without."""

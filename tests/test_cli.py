@@ -96,6 +96,10 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (["demo", "--workers", "1"], "give 2 or more"),
         (["demo", "--alone", "1"], "give 2 <= alone <= steps"),
         (["bench", "collectives", "--draw", "rnig:5"], "did you mean ring?"),
+        (["bench", "collectives", "--via", "native,rnig"], "--via rnig: possible: direct, "),
+        (["bench", "collectives", "--sizes", "4KB,4XB"], "--sizes 4XB: a size is a whole number"),
+        (["run", "--name", "a/b", "train.py"], "a run can't be called 'a/b'"),
+        (["run", "--name", "", "train.py"], "a run can't be called ''"),
     ],
 )
 def test_mistakes_end_with_2_and_a_sentence(
@@ -108,7 +112,15 @@ def test_mistakes_end_with_2_and_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "words", [["run"], ["run", "--workers", "two", "train.py"], ["run", "--wrong", "train.py"], ["nonsense"], ["report", "a", "b"]]
+    "words",
+    [
+        ["run"],
+        ["run", "--workers", "two", "train.py"],
+        ["run", "--wrong", "train.py"],
+        ["bench", "training", "--batch", "0"],
+        ["nonsense"],
+        ["report", "a", "b"],
+    ],
 )
 def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launcher: Launcher, words: list[str]) -> None:
     assert call(monkeypatch, *words) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 import paceline as pl
+from paceline.bench import asked
 from paceline.comm import collectives
 from paceline.comm.group import Group, Work
-from paceline.comm.schedule import SCHEDULES, Schedule, build
-from paceline.errors import PacelineError, UsageError
-from paceline.wording import choices
+from paceline.comm.schedule import Schedule, build
+from paceline.errors import PacelineError
 
-UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
 FEWEST, MOST = 5, 2_000  # calls that are measured
 Call = Callable[[Tensor], Work[Tensor]]  # sums a tensor over all workers, in place
 
@@ -34,25 +32,14 @@ class Timing(NamedTuple):
     seconds: float
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `4KB`, `33MB` or `100B`, a multiple of 4 (float32)."""
-    found = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
-    nbytes = int(found[1]) * UNITS[found[2]] // 4 * 4 if found else 0
-    if not nbytes:
-        raise UsageError(f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at least, such as 256KB")
-    return nbytes
-
-
 def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
     """What each name in a list with commas calls: `native` is the group's own all-reduce, the others are schedules."""
     ways: dict[str, Call] = {}
-    for name in (part.strip() for part in text.split(",")):
+    for name in asked.ways(text):
         if name == "native":
             ways[name] = lambda x: group.all_reduce(x, out=x)
-        elif name in SCHEDULES:
-            ways[name] = functools.partial(_follow, group, build(name, hosts))
         else:
-            raise UsageError(f"--via {name}: {choices(name, ['native', *SCHEDULES])}")
+            ways[name] = functools.partial(_follow, group, build(name, hosts))
     return ways
 
 
@@ -98,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to measure each")
     parser.add_argument("--folder", default="runs", help="where run folders go")
     options = parser.parse_args()
-    sizes = [parse_size(text) for text in options.sizes.split(",")]
+    sizes = asked.sizes(options.sizes)
 
     with pl.start(folder=options.folder, trace="off") as run:
         group = run.group

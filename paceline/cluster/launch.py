@@ -140,7 +140,7 @@ def check(job: Job) -> None:
     """Raise `UsageError` for what makes no sense, before anything is started."""
     script = Path(job.script)
     if not script.exists():
-        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()})")
+        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){remarks.leftover(job.script, job.args)}")
     if script.is_dir() and not (script / "__main__.py").exists():
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
     if not os.access(script, os.R_OK):

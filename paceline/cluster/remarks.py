@@ -38,6 +38,13 @@ def _mentions(script: Path, option: str) -> bool:
         return False
 
 
+def leftover(script: str, args: Sequence[str]) -> str:
+    """What to add of a script that isn't there, where it is Python itself, as in `python train.py`."""
+    if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
+        return ""
+    return f": paceline starts Python itself, so leave {script} out: {shlex.join(['paceline', 'run', '...', *args])}"
+
+
 def crowded(workers: int, cores: int, host: str) -> str | None:
     """What there is to say of so many workers on a host with so many cores."""
     if workers <= cores:

@@ -25,6 +25,7 @@ from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, record
 from paceline.lab.output import Desk, Source
 from paceline.notation import prove
+from paceline.session import folder
 
 if TYPE_CHECKING:
     from paceline.lab.hosts import Cluster
@@ -124,6 +125,8 @@ def check(start: Start) -> None:
     )
     if start.sync is not None:
         prove(start.sync)
+    if start.name is not None:
+        folder.prove(start.name)
     if start.deadline is not None and not start.deadline > 0:
         raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
 

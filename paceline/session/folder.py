@@ -31,6 +31,12 @@ PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this ord
 _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
 
+def prove(name: str) -> None:
+    """Raise UsageError if no run can be called so."""
+    if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise UsageError(f"a run can't be called {name!r}: give a name without slashes that doesn't start with a dot, or none")
+
+
 @dataclass(frozen=True)
 class Folder:
     """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first. `named`: by who started it."""
@@ -71,8 +77,7 @@ class Folder:
         Without a name it is the date and time. A name that is none, and a place that can't be written, raise UsageError.
         """
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
-        if not wanted or wanted.startswith(".") or any(sign in wanted for sign in "/\\\0"):
-            raise UsageError(f"a run can't be called {wanted!r}: give a name without slashes that doesn't start with a dot, or none")
+        prove(wanted)
         try:
             root.mkdir(parents=True, exist_ok=True)
             earlier = _earlier(root, wanted) if name is not None else ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.collectives import Timing, measure, parse_size, parse_ways, words
+from paceline.bench import asked
+from paceline.bench.collectives import Timing, measure, parse_ways, words
 from paceline.comm.group import Finished, Group
 from paceline.comm.schedule import SCHEDULES
 from paceline.comm.threads import spawn
@@ -14,13 +15,13 @@ from paceline.errors import PacelineError, UsageError
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4KB", 4000), (" 33MB", 33_000_000), ("7B", 4), ("1MB", 1_000_000)])
 def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+    assert asked.size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "4", "KB", "-4KB", "4 GB", "3B", "1.5MB", "0MB"])
 def test_sizes_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="such as 256KB"):
-        parse_size(text)
+        asked.size(text)
 
 
 def test_every_way_is_measured_and_right() -> None:

@@ -11,10 +11,10 @@ import typer
 
 from paceline import cli
 from paceline.cluster import network, remarks
-from paceline.cluster.launch import Job, _line
+from paceline.cluster.launch import Job, _line, check
 from paceline.cluster.meeting import Meeting, Offer, assemble
-from paceline.cluster.remarks import SEVERAL, Reminder, crowded, misplaced
-from paceline.errors import DeadlineExceeded
+from paceline.cluster.remarks import SEVERAL, Reminder, crowded, leftover, misplaced
+from paceline.errors import DeadlineExceeded, UsageError
 
 SECRET = b"0123456789abcdef"
 
@@ -53,6 +53,18 @@ class TestMisplaced:
     def test_they_are_options_of_paceline_run(self):
         command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
         assert {*SEVERAL} <= {word for parameter in command.params for word in parameter.opts}
+
+
+@pytest.mark.parametrize("script", ["python", "python3.11", "venv/bin/python"])
+def test_python_in_the_place_of_the_script(script):
+    assert leftover(script, ["train.py", "-x"]) == (f": paceline starts Python itself, so leave {script} out: paceline run ... train.py -x")
+    with pytest.raises(UsageError, match=rf"the script no/{script} doesn't exist \(looked in .*\): paceline starts Python itself"):
+        check(Job(f"no/{script}", ("train.py",)))
+
+
+@pytest.mark.parametrize(("script", "args"), [("absent.py", ["train.py"]), ("python", []), ("pythonic", ["x.py"])])
+def test_another_script_that_is_not_there(script, args):
+    assert leftover(script, args) == ""
 
 
 def test_of_a_job_that_runs_on_one_worker(job):

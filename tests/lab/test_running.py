@@ -172,6 +172,7 @@ class TestCommand:
         wrong = [
             (["two-host", "script.py"], "there is no ready-made cluster two-host; possible: "),
             (["c.toml", "script.py"], "the cluster file c.toml can't be read (No such file or directory)"),
+            (["--name", "a/b", "two-hosts", "script.py"], "a run can't be called 'a/b'"),
             (["two-hosts", "none.py"], "the script none.py doesn't exist (looked in "),
             (["two-hosts", "--fault", "kil(rank=1, step=1)", "script.py"], "did you mean kill?"),
             (["two-hosts", "--fault", "kill(rank=4, step=1)", "script.py"], "there is no rank 4: two-hosts has ranks 0 to 3"),

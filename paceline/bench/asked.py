@@ -1,0 +1,34 @@
+"""What `paceline bench collectives` is asked for: words to values, without torch, so that the command line refuses what makes no sense."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.comm.schedule import SCHEDULES
+from paceline.errors import UsageError
+from paceline.wording import choices
+
+UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
+
+
+def sizes(text: str) -> list[int]:
+    """Bytes of each size in a list with commas, such as `4KB,33MB`."""
+    return [size(part) for part in text.split(",")]
+
+
+def size(text: str) -> int:
+    """Bytes of `4KB`, `33MB` or `100B`, a multiple of 4 (float32)."""
+    found = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
+    nbytes = int(found[1]) * UNITS[found[2]] // 4 * 4 if found else 0
+    if not nbytes:
+        raise UsageError(f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at least, such as 256KB")
+    return nbytes
+
+
+def ways(text: str) -> list[str]:
+    """The names in a list with commas: `native`, or schedules."""
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name != "native" and name not in SCHEDULES:
+            raise UsageError(f"--via {name}: {choices(name, ['native', *SCHEDULES])}")
+    return names
