@@ -32,6 +32,7 @@ class Course:
     over: bool = False  # the epoch has ended
     follows: bool = False  # it is followed whether anything is trained in this epoch
     trained: bool = False  # there was a backward, or a step of an optimizer, in this epoch
+    turned: bool = False  # a turn of it has ended
     marks: list[Any] | None = None  # versions of all parameters and gradients when it began
     held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
     void: bool = False  # its rows died with a worker: it is dealt again

@@ -4,6 +4,9 @@
     the first one                                                      what was held back is handed over: a warm-up
     none in the whole epoch                                            they were no steps, and it is said
 
+All workers have to find the same, as steps end with calls of all: so what one worker alone may do is no sign, and where losses are survived
+nothing is followed, as who comes in the middle of an epoch hasn't seen its first turns.
+
 While there has been none, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and from the first
 where all models are in eval mode, or the epoch before was such a one.
 """
@@ -38,9 +41,10 @@ class Beat(Protocol):
 
 
 class Counting(Protocol):
-    """Who counts steps. `undo`: whether losses are survived, where no step is taken back."""
+    """Who counts steps. `undo`: whether losses are survived; `quiet`: depth of no_sync."""
 
     steps: int
+    quiet: int
     beat: Beat
     models: list[nn.Module]
 
@@ -59,7 +63,7 @@ class Idling:
 
     def __init__(self, turns: Counting, scene: Scene, backward: Backward, page: Page | None) -> None:
         self._turns, self._scene, self._backward, self._page = turns, scene, backward, page
-        self.stepped = False  # an optimizer has, since it was last noted
+        self.acted = False  # an optimizer has stepped, or no_sync was entered, since it was last noted
         self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
 
     def asked(self, loader: ShareLoader) -> None:
@@ -71,13 +75,15 @@ class Idling:
         """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
         terms, sync = loader.terms, self._backward.sync
         known = terms.alone or (sync.together and bool(self._backward.taps))
-        return terms.train is None and known and any(p.requires_grad for model in self._turns.models for p in model.parameters())
+        if terms.train is not None or not known or self._turns.undo is not None:
+            return False
+        return any(p.requires_grad for model in self._turns.models for p in model.parameters())
 
     def begins(self, course: Course) -> None:
         """An epoch of a training loader begins."""
-        course.follows, course.trained = self._follows(course.loader), False
+        course.follows, course.trained, course.turned = self._follows(course.loader), False, False
         course.marks = self._marks() if course.follows else None
-        self.stepped = self._backward.reached = False
+        self.acted = self._backward.reached = False
 
     def _marks(self) -> list[Any]:
         """What an update of parameters changes, and a backward on one worker alone: of several, `reached` tells."""
@@ -91,8 +97,9 @@ class Idling:
 
     def note(self, course: Course, courses: list[Course], *, last: bool) -> None:
         """A turn of `course` has ended, with `courses` under way around it; `last`: it was one that is exchanged."""
-        if self.stepped or self._backward.reached:
-            self.stepped = self._backward.reached = False
+        course.turned = True
+        if self.acted or self._backward.reached or self._turns.quiet:
+            self.acted = self._backward.reached = False
             for other in courses:
                 other.trained, other.loader.terms.idle = True, False
         elif last and course.follows and not course.trained:
@@ -103,7 +110,7 @@ class Idling:
 
     def count(self, course: Course, number: int, turn: Turn, seconds: dict[str, float]) -> None:
         """A turn of `course` was step `number`."""
-        if course.follows and not course.trained and self._turns.undo is None:
+        if course.follows and not course.trained:
             course.held.append((number, turn, seconds))
             return
         self.flush(course)
@@ -120,9 +127,9 @@ class Idling:
             self._turns.place(now)
 
     def ends(self, course: Course, *, whole: bool) -> None:
-        """An epoch of a training loader is over; `whole`: it was not left by `break`."""
+        """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
         terms, held = course.loader.terms, course.held
-        terms.idle = False
+        terms.idle, whole = False, whole and course.turned
         if course.follows and not course.trained and whole:
             changed = b"c" if self._marks() != course.marks else b""
             course.trained = any(self._scene.agreement.meet("an epoch without a backward", changed))

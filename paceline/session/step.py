@@ -305,6 +305,7 @@ class Turns:
     def quietly(self) -> Iterator[None]:
         """See `Run.no_sync`."""
         self.quiet += 1
+        self.idling.acted = True
         self.backward.silenced = self.backward.owing = True
         self.settle()
         try:
@@ -389,7 +390,7 @@ class Turns:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
-        self.idling.stepped = True
+        self.idling.acted = True
         self.backward.sync.stepped(optimizer)
         if not self._open:
             self.backward.turn()

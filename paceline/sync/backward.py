@@ -346,7 +346,7 @@ class Backward:
                 shown = tap.carry if tap.prior is None else _add(tap.carry.clone(), tap.prior)
                 tap.parameter.grad = tap.shown = shown
                 tap.version = shown._version
-        self.silenced = self.owing = self.reached = True
+        self.silenced = self.owing = True
         self._reset()
 
     def _reset(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,58 @@ def test_what_trains_takes_steps(loop: Loop, tmp_path: Path) -> None:
         assert [line["step"] for line in lines if "samples" in line] == list(range(1, wanted[1] + 1))
         if loop is warming_up:
             assert {line["step"]: line["number"] for line in lines if "number" in line} == {1: 0.0, 2: 1.0, 3: 2.0, 4: 3.0}
+
+
+def test_a_pass_without_exchange_may_be_left_out_by_a_worker() -> None:
+    """What one of them has seen alone doesn't let it make calls of all that the others don't make."""
+
+    def body(run: Run) -> tuple[Tensor, int]:
+        model, optimizer, loader, _ = prepared(run)
+        for number, (x, y) in enumerate(loader):
+            with run.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+                if number or not run.rank:
+                    F.mse_loss(model(x), y).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(model), run.steps
+
+    one, other = workers(2, body)
+    assert torch.equal(one[0], other[0]) and one[1] == other[1] == 4
+
+
+def test_an_epoch_that_is_resumed_at_its_end_is_no_evaluation(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def body(run: Run, *, save: bool) -> int:
+        model, optimizer, loader, _ = prepared(run)
+        assert save or run.resume(tmp_path / "test")
+        for _ in run.epochs(2):
+            for number, (x, y) in enumerate(loader):
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                if save and number == 3:
+                    run.save()
+                    return run.steps
+            assert not loader.terms.idled
+        return run.steps
+
+    workers(2, lambda run: body(run, save=True), folder=tmp_path)
+    assert workers(2, lambda run: body(run, save=False), folder=tmp_path, said=said) == [8, 8]
+    assert any("at step 4" in text for text in said) and not any("had no backward" in text for text in said)
+
+
+def test_where_losses_are_survived_nothing_is_followed() -> None:
+    """Who joins in the middle of an epoch would be alone at its end in asking whether anything was trained."""
+
+    def body(run: Run) -> int:
+        model, _, _, test = prepared(run)
+        run._turns.undo = SimpleNamespace(begin=lambda passes: None)  # type: ignore[assignment]
+        evaluate(model, test)
+        return run.steps
+
+    said: list[str] = []
+    assert workers(2, body, said=said) == [3, 3] and not any("had no backward" in text for text in said)
 
 
 def test_what_the_script_says_itself_holds() -> None:
