@@ -65,7 +65,7 @@ with pl.start(name="run") as run:
 def test_a_summary_that_can_not_be_written_is_no_loss_to_go_on_after(job: Jobs, tmp_path: Path) -> None:
     ended = job.run(REFUSED, 2, "--min-workers", "1", "--restarts", "1").end(90)
     assert ended.code == 1, ended
-    assert "summary.json could not be written (Is a directory); free some space" in ended.said
+    assert "summary.json could not be written (Is a directory); free some space" in ended.err
 
 
 KILLED = """
