@@ -28,6 +28,7 @@ class Course:
     left: Lent = field(default_factory=list)  # what the turn before was lent, if it was not used there
     early: list[Lent] = field(default_factory=list)  # what the first turns of the epoch were lent
     skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
+    doubted: bool = False  # what was used last may have been the batch of the turn before
     reached: bool = False  # something was used in a turn of the epoch
     over: bool = False  # the epoch has ended
     follows: bool = False  # it is followed whether anything is trained in this epoch

@@ -3,6 +3,9 @@
 for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
 a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each with the next one's weight
 itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each counts alike, whatever its share
+
+What is used may be a copy, of which nobody knows the turn. Where the batch before wasn't used, and is still held, it is that one's by a
+prefetcher, or that one was skipped and is kept to be looked at: who does so in two turns in a row is a prefetcher.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Lending:
 
     def epoch_begins(self, course: Course) -> None:
         """Of a training loader."""
-        course.left, course.early, course.skipped, course.reached, course.over = [], [], False, False, False
+        course.left, course.early = [], []
+        course.skipped = course.doubted = course.reached = course.over = False
 
     def begins(self, course: Course) -> None:
         """A turn of a training loader."""
@@ -59,7 +63,8 @@ class Lending:
     def ends(self, course: Course, index: int) -> None:
         """A turn of a training loader, the one with number `index` of its epoch."""
         lent = course.loader.lent
-        course.left = [] if course.used else lent
+        course.doubted = course.doubted and course.used
+        course.left = [] if course.used and not course.doubted else lent
         course.skipped = course.skipped or (index == 0 and not course.used and bool(lent) and not alive(lent))
         course.reached = course.reached or course.used
         if len(course.early) < MOST:
@@ -88,10 +93,9 @@ class Lending:
             self._check_outside()
 
     def _check_ahead(self, course: Course, given: Collection[int]) -> None:
-        loader = course.loader
-        if given and not places(loader.lent).isdisjoint(given):
-            return  # it is the batch of this turn
-        if alive(course.left):
+        loader, doubted = course.loader, course.doubted
+        course.doubted = places(loader.lent).isdisjoint(given) and alive(course.left)  # else it is the batch of this turn
+        if course.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (course.left, *course.early))):
             self._refuse(course, AHEAD)
             loader.terms.announce(EARLY)
 
@@ -103,7 +107,7 @@ class Lending:
     def _check_outside(self) -> None:
         over = [course for course in self._courses.values() if course.loader.terms.training and not course.loader.terms.alone]
         for course in over:
-            if course.over and course.skipped and course.reached:
+            if course.over and (course.skipped or course.doubted) and course.reached:
                 self._refuse(course, AHEAD)  # its first batch was kept for later, as something else
         if over and not self._said:
             self._said = True

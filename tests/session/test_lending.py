@@ -317,7 +317,18 @@ def compared(run: Run, loader: Any, _: Any, step: Step) -> None:
         before = x
 
 
-LEGAL = [loops, wrapped, by_hand, skipping, one_batch, side_by_side, evaluated, kept, peeked, compared]
+def put_aside(run: Run, loader: Any, _: Any, step: Step) -> None:
+    """What isn't trained on is kept to be looked at, and what is trained on are copies."""
+    aside: list[Any] = []
+    for skipped in ((0,), (1,), (0, 2)):
+        for number, batch in enumerate(loader):
+            if number in skipped:
+                aside.append(batch)
+            else:
+                step(batch[0] * 1.0, batch[1])
+
+
+LEGAL = [put_aside, loops, wrapped, by_hand, skipping, one_batch, side_by_side, evaluated, kept, peeked, compared]
 
 
 @pytest.mark.parametrize("loop", LEGAL)
