@@ -26,7 +26,7 @@ class Course:
     passed: int = 0  # in this turn, with those that were gathered when it was dealt before
     used: bool = False  # a model was run to be trained in this turn, or a backward
     left: Lent = field(default_factory=list)  # what the turn before was lent, if it was not used there
-    early: list[Lent] = field(default_factory=list)  # what the first turns of the epoch were lent
+    early: list[Lent] = field(default_factory=list)  # what turns before were lent, as far as somebody held it then
     skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
     doubted: bool = False  # what was used last may have been the batch of the turn before
     reached: bool = False  # something was used in a turn of the epoch

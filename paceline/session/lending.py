@@ -3,6 +3,7 @@
 for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
 a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each with the next one's weight
 itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each counts alike, whatever its share
+a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the one that is lent
 
 What is used may be a copy, of which nobody knows the turn. Where the batch before wasn't used, and is still held, it is that one's by a
 prefetcher, or that one was skipped and is kept to be looked at: who does so in two turns in a row is a prefetcher.
@@ -33,6 +34,11 @@ AGAIN = (
     "anew in each epoch: `for x, y in loader:`, with DataLoader(num_workers=..., prefetch_factor=...) to read ahead; loader.peek() gives "
     "the next batch early"
 )
+KEPT = (
+    "a batch that was kept is trained on again in a later turn. A loader weights each batch in its own turn, as workers have unequal "
+    "shares of it or none, so this one would count as that turn's own. Let the batch size be a multiple of the number of workers, with "
+    "drop_last=True; or give what is to be trained on again a data set and a prepared DataLoader of its own"
+)
 EARLY = (
     "batches are trained on in the turn after their own: they count right, as all workers have equal shares of all of them, but run.steps "
     "and checkpoints made inside of the loop are a batch ahead. `for x, y in loader:` with DataLoader(num_workers=...) reads ahead, too"
@@ -53,7 +59,7 @@ class Lending:
 
     def epoch_begins(self, course: Course) -> None:
         """Of a training loader."""
-        course.left, course.early = [], []
+        course.left = []
         course.skipped = course.doubted = course.reached = course.over = False
 
     def begins(self, course: Course) -> None:
@@ -67,6 +73,7 @@ class Lending:
         course.left = [] if course.used and not course.doubted else lent
         course.skipped = course.skipped or (index == 0 and not course.used and bool(lent) and not alive(lent))
         course.reached = course.reached or course.used
+        course.early = [batch for batch in course.early if alive(batch)]
         if len(course.early) < MOST:
             course.early.append(lent)
 
@@ -81,14 +88,17 @@ class Lending:
         under_way = [course for course in self._open if course.turn is not None and course.turn.train]
         over = [course for course in self._courses.values() if course.over and course.early and course.turn is None]
         suspects = [course for course in under_way if course.left and not course.used]
-        given = set(memory(inputs)) if inputs is not None and (over or suspects) else set()
+        keeping = [course for course in under_way if any(map(alive, course.early))]
+        given = set(memory(inputs)) if inputs is not None and (over or suspects or keeping) else set()
         for course in over:
             self._check_over(course, given)
         for course in suspects:
             self._check_ahead(course, given)
+        for course in keeping:
+            self._check_kept(course, given)
         for course in under_way:
             course.used = True
-        self.fresh = not under_way or any(course.early for course in over)
+        self.fresh = not under_way or bool(keeping) or any(course.early for course in over)
         if not under_way and inputs is None:
             self._check_outside()
 
@@ -98,6 +108,11 @@ class Lending:
         if course.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (course.left, *course.early))):
             self._refuse(course, AHEAD)
             loader.terms.announce(EARLY)
+
+    def _check_kept(self, course: Course, given: Collection[int]) -> None:
+        again = any(not places(batch).isdisjoint(given) for batch in course.early)
+        if again and places(course.loader.lent).isdisjoint(given):
+            self._refuse(course, KEPT)
 
     def _check_over(self, course: Course, given: set[int]) -> None:
         course.early = [batch for batch in course.early if alive(batch)]

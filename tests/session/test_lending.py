@@ -199,7 +199,32 @@ def test_a_batch_of_an_epoch_that_is_over_is_refused(loop: Loop) -> None:
             workers(size, train(loop))
 
 
-@pytest.mark.parametrize("loop", [ahead, cycled, listed, sliced])
+def replayed(run: Run, loader: Any, _: Any, step: Step) -> None:
+    buffer = []
+    for x, y in loader:
+        step(x, y)
+        buffer.append((x, y))
+        step(*buffer[0])
+
+
+def replayed_in_the_next_epoch(run: Run, loader: Any, _: Any, step: Step) -> None:
+    buffer = []
+    for x, y in loader:
+        step(x, y)
+        buffer.append((x, y))
+    for number, (x, y) in enumerate(loader):
+        step(x, y)
+        step(*buffer[number - 1])
+
+
+@pytest.mark.parametrize("loop", [replayed, replayed_in_the_next_epoch])
+def test_a_batch_that_is_replayed_in_a_later_turn_is_refused(loop: Loop) -> None:
+    for size in (2, 3):
+        with pytest.raises(UsageError, match="a batch that was kept is trained on again in a later turn"):
+            workers(size, train(loop))
+
+
+@pytest.mark.parametrize("loop", [ahead, cycled, listed, sliced, replayed, replayed_in_the_next_epoch])
 def test_where_all_workers_have_equal_shares_of_all_batches_it_is_right(loop: Loop) -> None:
     check(loop, samples=18)
 
