@@ -2,6 +2,7 @@
 
 turn 0   a = model(x)        the graph of a remembers turn 0
 turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1: refused, unless both are the same
+         torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right
 """
 
 from __future__ import annotations
@@ -65,10 +66,18 @@ def _check(turns: Turns, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
     now = turns.training
     scale = 1.0 / turns.scene.group.size if now is None else now.scale
-    if not math.isclose(scale, then.scale, rel_tol=1e-9):
+    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(tap.node) for tap in turns.backward.taps):
         where = "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
         raise UsageError(
             f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, and this worker's part of that batch "
             f"({then.scale:.3g}) is not its part now ({scale:.3g}), so one loss of several batches can't be weighted. Call backward in the "
             "turn of each batch: (loss / k).backward() adds up gradients, and run.no_sync() saves their exchanges"
         )
+
+
+def _comes_to(node: Any) -> bool:
+    """Whether the pass under way adds to the gradient of the parameter whose node this is."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False

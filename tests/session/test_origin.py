@@ -54,6 +54,30 @@ def test_batches_of_unequal_parts_are_refused(inside: bool, words: str) -> None:
         workers(2, lambda run: pairs(run, 19, inside=inside))
 
 
+@pytest.mark.parametrize("of", ["the input", "parameters"])
+def test_what_stays_on_this_worker_may_be_of_another_batch(of: str) -> None:
+    """torch.autograd.grad exchanges nothing, so no weight is wrong."""
+
+    def body(run: Any) -> torch.Tensor:
+        net = model()
+        net, optimizer, loader = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), batches(19, 6))
+        before = None
+        for x, y in loader:
+            x.requires_grad_()
+            (net(x) - y).square().mean().backward()
+            if before is not None:
+                given = [before[1]] if of == "the input" else list(net.parameters())
+                found = torch.autograd.grad(before[0].sum(), given, retain_graph=True)
+                assert all(torch.isfinite(each).all() for each in found)
+            before = net(x), x
+        optimizer.step()
+        return parameters(net)
+
+    alone = workers(1, body)[0]
+    for mine in workers(2, body):
+        assert distance(mine, alone) < 1e-12
+
+
 def test_where_replicas_part_each_has_its_own_mean() -> None:
     assert len(workers(2, lambda run: pairs(run, 19), strategy=LocalSGD(every=2))) == 2
 
