@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.session.course import Course
 from paceline.sync.base import Scene
 
-MOST = 1000  # turns of an epoch whose batches are remembered when it is over
+MOST = 100  # batches of an epoch that are remembered while the script keeps something of them: they are gone through in each turn
 AHEAD = (
     "a batch is trained on in the turn after its own. A loader weights each batch in its own turn, as workers have unequal shares of it "
     "or none, so this one would count as the next. Write `for x, y in loader:` and leave reading ahead to "
@@ -110,8 +110,9 @@ class Lending:
             loader.terms.announce(EARLY)
 
     def _check_kept(self, course: Course, given: Collection[int]) -> None:
-        again = any(not places(batch).isdisjoint(given) for batch in course.early)
-        if again and places(course.loader.lent).isdisjoint(given):
+        if not given or not places(course.loader.lent).isdisjoint(given):
+            return  # seen first, as scripts that keep the labels of an epoch have many batches to go through
+        if any(not places(batch).isdisjoint(given) for batch in course.early):
             self._refuse(course, KEPT)
 
     def _check_over(self, course: Course, given: set[int]) -> None:
