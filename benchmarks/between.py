@@ -69,8 +69,8 @@ def serve(options: argparse.Namespace) -> None:
     import paceline as pl
 
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
     with pl.start(folder=str(options.serve), name="run", trace="off") as run:
-        torch.distributed.init_process_group("gloo")
         for size in options.sizes:
             peer = Peer(run.group, numel(size))
             variants = {name: partial(peer.measure, name) for name in VARIANTS}
@@ -78,7 +78,7 @@ def serve(options: argparse.Namespace) -> None:
             run.group.release(peer.memory["registered"])
             (options.serve / f"{size}-{run.rank}.json").write_text(json.dumps(samples))
         run.group.barrier().wait()
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def measure(options: argparse.Namespace, placement: str) -> dict[str, dict[str, list[float]]]:

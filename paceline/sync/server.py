@@ -119,6 +119,16 @@ def _size(piece: Piece) -> int:
     return piece.nbytes
 
 
+def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
+    """Raise `UsageError` if workers make a step of an optimizer in different turns: some have skipped theirs."""
+    if len({*map(repr, turns.values())}) > 1:
+        sides = ", ".join(f"rank {worker} after {turn} steps of training" for worker, turn in turns.items())
+        raise UsageError(
+            f"replicas part: step {step} of optimizer {optimizer} is made by {sides}; somebody has skipped a step. Skip a step on all "
+            "workers or on none: decide by what all of them have, such as run.mean(loss)"
+        )
+
+
 class Server:
     """Answers what comes to a receiver, until it is told to end. `over` is asked now and then whether nobody is left."""
 
@@ -127,7 +137,7 @@ class Server:
         self._shard: Shard | None = None
         self._digest = b""
         self._later: list[Message] = []  # what can't be answered yet
-        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, with which settings
+        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, and how
         self._told: dict[int, Any] = {}  # by optimizer: with what its last step was made, where anyone of those who agree on it makes it
         self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
@@ -300,10 +310,11 @@ class Server:
                 self._reckoning.ledger.made(body)
             return self.answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
-        closing[message.sender] = body["factor"], body["settings"]
+        closing[message.sender] = body["factor"], body["settings"], body.get("turn")
         if any(worker not in closing for worker in workers):
             return False
-        told = [closing[worker] for worker in workers]
+        _in_one_turn(optimizer, step, {worker: closing[worker][2] for worker in workers})
+        told = [closing[worker][:2] for worker in workers]
         if any(other != told[0] for other in told):
             raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))

@@ -15,6 +15,7 @@ from paceline.errors import Mismatch
 from paceline.session.run import Run
 from paceline.session.tally import Tally
 from paceline.sync.localsgd import LocalSGD
+from paceline.sync.parameterserver import ParameterServer
 from tests.runs import alone, batches, distance, parameters, workers
 from tests.session.test_optimizers import net, sgd
 
@@ -185,3 +186,17 @@ def test_local_steps_are_each_workers_own() -> None:
 
     first, second = workers(2, lambda run: (body(run), run.close())[0], strategy=LocalSGD(5))
     assert torch.equal(first, second)
+
+
+def test_servers_notice_that_one_worker_has_skipped_a_step() -> None:
+    def body(run: Run) -> None:
+        model = net()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches())
+        for number, (x, y) in enumerate(loader):
+            F.mse_loss(model(x), y).backward()
+            if run.rank != 1 or number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(Mismatch, match=r"rank 0 after 1 steps of training, rank 1 after 2 steps.*somebody has skipped"):
+        workers(2, body, strategy=ParameterServer())
