@@ -85,7 +85,8 @@ def together(case: Case, name: str, folder: Path) -> None:
 
     if case.mutant is not None:
         MUTANTS[case.mutant]()
-    with pl.start(sync=pl.AllReduce(via=case.via), name=name, folder=str(folder / "runs")) as run:
+    compare = "auto" if case.mutant is None else None  # or the comparison of replicas would find it first
+    with pl.start(sync=pl.AllReduce(via=case.via), name=name, folder=str(folder / "runs"), compare=compare) as run:
         model, optimizer, loader = run.prepare(*make(case), shares=case.shares)
         seen: list[list[int]] = []
         for _ in run.epochs(EPOCHS):
