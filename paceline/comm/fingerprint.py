@@ -46,13 +46,23 @@ def digest(call: Call) -> bytes:
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
-def sides(texts: Sequence[str], names: Sequence[int] | None = None) -> str:
-    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup)."""
-    places: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
+def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> str:
+    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup).
+
+    `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand together.
+    """
+    found: dict[str, tuple[list[str], dict[str, None]]] = {}
+    for rank, (text, line) in enumerate(zip(texts, lines or [""] * len(texts), strict=True)):
         if text:
-            places.setdefault(text, []).append(str(rank if names is None else names[rank]))
-    return "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
+            ranks, places = found.setdefault(text, ([], {}))
+            ranks.append(str(rank if names is None else names[rank]))
+            places.update({line.strip(" ()"): None} if line else {})
+    return "; ".join(_side(ranks, text, list(places)) for text, (ranks, places) in found.items())
+
+
+def _side(ranks: list[str], text: str, places: list[str]) -> str:
+    where = f" ({', '.join(places)})" if places else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}{where}"
 
 
 def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> None:
@@ -62,7 +72,7 @@ def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None
     """
     texts = [text for text, _ in calls]
     if any(text != texts[0] for text in texts):
-        where = sides([text + line for text, line in zip(texts, lines or [""] * len(texts), strict=True)], names)
+        where = sides(texts, names, lines)
         raise Mismatch(f"workers have come apart: {where}. Every worker has to make the same collective calls in the same order")
     flaws = [(rank, flaw) for rank, (_, flaw) in enumerate(calls) if flaw]
     if flaws:

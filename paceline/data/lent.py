@@ -38,7 +38,7 @@ def memory(values: Iterable[Any]) -> Iterator[int]:
     """Where in memory the tensors among these values lie, and those in dicts, lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
-            if value.layout is torch.strided and value.numel():
+            if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):  # what vmap makes has none
                 yield value.untyped_storage().data_ptr()
         elif isinstance(value, Mapping):
             yield from memory(value.values())
