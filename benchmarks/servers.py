@@ -27,10 +27,10 @@ import zmq
 from harness import bootstrap
 
 from paceline.comm.buckets import Shape, cut
-from paceline.comm.messages import Caller, keys
-from paceline.sync.pieces import Piece
-from paceline.sync.server import write
-from paceline.sync.shard import Plan
+from paceline.comm.rpc import Caller, keys
+from paceline.server.main import write
+from paceline.server.partition import Piece
+from paceline.server.shard import Plan
 
 SECONDS = 60.0
 SECRET, JOB = b"0123456789abcdef", "benchmark"
@@ -71,7 +71,7 @@ class Served:
     """A server with one large parameter, and its worker."""
 
     def __init__(self, mb: float, unit_mb: float) -> None:
-        command = [sys.executable, "-P", "-m", "paceline.sync.server"]
+        command = [sys.executable, "-P", "-m", "paceline.server.main"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"job": JOB, "secret": SECRET.hex(), "hosts": ["127.0.0.1"], "parent": os.getpid()}

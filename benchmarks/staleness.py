@@ -3,8 +3,8 @@
     python benchmarks/staleness.py [--workers 4 --steps 300 --bounds 0 3 8 --slow 0.1]
 
 Time is counted, not waited for: a turn takes 1, give or take a hundredth, or 5 where it is slow. Who makes a step, who goes on, and with
-which parameters, is decided by the keeper that servers have (`paceline.sync.keeper`), so what comes out is the same each time. With bound 0
-all wait for all, as in lockstep.
+which parameters, is decided by the scheduler that servers have (`paceline.server.scheduler`), so what comes out is the same each time.
+With bound 0 all wait for all, as in lockstep.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.apps.gpt import next_token_loss
 from paceline.apps.pretrain import BATCH, task
-from paceline.sync.gathering import Open
-from paceline.sync.keeper import Keeper, Piece
+from paceline.server.scheduler import Keeper
+from paceline.server.spans import Piece
+from paceline.server.stragglers import Open
 
 RATE = 3e-3
 

@@ -20,6 +20,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.codec.auto import auto
     from paceline.codec.codec import after, error_feedback, gathered, named, scattered, smaller, where
     from paceline.codec.coding import compose, exact
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
     from paceline.session.run import Run
     from paceline.session.start import start
     from paceline.sync.allreduce import AllReduce
-    from paceline.sync.choosing import auto
-    from paceline.sync.fragment import adaptive
-    from paceline.sync.gossip import Gossip
-    from paceline.sync.localsgd import LocalSGD
-    from paceline.sync.outer import average, nesterov
-    from paceline.sync.parameterserver import ParameterServer
-    from paceline.sync.sequence import Sequence
+    from paceline.sync.gossip.strategy import Gossip
+    from paceline.sync.localsgd.fragment import adaptive
+    from paceline.sync.localsgd.outer import average, nesterov
+    from paceline.sync.localsgd.strategy import LocalSGD
+    from paceline.sync.parameterserver.strategy import ParameterServer
+    from paceline.sync.per_axis import Sequence
 
 __version__ = "0.1.0"
 
@@ -90,13 +90,13 @@ _NAMES: Final = {
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),
-    "paceline.sync.choosing": ("auto",),
-    "paceline.sync.parameterserver": ("ParameterServer",),
-    "paceline.sync.gossip": ("Gossip",),
-    "paceline.sync.localsgd": ("LocalSGD",),
-    "paceline.sync.fragment": ("adaptive",),
-    "paceline.sync.outer": ("average", "nesterov"),
-    "paceline.sync.sequence": ("Sequence",),
+    "paceline.sync.codec_auto": ("auto",),
+    "paceline.sync.parameterserver.strategy": ("ParameterServer",),
+    "paceline.sync.gossip.strategy": ("Gossip",),
+    "paceline.sync.localsgd.strategy": ("LocalSGD",),
+    "paceline.sync.localsgd.fragment": ("adaptive",),
+    "paceline.sync.localsgd.outer": ("average", "nesterov"),
+    "paceline.sync.per_axis": ("Sequence",),
 }
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -13,10 +13,10 @@ from typer.core import TyperCommand
 
 import paceline
 from paceline import notation
-from paceline.cluster import launch, output
 from paceline.cluster.discover import environment
+from paceline.cluster.launcher import launch, output
 from paceline.errors import PacelineError, UsageError
-from paceline.session import folder as folders
+from paceline.session.record import folder as folders
 
 app = typer.Typer(
     name="paceline",

@@ -17,22 +17,22 @@ from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.cluster import aside
+from paceline.cluster.launcher import isolation
 from paceline.errors import NotationError, PacelineError, UsageError
-from paceline.wording import choices, spell
+from paceline.formatting import choices, spell
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
 # Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
 VOCABULARY: Final[Vocabulary] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
-    "LocalSGD": "paceline.sync.localsgd:LocalSGD",
-    "adaptive": "paceline.sync.fragment:adaptive",
-    "Sequence": "paceline.sync.sequence:Sequence",
-    "Gossip": "paceline.sync.gossip:Gossip",
-    "ParameterServer": "paceline.sync.parameterserver:ParameterServer",
-    "auto": "paceline.sync.choosing:auto",
-    **{word: f"paceline.sync.outer:{word}" for word in ("average", "nesterov")},
+    "LocalSGD": "paceline.sync.localsgd.strategy:LocalSGD",
+    "adaptive": "paceline.sync.localsgd.fragment:adaptive",
+    "Sequence": "paceline.sync.per_axis:Sequence",
+    "Gossip": "paceline.sync.gossip.strategy:Gossip",
+    "ParameterServer": "paceline.sync.parameterserver.strategy:ParameterServer",
+    "auto": "paceline.codec.auto:auto",
+    **{word: f"paceline.sync.localsgd.outer:{word}" for word in ("average", "nesterov")},
     **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},
     **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},
     **{word: f"paceline.codec.dense:{word}" for word in ("bfloat16", "half", "int4", "int8", "sign")},
@@ -81,8 +81,8 @@ def prove(text: str) -> None:
         strategy(text)
         return
     try:
-        aside.attempt(partial(strategy, text))
-    except aside.Refused as refused:
+        isolation.attempt(partial(strategy, text))
+    except isolation.Refused as refused:
         raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(str(refused)) from None
 
 

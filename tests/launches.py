@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from paceline.cluster import guard
+from paceline.cluster.launcher import janitor
 from tests import nursery
 from tests.preloaded import ROOM
 
@@ -179,7 +179,9 @@ class Jobs:
         processes = [str(process) for job in self._started for process in job.processes()]
         files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(TORCHS_OWN)]
         ports = [f"port {port}" for port in sorted(self.ports & listening())]
-        shared = [name for name in sorted(shared_memory() - self._before) if processes or not guard.in_use(SHARED / name)]  # else another's
+        shared = [
+            name for name in sorted(shared_memory() - self._before) if processes or not janitor.in_use(SHARED / name)
+        ]  # else another's
         return [*processes, *shared, *files, *ports]
 
     def kill(self) -> None:

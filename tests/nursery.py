@@ -190,13 +190,13 @@ def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] |
 
 
 class Server(Nursed):
-    """A server, as `paceline.session.serving` starts one."""
+    """A server, as `paceline.session.servers` starts one."""
 
     home = ""  # where the nursery listens, of which this process is a child
     door = Door()  # by which it has entered its host
 
     def __init__(self, command: Sequence[str], *, process_group: int | None, **rest: Any) -> None:
-        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.sync.server", (command, rest)
+        assert rest == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} and command[-1] == "paceline.server.main", (command, rest)
         told, out = os.pipe(), os.pipe()
         group = os.getpgid(0) if process_group is None else process_group
         try:
@@ -294,8 +294,8 @@ def _live(
         os.setpgid(0, group)
     if door[0]:
         enter(",".join(f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)), door[1])
-    if command[-1] == "paceline.sync.server":
-        program = importlib.import_module("paceline.sync.server")
+    if command[-1] == "paceline.server.main":
+        program = importlib.import_module("paceline.server.main")
         program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input
     else:
         program = importlib.import_module("paceline.cli")
@@ -306,5 +306,5 @@ def _live(
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
-    preloaded.load("paceline.sync.server", "paceline.cli")
+    preloaded.load("paceline.server.main", "paceline.cli")
     serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

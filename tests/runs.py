@@ -17,20 +17,22 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.cluster import store
 from paceline.cluster.discover import Place
 from paceline.cluster.topology import Cluster, Host
+from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.messages import Receiver, keys
-from paceline.comm.ordered import Agreement
+from paceline.comm.rpc import Receiver, keys
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
-from paceline.session.book import Book
-from paceline.session.comparing import Comparison
-from paceline.session.folder import Folder
+from paceline.server.endpoints import Room
+from paceline.server.main import Server
 from paceline.session.groups import Surroundings
-from paceline.session.log import Log, OnNan
+from paceline.session.record.folder import Folder
+from paceline.session.record.log import Log, OnNan
+from paceline.session.record.writer import Book
+from paceline.session.replicas.compare import Comparison
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Moment, Room, Scene, Strategy
-from paceline.sync.server import Server
+from paceline.sync.base import Strategy
+from paceline.sync.context import Moment, Scene
 from paceline.trace import Trace
 
 T = TypeVar("T")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from paceline import cli
-from paceline.cluster import launch
+from paceline.cluster.launcher import launch
 from paceline.errors import CheckpointError
 
 
 class Launcher:
-    """Stands for cluster/launch.py: keeps what it was asked to run."""
+    """Stands for cluster/launcher/launch.py: keeps what it was asked to run."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code

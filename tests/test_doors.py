@@ -22,16 +22,16 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster import network
-from paceline.cluster.assembly import Assembly
-from paceline.cluster.channel import Channel, call, ready
-from paceline.cluster.door import Door
-from paceline.cluster.membership import Seat, View
-from paceline.comm.messages import Caller, Receiver, keys
+from paceline.cluster.hosts.admission import Door
+from paceline.cluster.hosts.channel import Channel, call, ready
+from paceline.cluster.hosts.elastic import Assembly
+from paceline.cluster.hosts.membership import Seat, View
+from paceline.comm.rpc import Caller, Receiver, keys
+from paceline.server.main import Server
 from paceline.session.run import Run
-from paceline.sync.parameterserver import ParameterServer
-from paceline.sync.server import Server
+from paceline.sync.parameterserver.strategy import ParameterServer
 from tests import runs, strangers
-from tests.cluster.test_lobby import HELLO, OFFER, SECRET, offered, senseless, waiting
+from tests.cluster.hosts.test_handshake import HELLO, OFFER, SECRET, offered, senseless, waiting
 from tests.launches import free_port
 from tests.session.test_tables import Net, loader, served
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
-    {"caller", "errors", "trace", "wording"},
-    {"cluster"},
+    {"callsite", "errors", "trace", "formatting"},
+    {"state", "cluster"},
     {"comm"},
     {"codec"},
+    {"server"},
     {"sync", "parallel", "data", "fault"},
     {"plan"},
     {"notation"},  # below session: start(sync="...") reads it

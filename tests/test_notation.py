@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
+from paceline.formatting import choices, spell
 from paceline.notation import check, parse, prove, text
-from paceline.wording import choices, spell
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rich.text import Text
 from paceline.apps import load
 from paceline.cluster.machine import allowed, cores
 from paceline.errors import UsageError
-from paceline.wording import counted
+from paceline.formatting import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 # Runs a script with arguments on so many workers of so many threads each; gives its exit code.

@@ -6,7 +6,7 @@ import re
 
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import UsageError
-from paceline.wording import choices
+from paceline.formatting import choices
 
 UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.comm.schedule import SCHEDULES, build, draw
 from paceline.errors import UsageError
-from paceline.wording import choices
+from paceline.formatting import choices
 
 WIDEST = 64  # workers; a larger picture is no help
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.wording import choices
+from paceline.formatting import choices
 
 VOCAB, CONTEXT = 256, 64
 WARM = 5  # steps that aren't measured

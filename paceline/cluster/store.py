@@ -17,7 +17,7 @@ from torch.distributed import DistError
 from paceline.cluster import network
 from paceline.cluster.discover import Place
 from paceline.cluster.machine import cores, fingerprint
-from paceline.cluster.seal import Seal
+from paceline.cluster.signature import Seal
 from paceline.cluster.topology import Cluster, Host
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 

@@ -7,7 +7,7 @@
     error_feedback   x + residual is sent, and the new residual is what of that did not arrive (Seide et al. 2014, Karimireddy et al. 2019)
 
 A codec is plain data. Its state is made by `init`, handed to `sum`, and given back changed, so that it can be saved, and so that a step
-that failed leaves it as it was. `sum` is a generator: what it yields is awaited, one stage further (see `comm/line.py`).
+that failed leaves it as it was. `sum` is a generator: what it yields is awaited, one stage further (see `comm/hierarchy/executor.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Size, Tensor
 from paceline.codec.coding import Coding, exact, parts, room
 from paceline.comm.group import Group, Unchecked, Work, pieces
 from paceline.errors import UsageError
-from paceline.wording import spell
+from paceline.formatting import spell
 
 State = dict[str, Any]  # of tensors, numbers and such dicts
 

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 
 from paceline.errors import UsageError
-from paceline.wording import spell
+from paceline.formatting import spell
 
 SPAN = 128 << 10  # elements that are worked on together, so that what lies between stays in the cache
 NARROWED = "through a codec float64 travels as float32"  # what a strategy says once

@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 
 from paceline.codec.coding import Message, Part, spans
 from paceline.errors import UsageError
-from paceline.wording import choices, spell
+from paceline.formatting import choices, spell
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic")

@@ -20,7 +20,7 @@ from torch import Size, Tensor
 from paceline.codec.codec import Codec, State, Sum, Way, Wire, finite, keeps, lift, where
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
-from paceline.wording import spell
+from paceline.formatting import spell
 
 SEED = 1909  # of the first Q, the same on every rank
 

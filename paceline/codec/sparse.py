@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from paceline.codec.coding import Message, Part, spans
 from paceline.errors import UsageError
-from paceline.wording import choices, spell
+from paceline.formatting import choices, spell
 
 Threshold = Literal["exact", "sampled"]
 THRESHOLDS: tuple[Threshold, ...] = ("exact", "sampled")

@@ -19,7 +19,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from paceline import caller
+from paceline import callsite
 from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import Call
 from paceline.comm.group import Group, Op, Work, pieces
@@ -99,7 +99,7 @@ def meet(group: Group, call: Call) -> None:
     """Compare what every rank is about to do, over the control channel; raises on all ranks if it differs."""
     texts = [tuple(msgpack.unpackb(answer)) for answer in group.agree(msgpack.packb((str(call), call.flaw)))]
     apart = any(text != texts[0] for text in texts)  # which all of them see
-    fingerprint.compare(texts, lines=[line.decode() for line in group.agree(caller.place().encode())] if apart else ())
+    fingerprint.compare(texts, lines=[line.decode() for line in group.agree(callsite.place().encode())] if apart else ())
 
 
 def all_reduce(

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from paceline.errors import UsageError
-from paceline.wording import counted
+from paceline.formatting import counted
 
 History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums it was added up from, in order
 

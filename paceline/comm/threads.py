@@ -20,8 +20,8 @@ from torch import Tensor
 from paceline.comm import fingerprint, reduction
 from paceline.comm.fingerprint import Call
 from paceline.comm.group import Op, Traffic, Work, pieces
-from paceline.comm.meter import Meter
-from paceline.comm.waits import GRACE, Wait, apart, describe, late
+from paceline.comm.traffic import Meter
+from paceline.comm.waitgraph import GRACE, Wait, apart, describe, late
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 
 T = TypeVar("T")

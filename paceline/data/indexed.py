@@ -10,12 +10,12 @@ import msgpack
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data import draws
-from paceline.data.emptying import emptied
-from paceline.data.reading import read
+from paceline.data import rng
+from paceline.data.empty_batch import emptied
+from paceline.data.reader_failure import read
 from paceline.data.sampler import Indices, is_list
 from paceline.data.shares import spans
-from paceline.data.terms import Part, Pipeline, Step, Terms, whole_rows
+from paceline.data.spec import Part, Pipeline, Step, Terms, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
@@ -96,20 +96,20 @@ class Indexed(Pipeline):
         start, check, now = 0, None, None
         if state is not None:
             start, check = int(state["step"]), int(state["check"])
-            draws.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
+            rng.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
             if state["shared"] is not None:
-                now = draws.shared_state()
-                draws.put_shared(state["shared"])
+                now = rng.shared_state()
+                rng.put_shared(state["shared"])
         seeded = not (loader.persistent_workers and self._loader is not None) if state is None else bool(state["seeded"])
-        origin = {"own": draws.own_state(loader), "shared": draws.shared_state(), "seeded": seeded}
-        seeds = draws.twin(loader.generator)
+        origin = {"own": rng.own_state(loader), "shared": rng.shared_state(), "seeded": seeded}
+        seeds = rng.twin(loader.generator)
         if seeded:
-            draws.draw_seed(loader.generator)
+            rng.draw_seed(loader.generator)
         indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
         self._indices = indices
         indices.prime(check)
         if now is not None:
-            draws.put_shared(now)
+            rng.put_shared(now)
         if start == 0 and indices.batch(0) is None:
             raise DataError(
                 f"the loader has no batch: {_length(loader)} samples, batch size {loader.batch_size}, drop_last={loader.drop_last}. "
@@ -173,7 +173,7 @@ class Indexed(Pipeline):
 
     def next_epoch(self) -> dict[str, Any]:
         seeded = not (self._loader is not None and self.terms.loader.persistent_workers)
-        return {"step": 0, "check": 0, "own": draws.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}
+        return {"step": 0, "check": 0, "own": rng.own_state(self.terms.loader), "origin": None, "shared": None, "seeded": seeded}
 
     def end(self) -> None:
         self._batches = self._held = None
@@ -230,7 +230,7 @@ class Indexed(Pipeline):
                 raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
             else:
                 reopened = True
-                self._open(draws.twin(self.terms.loader.generator))
+                self._open(rng.twin(self.terms.loader.generator))
 
 
 def like(loader: DataLoader[Any], feed: Any, seeds: torch.Generator, *, batched: bool, dataset: Any = None) -> DataLoader[Any]:

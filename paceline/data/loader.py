@@ -12,16 +12,16 @@ import msgpack
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.comm.desk import Desk
+from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.ordered import Agreement
-from paceline.data.demand import Demand, check_terms
+from paceline.comm.sample_queue import Desk
+from paceline.data.batch_lifetime import Lent, lent
+from paceline.data.dynamic import Demand, check_terms
 from paceline.data.indexed import Indexed
-from paceline.data.lent import Lent, lent
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import Shares, policy, probe
+from paceline.data.spec import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh, drained
 from paceline.data.stream import Stream, check_stream
-from paceline.data.terms import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh, drained
 from paceline.errors import DataError
 
 VERSION = 1

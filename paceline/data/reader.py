@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.comm.group import pieces
-from paceline.data.emptying import collated_empty
-from paceline.data.packing import pack
+from paceline.data.empty_batch import collated_empty
+from paceline.data.serialization import pack
 from paceline.data.shares import proportional, spans
-from paceline.data.terms import Part
+from paceline.data.spec import Part
 from paceline.errors import DataError
 
 Cuts = tuple[tuple[int, tuple[int, ...]], ...]  # (first sample, shares) of each micro-batch

@@ -20,9 +20,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from paceline.comm.ordered import Agreement
-from paceline.data import draws
-from paceline.data.packing import pack, unpack
+from paceline.comm.agreement import Agreement
+from paceline.data import rng
+from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError
 
 CHUNK = 32  # batches in a message, where they are small
@@ -43,7 +43,7 @@ class Indices:
         agreement: Agreement,
         *,
         ahead: int,
-        origin: draws.State,
+        origin: rng.State,
         start: int = 0,
         at_once: int | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Indices:
         self._end: int | None = None
         self._fresh = True  # the generators stand where they stood when the epoch began
         self._wanted: int | None = None
-        self._states: dict[int, draws.State] = {}  # batches drawn -> the samplers' generators after that
+        self._states: dict[int, rng.State] = {}  # batches drawn -> the samplers' generators after that
         self._moved = 0
 
     def prime(self, check: int | None = None) -> None:
@@ -90,7 +90,7 @@ class Indices:
         if self.agreement.group.size == 1 or self._end is not None or step < self._due:
             return
         count = step + 2 * self._chunk - self._high
-        before = draws.shared_state()
+        before = rng.shared_state()
         self._accept(self.agreement.tell("indices", lambda: self._message(count, before)), before)
         self._due = step + self._chunk
 
@@ -134,7 +134,7 @@ class Indices:
         """The epoch ends before `step`: generators that were drawn from for later batches go back, as if nothing had been drawn ahead."""
         later = [drawn for drawn in self._states if drawn > step]
         if later:
-            draws.put_own(self._loader, self._states[max((drawn for drawn in self._states if drawn <= step), default=min(later))])
+            rng.put_own(self._loader, self._states[max((drawn for drawn in self._states if drawn <= step), default=min(later))])
 
     def _draw(self, count: int) -> list[Any]:
         """The next `count` global batches from the user's samplers, fewer at the end."""
@@ -156,8 +156,8 @@ class Indices:
         """Keep what the samplers' generators are after so many batches, where they are drawn ahead and have moved."""
         if self.agreement.group.size == 1 and not self._ahead:
             return
-        state = draws.own_state(self._loader)
-        mark = draws.mark(state) if state else 0
+        state = rng.own_state(self._loader)
+        mark = rng.mark(state) if state else 0
         if state and mark != self._moved:
             self._moved = mark
             self._states[drawn] = state
@@ -165,17 +165,17 @@ class Indices:
     def _reopen(self) -> None:
         """Begin to draw, and skip what was drawn in this epoch before."""
         again = self._fresh and self._source is not None  # what was drawn first got lost with a worker
-        kept = None if self._fresh else draws.shared_state()
+        kept = None if self._fresh else rng.shared_state()
         if kept is not None or again:
-            draws.put_own(self._loader, self.origin["own"])
-            draws.put_shared(self.origin["shared"])
+            rng.put_own(self._loader, self.origin["own"])
+            rng.put_shared(self.origin["shared"])
             if self.origin["seeded"]:
-                draws.draw_seed(self._loader.generator)
+                rng.draw_seed(self._loader.generator)
         self._source = _ordered(self._loader)
         mark = self._skip(self._high)
         self._source = chain(list(islice(self._source, 1)), self._source)  # samplers draw when they are asked first: now
         if kept is not None:
-            draws.put_shared(kept)
+            rng.put_shared(kept)
         if self._wanted is not None and mark != self._wanted:
             raise DataError(
                 f"the sampler does not draw again the {self._high} batches drawn before: data set, batch size and seed have to be "
@@ -191,23 +191,23 @@ class Indices:
         self._drawn = count
         return mark
 
-    def _message(self, count: int, before: draws.State) -> bytes:
+    def _message(self, count: int, before: rng.State) -> bytes:
         batches = self._draw(count)
         packed = [_packed(batch) for batch in batches]
-        after = draws.shared_state()
-        shared = {name: (draws.mark(before[name]), after[name]) for name in after if draws.mark(before[name]) != draws.mark(after[name])}
-        own = draws.own_state(self._loader)
+        after = rng.shared_state()
+        shared = {name: (rng.mark(before[name]), after[name]) for name in after if rng.mark(before[name]) != rng.mark(after[name])}
+        own = rng.own_state(self._loader)
         origin = self.origin if self._high == self._start else None
         return pack((packed, len(batches) < count, origin, own, shared), what="the state of a sampler")
 
-    def _accept(self, message: bytes, before: draws.State) -> None:
+    def _accept(self, message: bytes, before: rng.State) -> None:
         packed, ended, origin, own, shared = unpack(message)
         self.origin = self.origin if origin is None else origin
         if self._source is None:
-            draws.put_own(self._loader, own)
+            rng.put_own(self._loader, own)
             for name, (mark, after) in shared.items():
-                if mark == draws.mark(before[name]):
-                    draws.put_shared({name: after})  # this generator was where the first worker's was: they move on together
+                if mark == rng.mark(before[name]):
+                    rng.put_shared({name: after})  # this generator was where the first worker's was: they move on together
         self._keep([_unpacked(body) for body in packed], ended=ended)
 
     def _keep(self, batches: list[Any], *, ended: bool | None = None) -> None:

@@ -15,12 +15,12 @@ import msgpack
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from paceline.data import draws
-from paceline.data.hands import Cursor, Hands, Local, Mine, Own
+from paceline.data import rng
 from paceline.data.indexed import like
 from paceline.data.reader import Command, Dealt, Reader, Reading, Start
-from paceline.data.reading import read
-from paceline.data.terms import Pipeline, Step, Terms
+from paceline.data.reader_failure import read
+from paceline.data.spec import Pipeline, Step, Terms
+from paceline.data.stream_access import Cursor, Hands, Local, Mine, Own
 from paceline.errors import DataError
 
 COMPARED = 16  # steps between two comparisons of what the workers read
@@ -94,15 +94,15 @@ class Stream(Pipeline):
         loader, terms = self.terms.loader, self.terms
         self.end()
         if state is not None:
-            draws.put_own(loader, state["own"])
+            rng.put_own(loader, state["own"])
         taken_up = state is not None and state["cursors"] is not None
         fresh = self._loader is None or not loader.persistent_workers
         seeded = fresh if state is None else bool(state["seeded"])
-        self._origin = {"own": draws.own_state(loader), "seeded": seeded, "seeds": self._seeds().get_state()}
+        self._origin = {"own": rng.own_state(loader), "seeded": seeded, "seeds": self._seeds().get_state()}
         if taken_up and state is not None:
             self._origin["seeds"] = state["seeds"]
         if seeded and (loader.generator is not None or not taken_up):
-            draws.draw_seed(loader.generator)
+            rng.draw_seed(loader.generator)
         self._after = Cursor.at_start(self._workers)
         if taken_up and state is not None:
             self._hands.restored(self._after, state["cursors"])
@@ -152,7 +152,7 @@ class Stream(Pipeline):
 
     def next_epoch(self) -> dict[str, Any]:
         seeded = self._loader is None or not self.terms.loader.persistent_workers
-        return {"step": 0, "cursors": None, "own": draws.own_state(self.terms.loader), "seeded": seeded, "seeds": None}
+        return {"step": 0, "cursors": None, "own": rng.own_state(self.terms.loader), "seeded": seeded, "seeds": None}
 
     def end(self) -> None:
         self._batches = None
@@ -197,7 +197,7 @@ class Stream(Pipeline):
 
     def _seeds(self) -> torch.Generator:
         """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
-        seeds = draws.twin(self.terms.loader.generator)
+        seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
             state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
             seeds.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

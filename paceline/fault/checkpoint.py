@@ -34,11 +34,11 @@ from typing import Any, Final
 
 import safetensors.torch
 
-from paceline.cluster.snapshot import UNREADABLE, Snapshot, lift
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import disk
 from paceline.fault.disk import Written, block
-from paceline.fault.image import Image, image
+from paceline.fault.file_layout import Image, image
+from paceline.state.snapshot import UNREADABLE, Snapshot, lift
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"

@@ -21,9 +21,9 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.cluster.checksum import checksums
-from paceline.cluster.snapshot import DTYPES, Json, Snapshot, pack, raw, shaped
 from paceline.errors import CheckpointError, UsageError
+from paceline.state.checksum import checksums
+from paceline.state.snapshot import DTYPES, Json, Snapshot, pack, raw, shaped
 
 FORM: Final = 1  # of a label
 BUDGET: Final = 0.10  # part of the time that copies may take

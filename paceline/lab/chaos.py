@@ -26,9 +26,9 @@ from typing import Any, Final, TypeAlias
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
+from paceline.formatting import choices
 from paceline.lab.description import Description, Rate, rate
 from paceline.lab.description import spell as spell_rate
-from paceline.wording import choices
 
 
 class _Written:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
-from paceline.cluster.launch import PLACEMENTS
+from paceline.cluster.launcher.launch import PLACEMENTS
 from paceline.errors import UsageError
-from paceline.wording import choices
+from paceline.formatting import choices
 
 Rate: TypeAlias = int  # bits per second
 Placement: TypeAlias = Literal["block", "round-robin"]

@@ -21,12 +21,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
 
-from paceline.cluster import launch, machine, progress
-from paceline.cluster.progress import Page
+from paceline.cluster import machine
+from paceline.cluster.control import progress
+from paceline.cluster.control.progress import Page
+from paceline.cluster.launcher import launch
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
-from paceline.session.folder import Folder, tame, write_whole
+from paceline.session.record.folder import Folder, tame, write_whole
 
 _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from paceline.cluster.output import Screen
+from paceline.cluster.launcher.output import Screen
 
 Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the host has None
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.cluster import launch, machine, progress
+from paceline.cluster import machine
+from paceline.cluster.control import progress
 from paceline.cluster.discover import environment
+from paceline.cluster.launcher import launch
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from paceline.lab.chaos import absent
@@ -25,7 +27,7 @@ from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, record
 from paceline.lab.output import Desk, Source
 from paceline.notation import prove
-from paceline.session import folder
+from paceline.session.record import folder
 
 if TYPE_CHECKING:
     from paceline.lab.hosts import Cluster

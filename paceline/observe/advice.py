@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
+from paceline.formatting import counted
 from paceline.observe import serving
 from paceline.observe.facts import FEWEST, Facts, Steady
-from paceline.session.slowness import remedy
-from paceline.wording import counted
+from paceline.session.record.stragglers import remedy
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
 READING = 2e-3  # seconds of a step that are worth processes that read: to hand over a batch costs them up to so much

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.observe import serving
-from paceline.session.folder import PARTS, Folder
+from paceline.session.record.folder import PARTS, Folder
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.formatting import counted, sized
 from paceline.observe import serving
 from paceline.observe.advice import advise, seconds
 from paceline.observe.facts import Facts, read
-from paceline.session.folder import PARTS, Folder
-from paceline.session.line import spoken
-from paceline.wording import counted, sized
+from paceline.session.record.folder import PARTS, Folder
+from paceline.session.record.status_line import spoken
 
 _MEANING = {
     "compute": "forward, backward and the optimizer",

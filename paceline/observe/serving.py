@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.wording import counted, sized
+from paceline.formatting import counted, sized
 
 BUSY = 0.6  # of a run: a server that works for so long keeps workers waiting
 AHEAD = 0.25  # of the turns

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
+from paceline.cluster.control.progress import Page
 from paceline.cluster.discover import Place
-from paceline.cluster.progress import Page
 from paceline.cluster.store import Store, address
 from paceline.cluster.topology import Cluster
-from paceline.comm.breaker import Breaker
+from paceline.comm.cancellation import Breaker
 from paceline.comm.group import Group
-from paceline.comm.hosts import HostsGroup
-from paceline.comm.shared import SharedGroup
+from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.native.default_group import World
+from paceline.comm.native.group import TorchGroup
+from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
-from paceline.comm.torchgroup import TorchGroup
-from paceline.comm.world import World
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
-from paceline.session.watching import Watching
-from paceline.sync.base import Scene
+from paceline.session.record.hangs import Watching
+from paceline.sync.context import Scene
 from paceline.trace import Trace
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier

@@ -12,37 +12,40 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from paceline.cluster import report
-from paceline.cluster.versioned import Randomness, Stateful
+from paceline.cluster.control import events
 from paceline.data.loader import ShareLoader, Turn
 from paceline.data.shares import Shares
-from paceline.data.terms import Loss, Readers, Sharding, Weigh
+from paceline.data.spec import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import checkpoint
-from paceline.session import joint, state
-from paceline.session import prepare as preparing
-from paceline.session.body import Body
-from paceline.session.byhand import ByHand
-from paceline.session.cast import Cast
-from paceline.session.comparing import Comparing, Comparison
-from paceline.session.ending import Outcome, conclude
-from paceline.session.folder import Folder
+from paceline.formatting import spell
+from paceline.session.checkpoint import state
+from paceline.session.checkpoint.saving import Order, Saving
+from paceline.session.checkpoint.state import Progress
+from paceline.session.elastic.adapter import Body
+from paceline.session.elastic.departure import Leaving
+from paceline.session.elastic.recovery import Founded, Survival
 from paceline.session.groups import Subgroups, Surroundings
-from paceline.session.handing import Handing
-from paceline.session.lacking import Lacking
-from paceline.session.leaving import Leaving
-from paceline.session.line import Line
-from paceline.session.log import Log
-from paceline.session.optimizers import Watch
-from paceline.session.plan import Plan
-from paceline.session.saving import Order, Saving
-from paceline.session.state import Progress
-from paceline.session.step import Turns
-from paceline.session.survival import Founded, Survival
-from paceline.session.undo import Undo
-from paceline.sync.backward import Backward
-from paceline.sync.base import Scene, Steps, Strategy
-from paceline.wording import spell
+from paceline.session.loop import collectives
+from paceline.session.loop.rollback import Undo
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare import checks
+from paceline.session.prepare.optimizers import Watch
+from paceline.session.prepare.registry import Cast
+from paceline.session.record.collector import Handing
+from paceline.session.record.folder import Folder
+from paceline.session.record.hints import Lacking
+from paceline.session.record.log import Log
+from paceline.session.record.status_line import Line
+from paceline.session.record.summary import Outcome, conclude
+from paceline.session.record.total_steps import Plan
+from paceline.session.replicas.compare import Comparing, Comparison
+from paceline.session.replicas.manual_gradients import ByHand
+from paceline.state.versioned import Randomness, Stateful
+from paceline.sync.abilities import Steps
+from paceline.sync.autograd import Backward
+from paceline.sync.base import Strategy
+from paceline.sync.context import Scene
 
 
 class Run:
@@ -78,7 +81,8 @@ class Run:
         self._endings: list[Callable[[], None]] = []
         self._handing = Handing(self._turns, self._cast, scene, self.event)
         self._closed = self._waits = self._joined = False
-        self.seed = joint.seed(scene.agreement, seed, f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}")
+        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}"
+        self.seed = collectives.seed(scene.agreement, seed, arguments)
         self._comparing = Comparing(comparison, scene, self._cast, self._backward.sync)
         self._comparing.event, self._comparing.conclude = self.event, self._conclude
         self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
@@ -176,7 +180,7 @@ class Run:
     def _begin(self) -> None:
         """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
         if self._survival is not None:
-            preparing.check_schedulers(self._cast.optimizers, self.state.parts)
+            checks.check_schedulers(self._cast.optimizers, self.state.parts)
         if self._survival is not None and self._survival.fresh:
             self._survival.join()
             self._watch.tally.enter()
@@ -215,7 +219,7 @@ class Run:
         assert self._survival is not None
         self._survival.depart()
         self._saving.wait()  # or the others would sweep it away
-        report.left(self._around.place)
+        events.left(self._around.place)
         self._log.close()
         self._end(failed=True)
         raise SystemExit(0)
@@ -291,13 +295,13 @@ class Run:
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
         """The mean of `x` over workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
         weight = float(self.weight if weight is None else weight)
-        return self._agreement.attempt(lambda: joint.mean(self._agreement, self.group, x, weight))
+        return self._agreement.attempt(lambda: collectives.mean(self._agreement, self.group, x, weight))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
         ghost = self.turn is not None and self.turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
-        return self._turns.gather(lambda: joint.gather(self._agreement, self.group, x, ghost=ghost), nothing)
+        return self._turns.gather(lambda: collectives.gather(self._agreement, self.group, x, ghost=ghost), nothing)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""
@@ -381,7 +385,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None or report.leaves_well(error):
+        if kind is None or events.leaves_well(error):
             self.close()
         else:
             self.fail(kind, error)
@@ -399,7 +403,7 @@ class Run:
         except BaseException as error:
             self._leave(type(error), error)
             raise
-        report.closed(self._around.place)
+        events.closed(self._around.place)
         self._end(failed=False)
 
     def _conclude(self) -> None:
@@ -423,7 +427,7 @@ class Run:
         if self._around.world is not None:
             self._around.world.explain(error)
         self._turns.explain(error)
-        report.report_failure(self._around.place, kind, error)
+        events.report_failure(self._around.place, kind, error)
         self._log.leave()
         self._end(failed=True)
 

@@ -13,29 +13,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from paceline.cluster import report
+from paceline.cluster.control import events
+from paceline.cluster.control.progress import enter
 from paceline.cluster.discover import Place, discover
-from paceline.cluster.guard import brand
-from paceline.cluster.output import stand_in
-from paceline.cluster.progress import enter
+from paceline.cluster.launcher.janitor import brand
+from paceline.cluster.launcher.output import stand_in
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import Cluster, Host
-from paceline.comm.ordered import Agreement
+from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
-from paceline.session.book import Book
-from paceline.session.comparing import Comparison, Differing
-from paceline.session.folder import Folder
+from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
 from paceline.session.groups import Surroundings, choose_device, everyone, world
-from paceline.session.line import Line
-from paceline.session.log import Log, OnNan
+from paceline.session.record.folder import Folder
+from paceline.session.record.hangs import Watching, check_lateness
+from paceline.session.record.log import Log, OnNan
+from paceline.session.record.status_line import Line
+from paceline.session.record.writer import Book
+from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run
-from paceline.session.serving import Serving
-from paceline.session.uncaught import BRIEFLY, show, surface, surfacing
-from paceline.session.watching import Watching, check_lateness
+from paceline.session.servers import Serving
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Moment, Scene, Strategy
+from paceline.sync.base import Strategy
+from paceline.sync.context import Moment, Scene
 from paceline.trace import Trace
 
 TRACES = {"last": 20_000, "all": None, "off": 0}
@@ -83,7 +84,7 @@ def start(
     strategy = _strategy(place.sync if place.sync is not None else sync)
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds)
-    report.joined(place)
+    events.joined(place)
     announcer = Announcer(lambda: place.rank == 0 and not place.joining)
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
@@ -100,7 +101,7 @@ def start(
             run.open(where, Log(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()
     except BaseException as error:
-        report.report_failure(place, type(error), error)
+        events.report_failure(place, type(error), error)
         raise
     Ending(run).arm()
     return run
@@ -168,7 +169,7 @@ def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, sa
 
 def _announce(around: Surroundings, folder: Folder, seed: int) -> None:
     """Say where the run lies, to who starts others for it and who looks on."""
-    report.opened(around.place, str(folder.path.absolute()), seed)
+    events.opened(around.place, str(folder.path.absolute()), seed)
     if around.page is not None:
         around.page.writes_to(folder.path)
 

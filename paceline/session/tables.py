@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.parallel.embedding import SparseEmbedding
-from paceline.sync import rows
-from paceline.sync.backward import Backward
-from paceline.sync.base import Scene
-from paceline.sync.freerows import FreeRows
-from paceline.sync.lookup import Gradient, Library, Lookup, merged
-from paceline.sync.replacing import Replacing
-from paceline.sync.rowsteps import RowSteps
-from paceline.sync.table import Spec
+from paceline.server import row_optimizers
+from paceline.server.table import Spec
+from paceline.sync.autograd import Backward
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.tables.client import Gradient, Library, Lookup, merged
+from paceline.sync.tables.freerows import FreeRows
+from paceline.sync.tables.steps import RowSteps
 from paceline.trace import Served
 
 
@@ -78,7 +78,7 @@ class Kept:
     def settings(self) -> dict[str, Any]:
         """What its group says now."""
         assert self.optimizer is not None
-        return rows.settings(self.name, self.optimizer, self.group)
+        return row_optimizers.settings(self.name, self.optimizer, self.group)
 
     def gradient(self) -> Gradient:
         """What I give for the next step."""
@@ -113,7 +113,7 @@ class Tables:
         """Take these tables in. Collective. Raises `UsageError` for what can't be honoured. `free`: where workers are not in lockstep."""
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
-        told = [rows.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
+        told = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
         for (name, module), owner in zip(found, owned, strict=True):
             _check(name, module, frozen=owner is None)
         if found and self._library is None:

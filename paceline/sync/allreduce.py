@@ -22,17 +22,18 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
 from paceline.comm.buckets import Bucket, Shape, build, cut, put, scaled, sparse
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
-from paceline.sync.base import Scene, Slot, Sync
-from paceline.sync.choosing import auto
-from paceline.sync.coded import Coded, Kind
-from paceline.sync.kept import Shelves
-from paceline.sync.reducers import Reducer, reducer
-from paceline.wording import spell
+from paceline.formatting import spell
+from paceline.sync.base import Slot, Sync
+from paceline.sync.bucket_memory import Shelves
+from paceline.sync.compressed import Coded, Kind
+from paceline.sync.context import Scene
+from paceline.sync.routes import Reducer, reducer
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
 LARGE = 16 << 10  # elements above which a gradient is copied when it comes; smaller ones by the bucket

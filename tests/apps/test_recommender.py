@@ -14,7 +14,7 @@ import torch
 from paceline.apps import recommender
 from paceline.apps.clicks import Clicks, Log
 from paceline.session.run import Run
-from paceline.sync.parameterserver import ParameterServer
+from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.launches import Jobs, wait_for
 from tests.runs import workers
 from tests.session.test_servers_surviving import servers

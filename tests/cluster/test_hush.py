@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.cluster.output import Screen, Stream
+from paceline.cluster.launcher.output import Screen, Stream
 
 COMPLAINT = (
     b"[rank0]:[W1123 06:52:46.058166348 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing client message: Invalid string size.\n"

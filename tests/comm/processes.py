@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from paceline.comm.torchgroup import TorchGroup
+from paceline.comm.native.group import TorchGroup
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.comm.torchgroup", "pytest"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.comm.native.group", "pytest"])
 
 
 class Crew:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.comm.ordered import Agreement
+from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import Turn, deal
 

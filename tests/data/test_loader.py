@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from paceline.comm.ordered import Agreement
+from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import Unwatched, deal
 from paceline.errors import DataError

@@ -16,12 +16,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.comm.ordered import Agreement
+from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data import sampler
 from paceline.data.loader import deal
-from paceline.data.packing import flatten, pack, room, unflatten, unpack
 from paceline.data.sampler import Indices
+from paceline.data.serialization import flatten, pack, room, unflatten, unpack
 from paceline.errors import DataError, Mismatch
 from tests.data.dealing import Numbers, plain, run, steps, walk
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.comm.ordered import Agreement
+from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import deal
-from paceline.data.packing import pack, unpack
+from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, Mismatch
 from tests.data.dealing import plain, run, steps, walk
 

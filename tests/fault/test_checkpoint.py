@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.cluster.snapshot import Snapshot, pack
-from paceline.cluster.versioned import Randomness, Versioned
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import checkpoint
 from paceline.fault.checkpoint import Checkpoint, load, newest, save
+from paceline.state.snapshot import Snapshot, pack
+from paceline.state.versioned import Randomness, Versioned
 
 
 def state(value: float = 1.0, size: int = 10) -> Snapshot:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.fault import disk
 from paceline.fault.disk import PAGE, block, sync, write
-from paceline.fault.image import Room
+from paceline.fault.file_layout import Room
 
 
 def held(nbytes: int, *, at: int = 0) -> Tensor:

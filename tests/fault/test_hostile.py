@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.snapshot import Snapshot, loads, pack
-from paceline.cluster.versioned import Versioned
 from paceline.errors import CheckpointError
 from paceline.fault import checkpoint, disk
 from paceline.fault.checkpoint import load, newest, save
+from paceline.state.snapshot import Snapshot, loads, pack
+from paceline.state.versioned import Versioned
 
 Damage = Callable[[Path], object]
 

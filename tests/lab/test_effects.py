@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from paceline import lab
-from paceline.cluster import progress
-from paceline.cluster.progress import Page
+from paceline.cluster.control import progress
+from paceline.cluster.control.progress import Page
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab.running import Outcome
 from tests.cluster.launched import wait_for

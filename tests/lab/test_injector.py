@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import machine, progress
-from paceline.cluster.progress import Page
+from paceline.cluster import machine
+from paceline.cluster.control import progress
+from paceline.cluster.control.progress import Page
 from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
 from paceline.lab.description import Description, Host, Placement, regular

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline.errors import PacelineError
-from paceline.session.log import RESERVED
+from paceline.session.record.log import RESERVED
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.localsgd import LocalSGD
-from paceline.sync.parameterserver import ParameterServer
+from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, Loop, Plain, differences, flat
 from tests.runs import workers

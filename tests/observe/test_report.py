@@ -12,9 +12,9 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.report import report
-from paceline.session.book import Book
-from paceline.session.folder import Folder, Summary, Totals
-from paceline.session.log import Log
+from paceline.session.record.folder import Folder, Summary, Totals
+from paceline.session.record.log import Log
+from paceline.session.record.writer import Book
 
 QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
 

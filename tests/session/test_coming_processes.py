@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.launches import Job, Jobs, wait_for
-from tests.session.test_serving import script, servers, weights
+from tests.session.test_servers import script, servers, weights
 
 pytestmark = pytest.mark.preloaded
 

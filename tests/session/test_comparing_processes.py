@@ -38,7 +38,7 @@ def test_all_stop_and_say_why(job: Jobs, options: tuple[str, ...]) -> None:
     assert summary["steps"] == 10 and summary["events"][0]["what"].startswith("replicas differ after step 10: rank 2 on ")
 
 
-DYING = """import paceline.session.comparing as c
+DYING = """import paceline.session.replicas.compare as c
     def dying(owner, name, steps, rank, late=False):
         own = getattr(owner, name)
         def instead(*args):

@@ -19,9 +19,9 @@ from paceline.comm.schedule import SCHEDULES
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ReplicasDiffer
 from paceline.session.run import Run
-from paceline.sync import reducers
+from paceline.sync import routes
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.backward import Backward
+from paceline.sync.autograd import Backward
 from tests.runs import alone, distance, parameters, workers
 
 COUNT, BATCH, EPOCHS = 1003, 64, 2
@@ -196,7 +196,7 @@ def silent(self: Any, flat: Tensor, name: str) -> Any:
 
 
 def test_a_mutant_that_does_not_communicate_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reducers.Native, "all_reduce", silent)
+    monkeypatch.setattr(routes.Native, "all_reduce", silent)
     with pytest.raises((AssertionError, ReplicasDiffer)):
         check(2, None)
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.cluster.snapshot import pack
 from paceline.errors import CheckpointError, Mismatch, PacelineError, ResourceError, UsageError, ViewChanged, WorkerLost
 from paceline.fault import checkpoint
-from paceline.session.book import Book
-from paceline.session.folder import Folder
+from paceline.session.record.folder import Folder
+from paceline.session.record.writer import Book
 from paceline.session.run import Run
+from paceline.state.snapshot import pack
 from tests.runs import Numbered, alone, batches, distance, parameters, workers
 
 SHARES = [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]

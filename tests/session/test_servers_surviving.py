@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.launches import Job, Jobs, free_port, wait_for
-from tests.session.test_survival import AT, PLACES
+from tests.session.elastic.test_recovery import AT, PLACES
 from tests.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
@@ -27,7 +27,7 @@ def servers(job: Job) -> list[psutil.Process]:
     found = []
     for process in job.processes():
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            found += [process] if "paceline.sync.server" in process.cmdline() else []
+            found += [process] if "paceline.server.main" in process.cmdline() else []
     return sorted(found, key=lambda process: process.create_time())
 
 

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.parallel.embedding import SparseEmbedding
-from paceline.session.comparing import Comparison
+from paceline.server import row_optimizers
+from paceline.session.replicas.compare import Comparison
 from paceline.session.run import Run
-from paceline.sync import rows
-from paceline.sync.gossip import Gossip
-from paceline.sync.localsgd import LocalSGD
-from paceline.sync.parameterserver import ParameterServer
+from paceline.sync.gossip.strategy import Gossip
+from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import alone, cut, distance, parameters, workers
 
 ROWS, DIM = 60, 4
@@ -69,7 +69,7 @@ def plain(*, sparse: bool = False) -> Make:
     def make(mode: str, seed: int) -> nn.Module:
         bag = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=sparse, dtype=torch.float64)
         with torch.no_grad():
-            bag.weight.copy_(rows.initial(torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0))
+            bag.weight.copy_(row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0))
         return bag
 
     return make
@@ -341,7 +341,7 @@ def test_workers_without_a_common_seed_take_the_first_ones() -> None:
         return model.lookup(torch.arange(ROWS))
 
     found = workers(3, body, said=said)
-    wanted = rows.initial(torch.arange(ROWS), DIM, torch.float32, seed=0, std=1.0)
+    wanted = row_optimizers.initial(torch.arange(ROWS), DIM, torch.float32, seed=0, std=1.0)
     assert all(torch.equal(each, wanted) for each in found) and any("differed from rank 0's" in text for text in said)
 
 
@@ -379,7 +379,7 @@ def test_a_frozen_table_is_only_read() -> None:
             step(model, [optimizer], batch)
         return model.first.lookup(torch.arange(ROWS))
 
-    wanted = rows.initial(torch.arange(ROWS), DIM, torch.float64, seed=1, std=1.0)
+    wanted = row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=1, std=1.0)
     assert torch.equal(workers(2, lambda run: body(run, thaws=False))[0], wanted)
     with pytest.raises(UsageError, match="was frozen when it was prepared"):
         workers(1, lambda run: body(run, thaws=True))
@@ -398,7 +398,7 @@ def test_tables_that_come_later() -> None:
         optimizer.step()
         return second.lookup(torch.tensor([3, 4]))
 
-    before = rows.initial(torch.tensor([3, 4]), DIM, torch.float32, seed=2, std=1.0)
+    before = row_optimizers.initial(torch.tensor([3, 4]), DIM, torch.float32, seed=2, std=1.0)
     assert torch.allclose(workers(2, body)[1], before - torch.tensor([[1.0], [0.0]]))
 
 

@@ -62,7 +62,7 @@ def resuming(name: str, *, dies: bool, **parts: Any) -> str:
 
 
 def servers(job: Job) -> list[psutil.Process]:
-    return [process for process in job.processes() if "paceline.sync.server" in process.cmdline()]
+    return [process for process in job.processes() if "paceline.server.main" in process.cmdline()]
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from tests.launches import Job, Jobs, free_port
+from tests.session.elastic.test_recovery import AT, PLACES
 from tests.session.test_servers_surviving import ended, kill_primaries, servers, until_told
-from tests.session.test_survival import AT, PLACES
 from tests.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded

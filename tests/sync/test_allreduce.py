@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import Mismatch, UsageError
+from paceline.formatting import spell
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, Exchange
-from paceline.wording import spell
 from tests.runs import alone, batches, distance, parameters, workers
 
 TINY = 0.0001  # MB: a bucket of a few parameters

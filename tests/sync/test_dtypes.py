@@ -18,9 +18,9 @@ from paceline.codec.sparse import randomk, topk
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.gossip import Gossip
-from paceline.sync.localsgd import LocalSGD
-from paceline.sync.parameterserver import ParameterServer
+from paceline.sync.gossip.strategy import Gossip
+from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import batches, workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)

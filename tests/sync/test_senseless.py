@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.forms import Refused
-from paceline.comm.messages import FRAME, Message, Receiver
+from paceline.comm.rpc import FRAME, Message, Receiver
+from paceline.comm.wire_format import Refused
 from paceline.errors import Mismatch
 from paceline.notation import parse
-from paceline.sync.server import Server
-from paceline.sync.table import Spec
+from paceline.server.main import Server
+from paceline.server.table import Spec
 from tests import runs, strangers
-from tests.sync.test_server import packed, plan
+from tests.server.test_main import packed, plan
 
 WAYS = {
     "lockstep": "ParameterServer()",

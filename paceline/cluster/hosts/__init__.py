@@ -1,0 +1,1 @@
+"""Launchers of several hosts among themselves."""

@@ -1,0 +1,109 @@
+"""How a host gets into a job that runs: any launcher of the job takes it in, once all have agreed on a view in which it is.
+
+newcomer               a launcher of the job
+  offer        ->        waits until the run can be joined, and a view with the newcomer is decided
+               <-        running: that view, its number there, and the run
+  host n       ->        this one and all others, as at the start
+
+Launchers listen at a port of their own and, where its address is theirs, at the job's meeting point: the command that started the job
+joins it later. When the host of the meeting point is gone, somebody may be waiting there for others: the launcher that leads looks
+now and then, and invites who does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.cluster import network
+from paceline.cluster.hosts.channel import Channel, call, ready
+from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.membership import View
+from paceline.errors import PacelineError
+
+Point = tuple[str, int]
+_AGAIN_SECONDS = 1.0  # between two tries to listen at the meeting point, and to find somebody who waits there
+_ANSWER_SECONDS = 1.0  # how long who answers there may take: less than others wait for this launcher
+
+
+class Door:
+    """Where a launcher is called. `listening`: its own port; `point`: the job's meeting point."""
+
+    def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None) -> None:
+        self._sockets, self._point = [listening], point
+        mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
+        self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
+        self._lobby = Lobby(secret)
+        self._tried_at = 0.0
+        self._inviting = None if point is None else Inviting(point, secret)
+        listening.setblocking(False)
+
+    def descriptors(self) -> list[int]:
+        return [*(each.fileno() for each in self._sockets), *self._lobby.descriptors()]
+
+    def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
+        """Let somebody in, or take what a caller says first, once it has proved to know the secret."""
+        for listening in self._sockets:
+            if listening.fileno() == descriptor:
+                self._lobby.let_in(listening)
+        return self._lobby.hear(descriptor)
+
+    def tick(self, now: float) -> None:
+        """Hang up on who says nothing, and listen at the meeting point as soon as that is possible."""
+        self._lobby.tick(now)
+        if self._point is None or len(self._sockets) > 1 or now - self._tried_at < _AGAIN_SECONDS:
+            return
+        self._tried_at = now
+        for address in self._addresses:
+            with contextlib.suppress(OSError):  # somebody else's, or another launcher of this machine listens there
+                self._sockets.append(network.listen(address, self._point[1]))
+                self._sockets[-1].setblocking(False)
+                return
+
+    def invite(self, view: View, now: float) -> None:
+        """Look whether somebody waits at the meeting point, unless a host of the job listens there."""
+        mine = [listening.getsockname()[0] for listening in self._sockets[1:]]
+        others = [seat.facts["address"] for seat in view.seats if seat.facts["address"] not in self._addresses]
+        if self._inviting is not None:
+            self._inviting.tick(view, now, taken=[*mine, *others])
+
+    def close(self) -> None:
+        """Nobody gets in any more."""
+        self._lobby.close()
+        for listening in self._sockets:
+            listening.close()
+        self._sockets = []
+
+
+class Inviting:
+    """Tells who waits at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
+
+    def __init__(self, point: Point, secret: bytes) -> None:
+        self._point, self._secret = point, secret
+        self._address = network.resolve(point[0])[0]
+        self._connection: socket.socket | None = None
+        self._at = 0.0
+
+    def tick(self, view: View, now: float, *, taken: Sequence[str]) -> None:
+        """Look whether somebody is there, unless it is one of these addresses."""
+        if now - self._at < _AGAIN_SECONDS:
+            return
+        self._at = now
+        if self._connection is not None:
+            self._invite(self._connection, [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in view.seats])
+            self._connection = None
+        elif self._address not in taken:
+            self._connection = socket.socket(network.family(self._address), socket.SOCK_STREAM)
+            self._connection.setblocking(False)
+            self._connection.connect_ex((self._address, self._point[1]))  # seen at the next look
+
+    def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
+        with connection:
+            there = bool(ready((), 0.0, writing=[connection.fileno()])) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            with contextlib.suppress(PacelineError, OSError):  # it isn't a launcher that waits, or isn't of this job
+                if there:
+                    channel = call(connection, self._secret, f"{self._point[0]}:{self._point[1]}", _ANSWER_SECONDS)
+                    channel.send({"kind": "invitation", "points": points})
+                    channel.flush(_ANSWER_SECONDS)

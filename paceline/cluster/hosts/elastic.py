@@ -1,0 +1,377 @@
+"""The launchers of a job that survives: they agree on who takes part, and tell their workers.
+
+launcher 0 ------ launcher 1      connections between all of them; `membership` decides over these, by majorities
+     \\              /
+      launcher 2 --               each hears of its own workers at once, and of others when nothing is heard of their launcher
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets as random
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.cluster.control.commands import Member, Roster
+from paceline.cluster.hosts.admission import Door, Point
+from paceline.cluster.hosts.channel import SENSELESS, Channel, Gone, call, hear_from, ready
+from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.membership import Membership, View
+from paceline.cluster.hosts.peers import Failure, Late, Offer, note, said_late, said_stopped
+from paceline.errors import DeadlineExceeded, PacelineError
+
+BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
+CALL_SECONDS = 5.0  # how long a host that is new in the view may take to call
+_FLUSH_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+_LONGEST_TAIL = 8_000  # characters
+
+
+def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, secret: bytes, deadline: float) -> dict[int, Channel]:
+    """Connections to the launchers of all hosts: each calls those before it, and is called by those after it.
+
+    Raises `DeadlineExceeded` naming who doesn't come.
+    """
+    end = time.monotonic() + deadline
+    channels: dict[int, Channel] = {}
+    for other, offer in enumerate(table[:host]):
+        try:
+            connection = socket.create_connection((offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic()))
+            channels[other] = call(connection, secret, f"{offer.address}:{offer.agent_port}")
+        except OSError as error:
+            raise DeadlineExceeded(
+                f"the launcher on {offer.name} can't be reached at {offer.address}:{offer.agent_port}: {error}"
+            ) from error
+        channels[other].send({"kind": "host", "host": host})
+    listening.setblocking(False)
+    with contextlib.closing(Lobby(secret)) as lobby:
+        while len(channels) < len(table) - 1:
+            found = ready([listening.fileno(), *lobby.descriptors()], min(_LOOK_SECONDS, end - time.monotonic()))
+            if time.monotonic() > end:
+                absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
+                raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
+            for channel, message in [came for descriptor in found if (came := lobby.hear(descriptor)) is not None]:
+                later = message.get("host")
+                if message.get("kind") == "host" and type(later) is int and host < later < len(table) and later not in channels:
+                    channels[later] = channel
+                else:
+                    channel.close()
+            if listening.fileno() in found:
+                lobby.let_in(listening)
+            lobby.tick()
+    return channels
+
+
+def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
+    """Connections to the launchers of a view in which this host is new. Who can't be reached is noticed as silent."""
+    channels: dict[int, Channel] = {}
+    for seat in view.seats:
+        if seat.host == host:
+            continue
+        point = (str(seat.facts["address"]), int(seat.facts["port"]))
+        with contextlib.suppress(OSError, PacelineError):
+            channels[seat.host] = call(socket.create_connection(point, timeout=SILENT_SECONDS), secret, f"{point[0]}:{point[1]}")
+            channels[seat.host].send({"kind": "host", "host": host})
+    return channels
+
+
+@dataclass
+class _Guest:
+    """A host that wants to take part, and is no member yet."""
+
+    channel: Channel
+    facts: dict[str, Any]
+    wished: bool = False
+
+
+class Assembly:
+    """One launcher's part: a `crew.Peers` that goes on when hosts are lost.
+
+    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to be told of them. `run`
+    is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
+    """
+
+    def __init__(self, host: int, view: View, channels: dict[int, Channel], door: Door | None = None) -> None:
+        self.host = host
+        self.run: str | None = None
+        self.closing = False  # workers have ended their run: nobody is let in any more
+        self.cut_off = False
+        self.leaving = False  # this host goes
+        self.joined = view.number > 1  # this host has come later
+        self.verdict: Failure | None = None
+        self.stopped: tuple[int, str] | None = None
+        self.all_finished = False
+        self.rosters: list[Roster] = []
+        self.late: dict[int, Late] = {}
+        self.membership = Membership(host, view, now=time.monotonic())
+        self._channels = channels
+        self._door = door
+        self._guests: dict[str, _Guest] = {}  # by a word that goes into the view
+        self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
+        self._finished: set[int] = set()
+        self._leavers: set[int] = set()  # hosts that have said that they go
+        self._excused: set[int] = set()  # those of the others that know that this one has left: what it says last may be lost
+        self._failures: list[Failure] = []
+        self._beat_at = 0.0
+
+    @property
+    def view(self) -> View:
+        """The present view."""
+        return self.membership.view
+
+    def roster(self, view: View, *, broken: bool = False) -> Roster:
+        """As workers are told."""
+        members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
+        return Roster(view.number, tuple(members), broken)
+
+    # ---- what this launcher has seen
+
+    def lost(self, workers: list[int]) -> None:
+        """Workers of this host are dead."""
+        self.membership.lost(workers, time.monotonic())
+        self._send()
+
+    def come(self, workers: list[int]) -> None:
+        """New workers of this host are ready."""
+        self.membership.come(workers, time.monotonic())
+        self._send()
+
+    def renew(self, number: int) -> None:
+        """Groups have broken, and all live, in this view: a new one is wanted."""
+        self.membership.renew(number, time.monotonic())
+        self._send()
+
+    def leave(self) -> None:
+        """This host goes; none of its workers is left."""
+        self.leaving = True
+        self._tell_all({"kind": "leaving"})
+        self.membership.leave(time.monotonic())
+        self._send()
+
+    @property
+    def parted(self) -> bool:
+        """Whether the others do without this host, as each of them has said that can be asked."""
+        if self.membership.expelled:
+            return {*self.view.hosts} & {*self._channels} <= self._excused
+        return self.membership.stranded or self.view.hosts == (self.host,)
+
+    @property
+    def points(self) -> list[Point]:
+        """Where the launchers of the other hosts are called."""
+        return [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in self.view.seats if seat.host != self.host]
+
+    def tell_closing(self) -> None:
+        """Workers of this host have ended their run."""
+        if not self.closing:
+            self.closing = True
+            self._tell_all({"kind": "closing"})
+
+    def tell_late(self, late: Late) -> None:
+        """Workers of this host wait for others in a call."""
+        note(self.late, late)
+        self._tell_all({"kind": "late", "late": late})
+
+    # ---- the other launchers
+
+    def descriptors(self) -> list[int]:
+        own = [] if self._door is None else self._door.descriptors()
+        channels = [*self._channels.values(), *(guest.channel for guest in self._guests.values())]
+        return [*own, *(channel.fileno() for channel in channels)]
+
+    def hear(self, descriptor: int) -> None:
+        """Take what has come from one of the others."""
+        if self._door is not None and descriptor in self._door.descriptors():
+            if (came := self._door.hear(descriptor)) is not None:
+                self._receive(*came)
+        elif word := next((word for word, guest in self._guests.items() if guest.channel.fileno() == descriptor), None):
+            self._listen(word)
+        elif (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._channels.pop(gone[0]).close()
+            self.membership.silent(gone[0], time.monotonic())
+        self._send()
+
+    def tick(self) -> None:
+        """Say that we live, notice who doesn't, and say again what has had no answer."""
+        now = time.monotonic()
+        beat = now - self._beat_at > BEAT_SECONDS
+        self._beat_at = now if beat else self._beat_at
+        for host, channel in list(self._channels.items()):
+            if beat:
+                channel.send({"kind": "beat"})
+            channel.flush()
+            if now - channel.heard > SILENT_SECONDS:
+                self.membership.silent(host, now)
+            else:
+                self.membership.heard(host)
+        self._admit(now)
+        self.membership.tick(now)
+        self._send()
+        if self.membership.stranded and not self.all_finished and not self.leaving and self.verdict is None:
+            seat = self.view.seat(self.host)
+            name = "this host" if seat is None else seat.facts["name"]
+            self.cut_off = True
+            why = "the others went on without it" if self.membership.expelled else "fewer than half of the hosts are within reach"
+            self.verdict = Failure(None, name, 1, f"was cut off from the other hosts: {why}, so it stops here")
+
+    def _send(self) -> None:
+        """Give the network what membership has to say, and take out what it has decided."""
+        outbox, self.membership.outbox = self.membership.outbox, []
+        for host, message in outbox:
+            if host in self._channels:
+                self._channels[host].send({"kind": "membership", "message": message})
+        for view in self.membership.decided:
+            self.rosters.append(self.roster(view, broken=view.renewed))
+            for seat in view.seats:
+                if (guest := self._guests.pop(seat.facts.get("word", ""), None)) is not None:
+                    guest.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": self.run})
+                    guest.channel.flush(_FLUSH_SECONDS)
+                    guest.channel.close()  # it calls again, as it calls the others
+            self._excuse()
+        self.membership.decided.clear()
+
+    def _excuse(self) -> None:
+        """Tell those who leave that the others do without them by now."""
+        for host in self._leavers - {*self.view.hosts}:
+            if host in self._channels:
+                self._channels[host].send({"kind": "parted"})
+            self._leavers.discard(host)
+
+    # ---- hosts that come
+
+    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Take what a launcher that has called says first."""
+        try:
+            self._welcome(channel, message)
+        except SENSELESS:
+            channel.close()
+
+    def _welcome(self, channel: Channel, message: dict[str, Any]) -> None:
+        if message.get("kind") == "host":
+            host = message["host"]
+            if type(host) is not int or host < 0 or host == self.host:
+                raise ValueError("there is no such host")
+            if host in self._channels:
+                self._channels.pop(host).close()
+            self._channels[host] = channel
+            self._awaited.pop(host, None)
+            if self.host in self._finished:
+                channel.send({"kind": "finished"})
+            if self.closing:
+                channel.send({"kind": "closing"})
+        elif message.get("kind") == "offer" and message["offer"].get("numbers"):
+            self._guests[random.token_hex(8)] = _Guest(channel, Offer.load(message["offer"]).facts)
+        else:
+            why = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
+            _refuse(channel, why) if message.get("kind") == "offer" else channel.close()
+
+    def _listen(self, word: str) -> None:
+        """Notice that a guest has hung up; it has nothing more to say."""
+        guest = self._guests[word]
+        try:
+            guest.channel.hear()
+        except Gone:
+            guest.channel.close()
+            del self._guests[word]
+
+    def _admit(self, now: float) -> None:
+        """Have guests taken into the view, and notice who is in it and doesn't call."""
+        if self._door is not None:
+            self._door.tick(now)
+            if self.run is not None and self.membership.leader == self.host:
+                self._door.invite(self.view, now)
+        for word, guest in list(self._guests.items()):
+            if self.closing or self.verdict is not None or self.stopped is not None:
+                del self._guests[word]
+                _refuse(guest.channel, "the job that runs there is at its end")
+            elif self.run is not None and not guest.wished:
+                guest.wished = True
+                self.membership.joining(word, (), guest.facts, now)
+        absent = {*self.view.hosts} - {self.host, *self._channels}
+        self._awaited = {host: self._awaited.get(host, now) for host in absent}
+        for host, since in self._awaited.items():
+            if now - since > CALL_SECONDS:
+                self.membership.silent(host, now)
+
+    def _take(self, host: int, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "membership":
+            self.membership.hear(host, _sound(message["message"]), time.monotonic())
+        elif kind == "failed":
+            self._failures.append(Failure.load(message["failure"]))
+            self.verdict = self.verdict or self._failures[0]
+        elif kind == "late":
+            note(self.late, said_late(message["late"]))
+        elif kind == "stopped":
+            self.stopped = self.stopped or said_stopped(message)
+        elif kind == "closing":
+            self.closing = True
+        elif kind == "leaving":
+            self._leavers.add(host)
+            self._excuse()
+        elif kind == "parted":
+            self._excused.add(host)
+        elif kind == "finished":
+            self._finished.add(host)
+            self._finish()
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    # ---- how the job ends
+
+    def tell_failed(self, failure: Failure) -> None:
+        """The job can't go on."""
+        failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
+        self.verdict = self.verdict or failure
+        self._tell_all({"kind": "failed", "failure": asdict(failure)})
+
+    def tell_stopped(self, number: int) -> None:
+        """This launcher was asked to end the job."""
+        seat = self.view.seat(self.host)
+        self._tell_all({"kind": "stopped", "number": number, "host": seat.facts["name"] if seat else signal.Signals(number).name})
+
+    def tell_finished(self) -> None:
+        """The workers of this host have ended well."""
+        if self.host not in self._finished:
+            self._finished.add(self.host)
+            self._tell_all({"kind": "finished"})
+            self._finish()
+
+    def _finish(self) -> None:
+        self.all_finished = {*self.view.hosts} <= self._finished
+
+    def close(self) -> None:
+        """Hang up."""
+        for guest in self._guests.values():
+            _refuse(guest.channel, "the job that runs there is at its end")
+        for channel in self._channels.values():
+            channel.flush(_FLUSH_SECONDS)
+            channel.close()
+        self._channels.clear()
+        self._guests.clear()
+        if self._door is not None:
+            self._door.close()
+
+
+def _sound(message: dict[str, Any]) -> dict[str, Any]:
+    """The same, if what it says of hosts can be used; else raises one of `channel.SENSELESS`. It may be kept for long before it is."""
+    views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
+    facts = [seat.facts for view in views for seat in view.seats]
+    facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]
+    for each in facts:
+        ipaddress.ip_address(str(each["address"]).partition("%")[0])
+        if not (type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int):
+            raise TypeError("a host has a name, an address and a port")
+    return message
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    channel.send({"kind": "refused", "error": "PlaceError", "why": why})
+    channel.flush(_FLUSH_SECONDS)
+    channel.close()

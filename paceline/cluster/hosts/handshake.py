@@ -1,0 +1,100 @@
+"""Callers that have not proved yet that they know the secret: few at a time, none for long, and none can do more than be hung up on.
+
+accept ---> [ caller caller caller ... ]  at most `MOST`; too many: the oldest goes, of the address that holds most of them
+                 |            |
+            says nonsense   proves itself, and says something: it is handed on
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from paceline.cluster.hosts.channel import Caller, Channel, Gone
+from paceline.errors import SecretError
+
+MOST = 128  # who have not proved anything
+_AT_ONCE = 64  # let in before anything else is done
+
+
+def _nothing(text: str) -> None:
+    return
+
+
+class Lobby:
+    """Lets in who calls, and hands on who has the secret. `say` is told once of somebody who came with another one."""
+
+    def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing) -> None:
+        self.wrong = ""  # of what the last one was told that came with another secret
+        self._secret, self._say = secret, say
+        self._callers: dict[int, Caller] = {}  # by descriptor, in the order in which they came
+
+    def descriptors(self) -> list[int]:
+        """Where something may come."""
+        return [*self._callers]
+
+    def let_in(self, listening: socket.socket) -> None:
+        """Take all that wait at this socket, which doesn't block."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = listening.accept()
+            except OSError as error:  # nobody waits there, or it hung up before it was answered
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(0)
+                if error.errno != errno.ECONNABORTED:
+                    return
+                continue
+            caller = Caller(connection, self._secret, str(address[0]))
+            self._callers[connection.fileno()] = caller
+            self._make_room(MOST)
+
+    def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
+        """What this caller says first, once it has proved itself, and the channel to it, which is the lobby's no more."""
+        caller = self._callers.get(descriptor)
+        if caller is None:
+            return None
+        try:
+            message = caller.step()
+        except Gone:
+            self._drop(caller)
+            return None
+        except SecretError as error:
+            if not self.wrong:
+                self._say(f"{error} (it was turned away, and others are let in)")
+            self.wrong = str(error)
+            self._drop(caller)
+            return None
+        if message is None:
+            return None
+        del self._callers[descriptor]
+        return caller.channel, message
+
+    def tick(self, now: float | None = None) -> None:
+        """Hang up on who says nothing."""
+        now = time.monotonic() if now is None else now
+        for caller in [each for each in self._callers.values() if now > each.late]:
+            self._drop(caller)
+
+    def trusted(self) -> list[Channel]:
+        """To those who have proved themselves, and have said nothing yet."""
+        return [caller.channel for caller in self._callers.values() if caller.trusted]
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for caller in [*self._callers.values()]:
+            self._drop(caller)
+
+    def _make_room(self, most: int) -> None:
+        """Of too many the oldest goes, of those at the address that most are from: one stranger can't keep the others out."""
+        unproved = [caller for caller in self._callers.values() if not caller.trusted]
+        if len(unproved) > most:
+            ((crowd, _),) = Counter(caller.address for caller in unproved).most_common(1)
+            self._drop(next(caller for caller in unproved if caller.address == crowd))
+
+    def _drop(self, caller: Caller) -> None:
+        del self._callers[caller.channel.fileno()]
+        caller.channel.close()

@@ -1,0 +1,442 @@
+"""How the launchers of several hosts meet, agree who is who, and stay in touch until the job is over.
+
+All are given the same HOST:PORT. The first whose machine owns HOST listens there, the others call it (so do later ones of the same
+machine). It hands out one table of hosts; the connections stay open, so that the end of one host is the end of all, and is named.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from paceline.cluster import network
+from paceline.cluster.hosts.channel import SENSELESS, Channel, Gone, call, hear_from, ready
+from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.membership import View
+from paceline.cluster.hosts.peers import Failure, Late, Offer, note, said_late, said_stopped
+from paceline.cluster.launcher.hints import Reminder
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
+from paceline.formatting import counted
+
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
+_BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
+_CULPRIT_SECONDS, _ECHO_SECONDS = 0.5, 1.5  # how long the first failure waits for an earlier one from another host
+_INVITED_SECONDS = 4.0  # in which a job that runs already finds who waits at its meeting point (`door.Inviting`)
+_FLUSH_SECONDS = 1.0
+_LONGEST_TAIL = 8_000  # characters
+
+
+def _tell(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a host brings to a meeting, and for how many it waits."""
+
+    point: tuple[str, int]
+    secret: bytes
+    offer: Offer
+    hosts: int
+    host_rank: int | None  # wished for
+    deadline: float  # seconds
+    command: str = "the same command"  # that starts it on another host
+    say: Callable[[str], None] = _tell  # told of what ends nothing and a user should know
+
+    @property
+    def where(self) -> str:
+        return f"{self.point[0]}:{self.point[1]}"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The place of a host in a job that runs already: the view that has it, its number there, and what workers are told of the run."""
+
+    view: View
+    host: int
+    run: str
+
+
+class Council:
+    """The launchers of a job while it runs: a `crew.Peers`. The one that listened decides what was first; the others ask it."""
+
+    def __init__(self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int) -> None:
+        self.table, self.host_rank = table, host_rank
+        self.verdict: Failure | None = None
+        self.stopped: tuple[int, str] | None = None
+        self.all_finished = False
+        self.late: dict[int, Late] = {}
+        self._channels = channels  # by host rank
+        self._server = server
+        self._finished: set[int] = set()
+        self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
+        self._reported_at = 0.0
+        self._beat_at = 0.0
+
+    def descriptors(self) -> list[int]:
+        return [channel.fileno() for channel in self._channels.values()]
+
+    def hear(self, descriptor: int) -> None:
+        """Take what has come from one of the others."""
+        if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
+            self._lose(gone[0], f"is gone: {gone[1]}")
+
+    def tick(self) -> None:
+        """Say that we live, notice who doesn't, and decide when it is time."""
+        now = time.monotonic()
+        beat = now - self._beat_at > _BEAT_SECONDS
+        if beat:
+            self._beat_at = now
+        for host, channel in list(self._channels.items()):
+            if beat:
+                channel.send({"kind": "beat"})
+            channel.flush()
+            if now - channel.heard > _SILENT_SECONDS:
+                self._lose(host, f"is gone: nothing was heard of its launcher for {_SILENT_SECONDS:g} s")
+        if self._serves and self._reports and self.verdict is None:
+            _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
+            if now - self._reported_at > (_ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS):
+                self.verdict = first
+                self._tell_all({"kind": "end", "failure": asdict(first)})
+
+    def tell_failed(self, failure: Failure) -> None:
+        failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
+        if self._serves:
+            self._report(failure)
+        else:
+            self._tell_all({"kind": "failed", "failure": asdict(failure)})
+
+    def tell_stopped(self, number: int) -> None:
+        self._tell_all({"kind": "stopped", "number": number, "host": self.table[self.host_rank].name})
+
+    def tell_finished(self) -> None:
+        if self.host_rank in self._finished:
+            return
+        self._finished.add(self.host_rank)
+        if self._serves:
+            self._finish()
+        else:
+            self._tell_all({"kind": "finished"})
+
+    def tell_late(self, late: Late) -> None:
+        note(self.late, late)
+        self._tell_all({"kind": "late", "late": late})
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.flush(_FLUSH_SECONDS)
+            channel.close()
+        self._channels.clear()
+
+    @property
+    def _serves(self) -> bool:
+        return self._server == self.host_rank
+
+    def _take(self, host: int, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "failed" and self._serves:
+            self._report(Failure.load(message["failure"]))
+        elif kind == "finished" and self._serves:
+            self._finished.add(host)
+            self._finish()
+        elif kind == "end" and not self._serves:
+            self.verdict = Failure.load(message["failure"])
+        elif kind == "over" and not self._serves:
+            self.all_finished = True
+        elif kind in ("late", "stopped"):
+            if kind == "late":
+                note(self.late, said_late(message["late"]))
+            else:
+                self.stopped = self.stopped or said_stopped(message)
+            if self._serves:  # the others are connected with this one alone
+                self._tell_all(message)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
+
+    def _report(self, failure: Failure) -> None:
+        now = time.monotonic()
+        self._reported_at = self._reported_at if self._reports else now
+        self._reports.append((now - failure.age, failure))
+
+    def _finish(self) -> None:
+        if len(self._finished) == len(self.table):
+            self.all_finished = True
+            self._tell_all({"kind": "over"})
+
+    def _lose(self, host: int, words: str) -> None:
+        self._channels.pop(host).close()
+        if self.all_finished or self.verdict is not None or self.stopped is not None:
+            return
+        lost = Failure(None, self.table[host].name, 1, words)
+        if self._serves:
+            self._report(lost)
+        else:
+            self.verdict = lost
+
+
+def assemble(meeting: Meeting) -> Council | Admission:
+    """Meet the other hosts; gives the table of all, this host's number in it, and the connections to the others.
+
+    Where a job that survives losses runs already, gives this host's place in it.
+
+    Raises `PlaceError`, `SecretError`, `Mismatch`, or `DeadlineExceeded` when not all came in time.
+    """
+    end = time.monotonic() + meeting.deadline
+    own = _own(meeting)
+    nap, reminder = _SHORTEST_RETRY, Reminder(meeting.say)
+    while True:
+        listening = None if own is None else _listen(own, meeting)
+        if listening is not None:
+            with listening:
+                found = _Host(meeting, listening, end).gather()
+                return found if isinstance(found, Council) else seek(found, meeting)
+        called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
+        if isinstance(called, Channel):
+            return _attend(meeting, called, end)
+        if time.monotonic() + nap >= end:
+            raise DeadlineExceeded(
+                f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} within {meeting.deadline:g} s "
+                f"({called.strerror or called}): no host that owns this address has started `paceline run --join {meeting.where}`, "
+                "or a firewall is between"
+            )
+        reminder.turn(partial(_unanswered, meeting, called))
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_RETRY)
+
+
+def _unanswered(meeting: Meeting, error: OSError) -> str:
+    why = error.strerror or error
+    return f"nobody answers at {meeting.where} yet ({why}); on the host with that address, run: {meeting.command}"
+
+
+def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
+    """A place in a job that runs, from any of its launchers at these points. Raises as `assemble` does."""
+    end = time.monotonic() + meeting.deadline
+    nap = _SHORTEST_RETRY
+    while time.monotonic() < end:
+        for point in points:
+            try:
+                called = _call(point, meeting, end)
+                found = _attend(meeting, called, end) if isinstance(called, Channel) else None
+            except DeadlineExceeded:
+                continue  # it hung up, as those do that have been cut off themselves
+            if isinstance(found, Admission):
+                return found
+        time.sleep(min(nap, max(0.0, end - time.monotonic())))
+        nap = min(2 * nap, _LONGEST_RETRY)
+    where = ", ".join(f"{address}:{port}" for address, port in points)
+    raise DeadlineExceeded(f"none of the job's launchers ({where}) took {meeting.offer.name} in within {meeting.deadline:g} s")
+
+
+def _own(meeting: Meeting) -> str | None:
+    """The address to listen on, if the meeting point is on this machine."""
+    host = meeting.point[0]
+    mine = [address for address in network.resolve(host) if network.local(address)]
+    if not mine:
+        return None
+    if network.loopback(mine[0]) and not network.literal(host):
+        # On this machine its own name means loopback (a line in /etc/hosts): the others would never get here.
+        if network.loopback(meeting.offer.address):
+            raise PlaceError(f"on {meeting.offer.name} the name {host} means {mine[0]}, which other hosts can't reach: {network.advice()}")
+        return meeting.offer.address
+    return mine[0]
+
+
+def _listen(address: str, meeting: Meeting) -> socket.socket | None:
+    """The meeting point, unless somebody already listens there."""
+    try:
+        return network.listen(address, meeting.point[1])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise PlaceError(f"can't listen on {address}:{meeting.point[1]} ({error.strerror}): choose another port for --join") from error
+
+
+def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
+    try:
+        connection = socket.create_connection(point, timeout=max(0.1, min(3.0, end - time.monotonic())))
+        return call(connection, meeting.secret, f"{point[0]}:{point[1]}")
+    except OSError as error:
+        return error
+
+
+def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admission:
+    """The way of a host that called: offer, wait for the table, or for a place in a job that runs already."""
+    reminder = Reminder(meeting.say)
+    channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
+    try:
+        # The one that listens gives up first, and says why.
+        answer = channel.wait(end + 2.0, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
+    except Gone as error:
+        channel.close()
+        raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
+    try:
+        return _placed(meeting, channel, answer)
+    except SENSELESS as error:
+        channel.close()
+        if isinstance(error, PacelineError):
+            raise
+        raise PlaceError(
+            f"the launcher at {meeting.where} answers with what makes no sense here ({type(error).__name__}: {error}): "
+            "install the same version of paceline on all hosts"
+        ) from error
+
+
+def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Council | Admission:
+    """What the answer to an offer means; if it makes no sense, raises one of `channel.SENSELESS`."""
+    if answer.get("kind") == "refused":
+        raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
+    if answer.get("kind") == "begin":
+        table, mine, server = tuple(Offer.load(offer) for offer in answer["table"]), answer["host_rank"], answer["server"]
+        if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
+            raise ValueError("this host is not in the table")
+        return Council(table, mine, {server: channel}, server=server)
+    channel.close()
+    if answer.get("kind") == "invitation":
+        return seek(_points(answer), meeting)
+    return Admission(View.load(answer["view"]), int(answer["host"]), str(answer["run"]))
+
+
+def _points(message: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(str(address), int(port)) for address, port in message["points"]]
+
+
+_KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)}
+
+
+class _Host:
+    """The one that listens, until all have come."""
+
+    def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
+        self._meeting, self._listening, self._end = meeting, listening, end
+        self._lobby, self._reminder = Lobby(meeting.secret, meeting.say), Reminder(meeting.say)
+        self._guests: list[tuple[Channel, Offer, int | None]] = []
+        self._invited: list[tuple[str, int]] = []  # to a job that runs already
+        elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
+        self._alone = time.monotonic() + (_INVITED_SECONDS if elastic else 0.0)  # a job that doesn't wait for others begins then
+        listening.setblocking(False)
+
+    def gather(self) -> Council | list[tuple[str, int]]:
+        """Wait for all hosts, and tell each its place; when that fails, all who came are told why.
+
+        Gives the points of a job that runs already, where its launchers have called.
+        """
+        try:
+            while (len(self._guests) < self._meeting.hosts - 1 or time.monotonic() < self._alone) and not self._invited:
+                self._turn()
+            if not self._invited:
+                return self._council()
+            for channel, *_ in self._guests:
+                channel.send({"kind": "invitation", "points": self._invited})
+                channel.flush(_FLUSH_SECONDS)
+                channel.close()
+            return self._invited
+        except PacelineError as error:
+            for channel in (*(guest[0] for guest in self._guests), *self._lobby.trusted()):
+                channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
+                channel.flush(_FLUSH_SECONDS)
+                channel.close()
+            raise
+        finally:
+            self._lobby.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if now > self._end:
+            raise self._incomplete()
+        guests = [guest[0].fileno() for guest in self._guests]
+        found = ready([self._listening.fileno(), *self._lobby.descriptors(), *guests], min(0.25, self._end - now))
+        for descriptor in found & {*self._lobby.descriptors()}:
+            if (came := self._lobby.hear(descriptor)) is not None:
+                self._receive(*came)
+        for guest in [guest for guest in self._guests if guest[0].fileno() in found]:
+            try:
+                guest[0].hear()
+            except Gone:  # it gave up, and may come back
+                guest[0].close()
+                self._guests.remove(guest)
+        if self._listening.fileno() in found:
+            self._lobby.let_in(self._listening)
+        self._lobby.tick(now)
+        if self._meeting.hosts > 1:
+            self._reminder.turn(self._awaited)
+
+    def _awaited(self) -> str:
+        """Who is waited for."""
+        here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
+        left = counted(self._meeting.hosts - 1 - len(self._guests), "host")
+        return (
+            f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s at most (here: {here}); "
+            f"there, run: {self._meeting.command}"
+        )
+
+    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+        """Take what a launcher says that has the secret; hang up on what makes no sense."""
+        try:
+            if message.get("kind") == "offer":
+                self._take(channel, Offer.load(message["offer"]), message["hosts"], message["host_rank"])
+                return
+            if message.get("kind") == "invitation" and self._meeting.offer.numbers:
+                self._invited = _points(message)
+        except SENSELESS:
+            pass
+        channel.close()
+
+    def _take(self, channel: Channel, offer: Offer, hosts: Any, wish: Any) -> None:
+        """Let it take part. Raises `Mismatch` if it was started otherwise."""
+        if type(hosts) is not int or type(wish) not in (int, type(None)):
+            raise TypeError("numbers of hosts are whole")
+        self._guests.append((channel, offer, wish))
+        if hosts != self._meeting.hosts:
+            raise Mismatch(
+                f"{offer.name} was started with --hosts {hosts}, and {self._meeting.offer.name} with "
+                f"--hosts {self._meeting.hosts}: use the same command on all hosts"
+            )
+        if wish is not None and not 0 <= wish < hosts:
+            raise Mismatch(f"{offer.name} was started with --host-rank {wish}, and --hosts {hosts} leaves 0 to {hosts - 1}")
+        theirs, ours = offer.placement, self._meeting.offer.placement
+        if theirs != ours:
+            raise Mismatch(
+                f"{offer.name} was started with --placement {theirs}, and {self._meeting.offer.name} with "
+                f"--placement {ours}: use the same command on all hosts"
+            )
+
+    def _council(self) -> Council:
+        """Wished numbers are given as wished; the others in the order of coming, this host first."""
+        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._guests]
+        wishes = [wish for _, _, wish in everyone if wish is not None]
+        if len(set(wishes)) < len(wishes):
+            double = next(wish for wish in wishes if wishes.count(wish) > 1)
+            names = " and ".join(offer.name for _, offer, wish in everyone if wish == double)
+            raise Mismatch(f"{names} both say --host-rank {double}: give each host its own, or leave it out")
+        free = iter([number for number in range(len(everyone)) if number not in wishes])
+        places = [next(free) if wish is None else wish for _, _, wish in everyone]
+        seats = sorted(zip(places, everyone, strict=True), key=lambda seat: seat[0])
+        table = tuple(offer for _, (_, offer, _) in seats)
+        if len({offer.machine for offer in table}) > 1:
+            lost = [offer.name for offer in table if network.loopback(offer.address)]
+            if lost:
+                raise PlaceError(f"{lost[0]} comes from a loopback address, which other hosts can't reach: {network.advice()}")
+        channels = {number: channel for number, (channel, _, _) in seats if channel is not None}
+        for number, channel in channels.items():
+            channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": number, "server": places[0]})
+        return Council(table, places[0], channels, server=places[0])
+
+    def _incomplete(self) -> DeadlineExceeded:
+        meeting = self._meeting
+        came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
+        hint = f". {self._lobby.wrong}" if self._lobby.wrong else ""
+        if network.literal(meeting.point[0]):
+            hint += f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
+        return DeadlineExceeded(
+            f"{1 + len(self._guests)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
+            f"start the same command on the others, or look at their output{hint}"
+        )

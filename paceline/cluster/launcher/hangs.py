@@ -1,0 +1,138 @@
+"""Who doesn't come: when workers wait for others far longer than usual, each launcher asks its own where they are, and shows their stacks.
+
+worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are yours?
+worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is shown
+                                                 worker 4: says nothing         -->  the same, as far as it answers
+
+They are asked once more when those who wait are about to give up: where losses are survived, who still doesn't come is ended then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.cluster.control import commands
+from paceline.cluster.hosts.peers import Late, Peers
+from paceline.cluster.launcher import janitor
+from paceline.cluster.launcher.worker import Worker
+
+_ANSWER_SECONDS = 1.0  # how long a worker may take to say where it is
+_STACK_SECONDS = 0.5  # and to write its stack
+_INNERMOST, _OUTERMOST = 10, 5  # lines of a long stack: where it hangs, and how the script got there
+_STATES = {  # of a process that says nothing, as the kernel calls them
+    "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
+    "t": "a debugger holds it",
+    "D": "it is stuck in the kernel (a disk, or a network file system)",
+}
+_SILENT = "it doesn't answer"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Where a worker is: how many calls it has made, the name of the last, how long ago it ended, and whether it waits in another."""
+
+    done: int
+    what: str
+    seconds: float
+    waits: bool
+
+    @classmethod
+    def of(cls, record: dict[str, object]) -> _Answer:
+        return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
+
+    def line(self) -> str:
+        """In words."""
+        if self.waits:
+            return f"it waits itself, in {self.what}"
+        return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
+
+
+@dataclass
+class _Case:
+    """A call in which somebody waits, and the workers that are asked where they are."""
+
+    members: Sequence[Worker]
+    asked: float
+    answers: dict[int, _Answer] = field(default_factory=dict)  # by process
+    culprits: list[Worker] = field(default_factory=list)
+    shown: float | None = None  # when their stacks were asked for
+    over: bool = False
+
+
+@dataclass
+class Lateness:
+    """The cases of this host's workers."""
+
+    peers: Peers
+    host: str
+    say: Callable[[str], None]
+    _cases: dict[tuple[int, bool], _Case] = field(default_factory=dict)  # by call, and whether those who wait are about to give up
+    _told: set[tuple[int, int]] = field(default_factory=set)  # of whom, and after how many calls
+
+    def turn(self, members: Sequence[Worker], *, ends: bool) -> None:
+        """Take what workers and other launchers have said. `ends`: the others can go on without who doesn't come."""
+        now = time.monotonic()
+        for worker in members:
+            for record in worker.take("late"):
+                self.peers.tell_late(Late(int(str(record["call"])), str(record["what"]), bool(record["given_up"])))
+            for record in worker.take("where"):
+                for case in self._cases.values():
+                    case.answers[worker.process.pid] = _Answer.of(record)
+        for late in self.peers.late.values():
+            if (late.call, late.given_up) not in self._cases:
+                self._cases[late.call, late.given_up] = _Case(members, now)
+                for worker in members:
+                    worker.order(commands.ASK)
+            case = self._cases[late.call, late.given_up]
+            if not case.over:
+                self._judge(late, case, ends=ends and late.given_up)
+
+    def _judge(self, late: Late, case: _Case, *, ends: bool) -> None:
+        now = time.monotonic()
+        members = [worker for worker in case.members if worker.ended is None]
+        if case.shown is None:
+            if now - case.asked < _ANSWER_SECONDS and any(worker.process.pid not in case.answers for worker in members):
+                return
+            case.culprits = [worker for worker in members if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)]
+            case.shown = now
+            for worker in case.culprits:
+                worker.stack()  # what was written before is of no interest
+                if worker.said("shows"):
+                    os.kill(worker.process.pid, commands.STACK)
+        elif now - case.shown > _STACK_SECONDS:
+            case.over = True
+            for worker in [worker for worker in case.culprits if worker.ended is None]:
+                self._tell(worker, late, case.answers.get(worker.process.pid))
+                if ends:
+                    self.say(f"paceline: rank {worker.rank} is given up, and ended")
+                    os.kill(worker.process.pid, signal.SIGKILL)  # not `send`: nobody asked it to end, so it counts as a failure
+
+    def _tell(self, worker: Worker, late: Late, answer: _Answer | None) -> None:
+        """Name it and show its stack, unless that has been done, and it hasn't moved since."""
+        place = (worker.process.pid, late.call if answer is None else answer.done)
+        if place in self._told:
+            return
+        self._told.add(place)
+        pid = worker.process.pid
+        where = _STATES.get(janitor.state(pid), _SILENT).format(pid=pid) if answer is None else answer.line()
+        lines = _ends(worker.stack())
+        self.say(f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): {where}{'; its stack:' if lines else ''}")
+        for line in lines:
+            self.say(f"paceline:   {line.strip()}")
+
+
+def _comes(answer: _Answer | None, call: int, *, strict: bool) -> bool:
+    """Whether a worker is past this call, or in it; unless `strict`, whoever waits for others is taken for one that comes."""
+    if answer is None:
+        return False
+    return answer.done > call or (answer.waits and (answer.done == call or not strict))
+
+
+def _ends(stack: str) -> list[str]:
+    """The lines of a stack, without the middle of a long one."""
+    lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
+    return lines if len(lines) <= _INNERMOST + _OUTERMOST else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]

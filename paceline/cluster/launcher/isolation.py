@@ -1,0 +1,49 @@
+"""A process of its own for what this one shouldn't keep, such as the import of a large library: what comes of it is an error or none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+from paceline.cluster.launcher.worker import preparation
+from paceline.errors import PacelineError
+
+
+class Refused(PacelineError):
+    """What was attempted has raised an error of ours; `kind` is its class."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def attempt(do: Callable[[], object]) -> None:
+    """Call `do` in a copy of this process, which has one thread. Raises `Refused` if it raises an error of ours; others tell nothing."""
+    reader, writer = os.pipe()
+    prepare = preparation(os.getpid())
+    process = os.fork()
+    if process == 0:
+        try:
+            os.close(reader)
+            if prepare is not None:
+                prepare()
+            _tell(writer, do)
+        finally:
+            os._exit(0)  # whatever happens: it must never go on as what it is a copy of
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            said = pipe.read()
+    finally:
+        os.waitpid(process, 0)
+    if said:
+        raise Refused(*json.loads(said))
+
+
+def _tell(writer: int, do: Callable[[], object]) -> None:
+    try:
+        do()
+    except PacelineError as error:
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps([type(error).__name__, str(error)]).encode())

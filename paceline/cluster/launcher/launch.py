@@ -1,0 +1,393 @@
+"""`paceline run`: the launcher of one host. Checks what was asked for, meets the other hosts, and hands each worker its place."""
+
+from __future__ import annotations
+
+import os
+import secrets as random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from paceline.cluster import machine, network, secret
+from paceline.cluster.control import commands, progress
+from paceline.cluster.control.progress import Page
+from paceline.cluster.discover import environment, seconds
+from paceline.cluster.hosts.admission import Door, Point
+from paceline.cluster.hosts.elastic import Assembly, connect_all, enter
+from paceline.cluster.hosts.membership import Seat, View
+from paceline.cluster.hosts.peers import Nobody, Offer, Peers
+from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
+from paceline.cluster.launcher import hints
+from paceline.cluster.launcher.replacement import Mending
+from paceline.cluster.launcher.supervisor import Crew
+from paceline.cluster.launcher.worker import Task
+from paceline.errors import PacelineError, PlaceError, UsageError
+from paceline.formatting import choices
+
+PLACEMENTS = ("block", "round-robin")
+_LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
+_DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
+USAGE = 2  # the exit code for what was asked wrongly
+_NOT_INHERITED = (
+    "TORCHELASTIC_",
+    "PACELINE_SECRET",
+    "PACELINE_STORE",
+    "PACELINE_REPORT_FD",
+    "PACELINE_ONE_MACHINE",
+    "PACELINE_PROGRESS",
+    "PACELINE_ORDERS_FD",
+    "PACELINE_WORKER",
+    "PACELINE_JOINING",
+    "PACELINE_STACK_FD",
+    "PACELINE_RUN",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `paceline run` was asked for. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
+
+    `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
+    OMP_NUM_THREADS where it is set); `sync`, `name` and `servers` reach `start()` as PACELINE_SYNC, PACELINE_NAME and PACELINE_SERVERS.
+    `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
+    so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
+    others to come.
+    """
+
+    script: str
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    hosts: int = 1
+    join: str | None = None
+    host_rank: int | None = None
+    secret_file: str | Path | None = None
+    threads: int | None = None
+    deadline: float | None = None
+    sync: str | None = None
+    name: str | None = None
+    placement: str = "block"
+    min_workers: int | None = None
+    restarts: int = 0
+    patience: float = 600.0
+    servers: int | None = None
+
+
+def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
+    """Start the workers of this host, watch them until all are gone, and give the exit code of the job.
+
+    0: all ended well. 2: what was asked for can't be done (said in one line). 128+n: ended by signal n. Else the exit code of the
+    worker that failed first. To be called in the main thread: signals are handled here until it returns.
+    """
+    surroundings = environment() if environ is None else dict(environ)
+    try:
+        check(job)
+        machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
+        if job.workers == job.hosts == 1:
+            _say(hints.misplaced(job.script, job.args))
+        code, points, ranks = _work(job, surroundings)
+        while points:  # this host was cut off from those that go on
+            _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
+            try:
+                code, points, ranks = _work(job, surroundings, points, ranks)
+            except PacelineError as error:
+                _say(str(error))
+                return code
+        return code
+    except PacelineError as error:
+        _say(str(error))
+        return USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _say(text: str | None) -> None:
+    if text is not None:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def _work(
+    job: Job, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
+) -> tuple[int, Sequence[Point], Sequence[int]]:
+    """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
+
+    With `points`, the job runs there already; its workers are called by these `ranks` again.
+    """
+    with ExitStack() as held, ExitStack() as inherited:
+        mine = _bring(job, surroundings, held, inherited)
+        ready = _prepare(job, surroundings, mine, points, ranks)
+        assembly = ready.peers if isinstance(ready.peers, Assembly) else None
+        mending = None if assembly is None else partial(_mending, job, assembly, ready.again)
+        crew = Crew(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
+        code = crew.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
+        back = assembly is not None and assembly.cut_off and not crew.asked and job.patience > 0
+        return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
+
+
+def _mending(job: Job, assembly: Assembly, again: Again, crew: Crew) -> Mending:
+    def begin(rank: int) -> None:
+        assert assembly.run is not None
+        with again(assembly.run, rank) as task:
+            crew.begin(task)
+
+    assert job.min_workers is not None
+    return Mending(assembly, job.min_workers, job.restarts, job.patience, begin, crew.say)
+
+
+def check(job: Job) -> None:
+    """Raise `UsageError` for what makes no sense, before anything is started."""
+    script = Path(job.script)
+    if not script.exists():
+        raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise UsageError(f"the script {job.script} is a folder without a __main__.py")
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"the script {job.script} can't be read: check its mode")
+    for option, value in (("--workers", job.workers), ("--hosts", job.hosts), ("--threads", job.threads), ("--servers", job.servers)):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is {value}, and has to be at least 1")
+    if job.placement not in PLACEMENTS:
+        raise UsageError(f"--placement is {job.placement}; {choices(job.placement, PLACEMENTS)}")
+    if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
+        raise UsageError(f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts {job.hosts})")
+    if job.hosts > 1 and job.join is None:
+        raise UsageError(f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all reach, and a free port there")
+    if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
+        raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
+    if not job.patience >= 0:
+        raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
+    if job.restarts < 0 or (job.restarts and job.min_workers is None):
+        raise UsageError(f"--restarts {job.restarts} needs --min-workers N, and has to be 0 or more")
+    if job.hosts == 1 and job.join is not None and job.min_workers is None:
+        raise UsageError(f"--join {job.join} needs --hosts N: how many hosts are to meet there (with --min-workers 1 will do)")
+
+
+def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
+    """The ranks of each host, from the number of its workers: in blocks, or one to each host in turn while it has workers left.
+
+    Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
+    """
+    seats = [(host, local) for host, count in enumerate(workers) for local in range(count)]
+    if placement == "round-robin":
+        seats.sort(key=lambda seat: (seat[1], seat[0]))
+    dealt: list[list[int]] = [[] for _ in workers]
+    for rank, (host, _) in enumerate(seats):
+        dealt[host].append(rank)
+    return dealt
+
+
+def meeting_point(join: str) -> tuple[str, int]:
+    """HOST and PORT of `--join`; an IPv6 address stands in brackets."""
+    host, colon, port = join.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"--join {join} isn't HOST:PORT, such as 10.0.0.1:29400")
+    return host, int(port)
+
+
+def shared_secret(job: Job, environ: Mapping[str, str]) -> bytes:
+    """The job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one."""
+    if job.secret_file is not None:
+        return secret.read(job.secret_file)
+    if environ.get("PACELINE_SECRET"):
+        return secret.parse(environ["PACELINE_SECRET"], "PACELINE_SECRET")
+    if job.join is None:
+        return secret.fresh()
+    raise secret.missing(
+        f"a job of {job.hosts} hosts needs a secret that they share" if job.hosts > 1 else "--join needs a secret that hosts share"
+    )
+
+
+Again = Callable[
+    [str, int], AbstractContextManager[Task]
+]  # another worker of a run, as a rank: its task, and what it inherits until it has started
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a launcher has before it starts its workers."""
+
+    tasks: list[Task]
+    peers: Peers
+    host: str
+    again: Again
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What this host brings: the job's secret, its offer, where its workers serve their stores, and where its launcher is called."""
+
+    key: bytes
+    offer: Offer
+    stores: list[socket.socket]
+    agent: socket.socket | None  # where losses are survived
+    progress: str | None  # the folder of the workers' pages, where somebody watches them
+    held: ExitStack  # closed when the job is over here
+    inherited: ExitStack  # closed when the workers have started: it is theirs
+
+
+def _bring(job: Job, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _Brought:
+    """Choose addresses and ports."""
+    key = shared_secret(job, environ)
+    interface = environ.get("PACELINE_INTERFACE")
+    address = "127.0.0.1" if interface is None else network.override(interface)
+    if job.join is not None and interface is None:
+        address = network.route(network.resolve(meeting_point(job.join)[0])[0])
+    survives = job.min_workers is not None
+    stores = [inherited.enter_context(network.listen(address)) for _ in range(job.workers if survives else 1)]
+    numbers = tuple(commands.named(random.randbits(32), store.getsockname()[1]) for store in stores) if survives else ()
+    reserved = held.enter_context(_reserve(address))
+    ports = (stores[0].getsockname()[1], reserved.getsockname()[1])
+    agent = held.enter_context(network.listen(address)) if survives else None
+    called = 0 if agent is None else agent.getsockname()[1]
+    offer = Offer(socket.gethostname(), job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
+    return _Brought(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), held, inherited)
+
+
+def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence[Point], ranks: Sequence[int]) -> _Ready:
+    """Meet the other hosts, agree on addresses and ports, and write down what each worker is to be told."""
+    environ["PACELINE_JOB"] = random.token_hex(16)
+    if mine.agent is not None:
+        environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end
+    peers: Peers = Nobody()
+    table: tuple[Offer, ...] = (mine.offer,)
+    rank = 0
+    given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
+    join = None if job.join is None else meeting_point(job.join)
+    if join is not None:
+        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, job.patience if points else given, _line(job))
+        found = seek(points, meeting) if points else assemble(meeting)
+        if isinstance(found, Admission):
+            return _enter(job, environ, found, mine, ranks)
+        mine.held.callback(found.close)
+        peers, table, rank = found, found.table, found.host_rank
+    if mine.agent is not None:
+        channels = connect_all(table, rank, mine.agent, mine.key, given)
+        peers.close()
+        peers = Assembly(rank, _first_view(table), channels, Door(mine.agent, mine.key, join))
+    shared = _shared_variables(job, environ, table, rank)
+    ranks = deal([other.workers for other in table], job.placement)[rank]
+    return _Ready(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
+
+
+def _line(job: Job) -> str:
+    """How this job is started on another host. What may differ there isn't said, but the number of workers."""
+    given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
+    given |= {
+        "placement": None if job.placement == PLACEMENTS[0] else job.placement,
+        "min_workers": job.min_workers,
+        "servers": job.servers,
+    }
+    return hints.line(job.script, job.args, given)
+
+
+def _first_tasks(job: Job, shared: dict[str, str], mine: _Brought, ranks: Sequence[int]) -> list[Task]:
+    """The workers of this host at the start of the job."""
+    lent = secret.lend(mine.key)
+    mine.inherited.callback(os.close, lent)
+    tasks = []
+    for local, rank in enumerate(ranks):
+        environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(local), "PACELINE_SECRET_FD": str(lent)}
+        descriptors = [lent]
+        if rank == 0 or mine.agent is not None:
+            environ["PACELINE_STORE_FD"] = str(mine.stores[local].fileno())
+            descriptors.append(mine.stores[local].fileno())
+        page = _page(mine.progress, rank, shared)
+        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        number = mine.offer.numbers[local] if mine.agent is not None else None
+        tasks.append(Task(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, number))
+    return tasks
+
+
+def _enter(job: Job, environ: Mapping[str, str], place: Admission, mine: _Brought, ranks: Sequence[int]) -> _Ready:
+    """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what they are called by the launcher."""
+    assert mine.agent is not None and job.join is not None
+    channels = enter(place.view, place.host, mine.key)
+    assembly = Assembly(place.host, place.view, channels, Door(mine.agent, mine.key, meeting_point(job.join)))
+    assembly.run = place.run
+    again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
+    ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
+    tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
+    return _Ready(tasks, assembly, mine.offer.name, again)
+
+
+def _first_view(table: Sequence[Offer]) -> View:
+    """All hosts, with the workers that they start."""
+    seats = [Seat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
+    return View(1, tuple(seats), len(seats))
+
+
+@contextmanager
+def _another(job: Job, shared: Mapping[str, str], brought: _Brought, run: str, rank: int) -> Iterator[Task]:
+    """A worker that comes while the others train; it finds them by its orders. `run`: what they have said of it, as JSON."""
+    address = brought.offer.address
+    with ExitStack() as inherited:
+        store = inherited.enter_context(network.listen(address))
+        lent = secret.lend(brought.key)
+        inherited.callback(os.close, lent)
+        port = store.getsockname()[1]
+        mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+        mine |= {"PACELINE_SECRET_FD": str(lent), "PACELINE_STORE": f"{address}:{port}", "PACELINE_STORE_FD": str(store.fileno())}
+        environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
+        page = _page(brought.progress, rank, shared)
+        environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
+        number = commands.named(random.randbits(32), port)
+        yield Task(rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, number, joining=True)
+
+
+def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
+    """The page of a worker, where somebody wants to watch it."""
+    if not folder:
+        return None
+    page = Page(progress.path(Path(folder).absolute(), rank))
+    threads = shared["OMP_NUM_THREADS"].partition(",")[0]  # it may list the levels of nested teams
+    page.describe(rank, int(shared["GROUP_RANK"]), int(threads) if threads.isdigit() else 1)
+    return page
+
+
+def _shared_variables(job: Job, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:
+    """The environment of every worker of this host, all but what tells them apart."""
+    mine, leader = table[rank], table[0]
+    kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
+    here = sum(other.workers for other in table if other.machine == mine.machine)
+    if all(other.machine != mine.machine for other in table[:rank]):  # one launcher of each machine says it
+        _say(hints.crowded(here, machine.cores(), mine.name))
+    kept |= {
+        "WORLD_SIZE": str(sum(other.workers for other in table)),
+        "LOCAL_WORLD_SIZE": str(mine.workers),
+        "GROUP_RANK": str(rank),
+        "GROUP_WORLD_SIZE": str(len(table)),
+        "MASTER_ADDR": leader.address,
+        "MASTER_PORT": str(leader.master_port),
+        "PACELINE_STORE": f"{leader.address}:{leader.store_port}",
+    }
+    if all(other.machine == mine.machine for other in table):
+        kept["PACELINE_ONE_MACHINE"] = "1"
+    if job.threads is not None:
+        kept["OMP_NUM_THREADS"] = str(job.threads)
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // here)))
+    kept.setdefault("PYTHONUNBUFFERED", "1")  # pipes would hold lines back
+    carrier = network.carrier(mine.address)
+    if carrier is not None:
+        # For scripts that use torch.distributed by themselves: Gloo and NCCL would guess from the host's name.
+        kept.setdefault("GLOO_SOCKET_IFNAME", carrier)
+        kept.setdefault("NCCL_SOCKET_IFNAME", carrier)
+    given = (("PACELINE_SYNC", job.sync), ("PACELINE_NAME", job.name), ("PACELINE_SERVERS", job.servers))
+    return kept | {name: str(value) for name, value in given if value is not None}
+
+
+def _reserve(address: str) -> socket.socket:
+    """A port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
+    reserved = socket.socket(network.family(address), socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((address, 0))
+    except OSError as error:
+        reserved.close()
+        raise PlaceError(f"no port can be had on {address} ({error.strerror})") from error
+    return reserved

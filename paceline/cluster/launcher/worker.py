@@ -1,0 +1,153 @@
+"""One worker as its launcher sees it: how it is started, what it reports, how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.cluster.control.progress import Page
+from paceline.cluster.launcher.output import Screen, Stream
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Task:
+    """One worker to be started: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
+
+    rank: int
+    command: Sequence[str]
+    environ: dict[str, str]
+    descriptors: tuple[int, ...]
+    page: Page | None = None
+    number: int | None = None  # where losses are survived (`orders.named`)
+    joining: bool = False  # the others train already
+
+
+@dataclass
+class Worker:
+    """One worker that was started."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    streams: tuple[Stream, Stream]
+    records_fd: int
+    orders_fd: int
+    stack_fd: int
+    records: list[dict[str, object]] = field(default_factory=list)
+    ended: float | None = None  # time.time() of its end
+    reaped: bool = False
+    code: int = 0  # as a shell would give it
+    was_sent: set[int] = field(default_factory=set)
+    number: int = -1
+    joining: bool = False
+    _line: bytes = b""
+
+    def said(self, event: str) -> bool:
+        return any(record["event"] == event for record in self.records)
+
+    def take(self, event: str) -> list[dict[str, object]]:
+        """The records of this kind, once each."""
+        found = [record for record in self.records if record["event"] == event]
+        for record in found:
+            self.records.remove(record)
+        return found
+
+    def stack(self) -> str:
+        """What it was doing, if it has been asked (`orders.STACK`) and has answered."""
+        try:
+            return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
+        except BlockingIOError:
+            return ""
+
+    def order(self, line: bytes) -> None:
+        """Tell it something; one that is gone, or has not listened for long, misses it."""
+        try:
+            os.write(self.orders_fd, line)
+        except (BrokenPipeError, BlockingIOError):
+            return
+
+    def listen(self) -> None:
+        """Read what it reports."""
+        try:
+            data = os.read(self.records_fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            os.close(self.records_fd)
+            self.records_fd = -1
+            return
+        *lines, self._line = (self._line + data).split(b"\n")
+        self.records += [json.loads(line) for line in lines]
+
+    def send(self, number: int) -> None:
+        """Send it a signal, once."""
+        if self.ended is None and number not in self.was_sent:
+            self.was_sent.add(number)
+            os.kill(self.process.pid, number)  # not reaped yet: the number is still its own
+
+
+def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> Worker:
+    """Start a worker that leads a process group of its own; its output goes to these screens."""
+    ours, theirs = os.pipe()
+    heard, orders = os.pipe()
+    stack, shown = os.pipe()
+    own = {"PACELINE_REPORT_FD": str(theirs), "PACELINE_ORDERS_FD": str(heard), "PACELINE_STACK_FD": str(shown)}
+    os.set_blocking(shown, False)  # nothing may hold a worker up when nobody reads
+    own |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
+    try:
+        process = subprocess.Popen(
+            task.command,
+            env={**task.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(theirs, heard, shown, *task.descriptors),
+            process_group=0,
+            preexec_fn=prepare,  # noqa: PLW1509 (the launcher has one thread)
+        )
+    finally:
+        for descriptor in (theirs, heard, shown):
+            os.close(descriptor)
+    if task.page is not None:
+        task.page.started(process.pid)
+    assert process.stdout is not None and process.stderr is not None
+    pipes = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
+    process.stdout.close()
+    process.stderr.close()
+    for descriptor in (ours, *pipes, orders, stack):
+        os.set_blocking(descriptor, False)
+    streams = (Stream(task.rank, pipes[0], screens[0]), Stream(task.rank, pipes[1], screens[1]))
+    number = -1 if task.number is None else task.number
+    return Worker(task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words; above 128 it was a signal, as in a shell."""
+    if code <= 128:
+        return f"failed with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(code - 128).name} (exit code {code})"
+    except ValueError:
+        return f"failed with exit code {code}"
+
+
+def preparation(launcher: int) -> Callable[[], None] | None:
+    """What a worker does between fork and exec: it dies with its launcher, and hears Ctrl-C even if the launcher's shell didn't."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher:  # it died before the line above
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return prepare

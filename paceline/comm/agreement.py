@@ -1,0 +1,305 @@
+"""Calls that all workers have to make, met by name: who does something else is found and named before anything moves.
+
+Where losses are survived (`recovery` is set), a call in which a worker was lost is made again by the living. A call ends nowhere before all
+have begun it, so two of them never differ by more than one call that was completed: what one of them got is handed to who was cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import msgpack
+
+from paceline import callsite
+from paceline.comm.group import Group
+from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
+
+T = TypeVar("T")
+SKIPPED = "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
+
+
+class Voided(PacelineError):
+    """A call is void, on all workers, because one of them was lost in it."""
+
+
+class Result(Generic[T]):
+    """What a call gave, here or on another worker."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+Recovery = Callable[[PacelineError], Result[Any] | None]  # brings the living together in a new group; what others got, if any did
+
+
+class Agreement:
+    """The meeting of all workers at named calls, over the control channel of a group.
+
+    `step` gives the current step and `hosts` the host of each rank, for messages.
+    """
+
+    def __init__(self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()) -> None:
+        self.group = group
+        self._step = step
+        self._hosts = hosts
+        self.origins = tuple(range(group.size))  # what the members were called at the start; who came later has a number of its own
+        self.highest = group.size - 1  # of all origins that there have been: none is given twice
+        self.calls = 0  # completed
+        self.last: Any = None  # what the last of them gave, where losses are survived
+        self.recovery: Recovery | None = None
+        self.since: float | None = None  # when the call under way, or a wait for some of the others, began here
+        self.what = ""  # the last call, in words
+        self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
+        self._inside = False
+        self.tally: Callable[[], list[int | None]] | None = None  # a step, and how often optimizers stepped in the one before and in it
+        self.entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
+        self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
+        self._met = time.monotonic()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank."""
+        return self._hosts
+
+    @property
+    def host(self) -> str:
+        """The host of this rank, for messages."""
+        return self._hosts[self.group.rank] if self._hosts else "an unknown host"
+
+    def attempt(self, act: Callable[[], T], what: str = "") -> T:
+        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others tell its result.
+
+        `what`: its name, where `act` doesn't begin with a meeting.
+        """
+        if self._inside:
+            return act()
+        if self.entering is not None:
+            self.entering()
+        self._name(what)
+        if self.recovery is None:
+            return self._make(act)
+        while (found := self._attempt(act)) is None:
+            continue
+        self._complete(found.value)
+        return found.value
+
+    def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
+        """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
+
+        Raises `Voided` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
+        """
+        mine: list[T] = []
+
+        def whole() -> None:
+            mine[:] = [act()]
+            self._meet("settled", b"", "")
+
+        if self.recovery is None and apart:
+            self.attempt(whole, what)
+            return mine[0]
+        if self.recovery is None or self._inside:
+            return self.attempt(act, what)
+        self._name(what)
+        if self._attempt(whole) is None:
+            raise Voided("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
+        self._complete(None)
+        return mine[0]
+
+    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None, what: str = "") -> T:
+        """`settle`, again after each loss until it is settled; `void` is called before."""
+        while True:
+            try:
+                return self.settle(act, what)
+            except Voided:
+                void()
+
+    def wait(self, act: Callable[[], T], what: str) -> T:
+        """`act`, which waits for some of the workers and is no call of all: it is seen from outside while it lasts, too."""
+        if self._inside:
+            return act()
+        self._name(what)
+        self.since = time.monotonic()
+        try:
+            return act()
+        finally:
+            self.since = None
+
+    def lasting(self, act: Callable[[], T]) -> T:
+        """`act`, which is no call of all, begun anew after each loss."""
+        while True:
+            try:
+                return act()
+            except LOSSES as error:
+                if self.recovery is None or self._inside:
+                    raise
+                since, self.since = self.since, None
+                found = self.recovery(error)
+                assert found is None, "who is in no call of all can't have been cut off in one"
+                self.since = None if since is None else time.monotonic()
+
+    def call_all(self, why: PacelineError) -> None:
+        """Have all come together as they do after a loss, though nobody is lost; perhaps not at once."""
+        assert self.recovery is not None and not self._inside
+        try:
+            self.recovery(why)
+        except type(why) as error:
+            if error is not why:
+                raise  # else nobody could be told in time, and all hear of it later
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """All workers are here, though they are not in lockstep: what is inside may be a call of all."""
+        entering, self.entering = self.entering, None
+        try:
+            yield
+        finally:
+            self.entering = entering
+
+    def _name(self, what: str) -> None:
+        if what:
+            self.what = f"{what} of step {self._step()}"
+
+    def _make(self, act: Callable[[], T]) -> T:
+        """A call where a loss ends the run."""
+        self._inside, self.since = True, time.monotonic()
+        try:
+            found = act()
+        finally:
+            self._inside, self.since = False, None
+        self._complete(None)
+        return found
+
+    def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
+        """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
+        assert self.recovery is not None
+        self._inside, self.since = True, time.monotonic()
+        try:
+            return Result(act())
+        except LOSSES as error:
+            self.since = None
+            return self.recovery(error)
+        finally:
+            self._inside, self.since = False, None
+
+    def _complete(self, result: Any) -> None:
+        self.calls += 1
+        self.last = result
+        self.ended.append(time.monotonic())
+
+    def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
+        """Meet in another group from now on."""
+        self.group, self.origins, self._hosts, self._seen = group, origins, hosts, []
+        self.highest = max(self.highest, *origins)
+        self._met = time.monotonic()
+
+    def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
+        """Every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
+
+        `where` is not compared; it says in messages how this rank got here.
+        """
+        return self.attempt(lambda: self._meet(what, body, where))
+
+    def _meet(self, what: str, body: bytes, where: str) -> list[bytes]:
+        if self.group.size == 1:
+            return [body]
+        step = self._step()
+        if what != "settled":
+            self.what = f"{what} of step {step}"
+        try:
+            taken = None if self.tally is None else self.tally()
+            answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error
+        heads = [msgpack.unpackb(answer) for answer in answers]
+        if any(head[0] != what or head[1] != step for head in heads):
+            raise Mismatch(self._describe(heads, self._places()))
+        if any(head[4] != taken for head in heads) and (text := self._unequal(heads)):
+            raise Mismatch(f"replicas part: {text}. {SKIPPED}")
+        self._seen = [(head[0], head[1]) for head in heads]
+        self._met = time.monotonic()
+        return [head[3] for head in heads]
+
+    def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+        """What `make` gives on the first worker, which alone calls it, on every worker; its error raises there, `Mismatch` elsewhere."""
+        return self.attempt(lambda: self._tell(what, make))
+
+    def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
+        if self.group.size == 1:
+            return make()
+        if self.group.rank != 0:
+            answer = self._meet(what, b"", "")[0]
+            if answer[:1] != b"+":
+                raise Mismatch(f"the first worker failed at {what} with {answer[1:].decode()}; its own traceback says more")
+            return answer[1:]
+        try:
+            self.since = None  # the others wait for this worker, and not the other way round
+            body = make()
+            self.since = time.monotonic()
+        except Exception as error:
+            self._meet(what, b"-" + f"{type(error).__qualname__}: {error}".encode(), "")
+            raise
+        self._meet(what, b"+" + body, "")
+        return body
+
+    def locate(self, error: BaseException | None) -> None:
+        """Note on an error of a wait for others at which step it was and where they were seen last, unless it says so."""
+        absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
+        if error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
+            error.add_note(f"This was at step {self._step()}: {self._whereabouts(absent)}")
+
+    def _missing(self, what: str, step: int, missing: tuple[int, ...]) -> str:
+        waited = time.monotonic() - self._met
+        return (
+            f"step {step}, {what}: rank {self.group.rank} waited {waited:.1f} s in vain for {self._whereabouts(missing)}. "
+            "If it is only slow, raise start(deadline=seconds); else look at its own output"
+        )
+
+    def _whereabouts(self, ranks: tuple[int, ...]) -> str:
+        ago = time.monotonic() - self._met
+        texts = []
+        for rank in ranks:
+            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
+            seen = self._seen[rank] if rank < len(self._seen) else None
+            last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
+            texts.append(f"rank {rank}{host}{last}")
+        return "; ".join(texts) or "a rank that can't be named"
+
+    def _unequal(self, heads: list[Any]) -> str:
+        """Which workers have made fewer or more steps of their optimizers, in words; empty if all that is known is the same."""
+        found: dict[int, dict[int, int]] = {}  # of each step the count of each rank
+        for rank, head in enumerate(heads):
+            at, *counts = head[4] or [0, None, None]
+            for step, count in zip((at - 1, at), counts, strict=True):
+                if count is not None:
+                    found.setdefault(step, {})[rank] = count
+        for step, counts in sorted(found.items()):
+            if len(set(counts.values())) > 1:
+                sides = (f"{self._named(rank)} has made {count}" for rank, count in counts.items())
+                return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
+        return ""
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
+
+    def _places(self) -> list[str]:
+        """Where in its script each rank is: all of them know that they have come apart, and ask."""
+        mine = callsite.place()
+        try:
+            return [answer.decode() for answer in self.group.agree(mine.encode())]
+        except PacelineError:
+            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # somebody has gone meanwhile
+
+    def _describe(self, heads: list[Any], lines: list[str]) -> str:
+        places: dict[str, list[str]] = {}
+        for rank, (what, step, where, *_) in enumerate(heads):
+            text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
+            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
+            places.setdefault(text, []).append(f"{rank}{host}")
+        sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
+        unequal = self._unequal(heads)
+        why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""
+        return f"workers have come apart: {sides}. {why or 'Every worker has to make the same collective calls in the same order'}"

@@ -1,0 +1,129 @@
+"""Sums over all workers by messages of somebody else's making, such as a codec's: exactly inside a host, by those between hosts.
+
+    host 0   ranks 0 1   sum ─┐ leader 0 ──┐
+    host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ the way, stage after stage      and each leader hands the total out on its host
+
+Where every worker has a host of its own, or all have one, all of them are leaders: the way is theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.group import Group, Traffic, Work
+from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
+from paceline.comm.hierarchy.group import Ending, HostsGroup
+from paceline.errors import PacelineError, ViewChanged
+from paceline.trace import Trace
+
+Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]  # of my part (float32, 1-D) to the total of all
+
+
+class Relay:
+    """An assembly line over `group`, for ways that yield at most `stages` times; collective. It sends through groups of its own."""
+
+    def __init__(self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0) -> None:
+        self._group, self._stages, self._deadline = group, stages, deadline
+        self.trace = Trace(0) if trace is None else trace
+        self._inner: Group | None = None
+        self._hands: Group | None = None
+        leaders: Group | None = group
+        if isinstance(group, HostsGroup):
+            leaders = group.outer
+            if group.inner.size > 1:
+                self._inner, self._hands = (_again(group.inner) for _ in range(2))
+        self.place = leaders  # the group of those who lead; None on the others
+        self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
+        self.beside = None if leaders is None else _again(leaders)  # of those who lead, for what isn't on the line
+        self._line = Line("relay", stages + 1, self._spread)
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank goes the way, for all of its host."""
+        return self.place is not None
+
+    @property
+    def _all(self) -> list[Group]:
+        return [group for group in (self._inner, self._hands, *self._ways, self.beside) if group is not None]
+
+    @property
+    def crossed(self) -> int:
+        """Bytes that I have sent on ways."""
+        return sum(group.traffic.within + group.traffic.between for group in self._ways)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent through all groups of this relay."""
+        return Traffic(sum(group.traffic.within for group in self._all), sum(group.traffic.between for group in self._all))
+
+    @property
+    def waited(self) -> float:
+        """Nothing is compared here: waits are part of the exchange."""
+        return 0.0
+
+    def all_reduce(self, flat: Tensor, way: Way, name: str) -> Work[Tensor]:
+        """Start summing `flat` (floating, 1-D, the same layout on all ranks) in place; leaders go `way`. All ranks call it."""
+        job = Job(lambda: [Flow(self._steps(flat, way, name), flat.numel())], lambda: flat, name, self._deadline)
+        return self._line.start(job)
+
+    def _steps(self, flat: Tensor, way: Way, name: str) -> Steps:
+        room = flat if flat.dtype == torch.float32 else flat.float()
+        if self._inner is not None:
+            with self.trace.span("sum", "within"):
+                self._inner.all_reduce(room, out=room).wait()
+        used = 0
+        if self.place is not None:
+            going, result = way(room, self._ways), None
+            with self.trace.span(name, "between"):
+                while True:
+                    try:
+                        work = going.send(result)
+                    except StopIteration as stop:
+                        room.copy_(stop.value)
+                        break
+                    used += 1
+                    result = yield work
+        for _ in range(self._stages - used):
+            yield None
+        if self._hands is not None:
+            with self.trace.span("hand out", "within"):
+                self._hands.broadcast(room, root=0).wait()
+        if room is not flat:
+            flat.copy_(room)
+
+    def _spread(self, error: PacelineError) -> BaseException:
+        """Tell all ranks, and end what they wait for. Gives the first one's error."""
+        whole = self._group.flat if isinstance(self._group, HostsGroup) else self._group
+        first = whole.end(error) if isinstance(whole, Ending) else error
+        for group in self._all:
+            group.abort()
+        return first
+
+    def close(self) -> None:
+        """End the threads and groups. Twice is harmless."""
+        self._end(ViewChanged("this exchange has been closed"), lambda group: group.close())
+
+    def abort(self) -> None:
+        """End what is under way, at once and without the others."""
+        self._end(ViewChanged("this exchange has been aborted"), lambda group: group.abort())
+
+    def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
+        def let_go() -> None:
+            for group in self._all:
+                end(group)
+
+        if self._line.finish(error, let_go):
+            atexit.unregister(self.close)
+
+
+def _again(group: Group) -> Group:
+    """Another group of the same ranks."""
+    made = group.sub(range(group.size))
+    assert made is not None
+    return made

@@ -1,0 +1,237 @@
+"""An assembly line: what several stages do to tensors, each stage in a thread of its own, all in the order in which they came.
+
+    stage 0   sum 0 | sum 1 | sum 2 | sum 3                      a flow is a generator: what it yields is waited for
+    stage 1           net 0 | net 1 | net 2 | net 3              before it goes on, one stage further
+    stage 2                   out 0 | out 1 | out 2 | out 3
+
+Every rank has the same flows in the same order, so each stage launches its operations in the same order everywhere, as long as it has a
+group (or groups) that no other stage uses. What is between two stages is bounded.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.group import Work
+from paceline.comm.shm.waiting import fine_timer
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError, ViewChanged
+
+AHEAD = 2 << 20  # elements that may be between two stages
+TICK = 0.1  # seconds after which a wait looks up
+
+Steps = Generator[Work[Any] | None, Any, Any]
+
+
+class Flow(NamedTuple):
+    """What one piece goes through: a yield for each change of the stage, and how many elements it has."""
+
+    steps: Steps
+    elements: int
+
+
+class Job:
+    """What was asked for at once, and its Work: flows, made as the first stage comes to them, and what is done after the last one's end."""
+
+    def __init__(self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float) -> None:
+        self.flows, self.conclude, self.what, self.deadline = flows, conclude, what, deadline
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def end(self, result: Any) -> None:
+        """It has been done."""
+        if not self._ended.is_set():
+            self._result = result
+            self._ended.set()
+
+    def void(self, error: BaseException) -> None:
+        """It will not be done."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See `Work.wait`."""
+        seconds = self.deadline if timeout is None else timeout
+        limit = time.monotonic() + seconds
+        while not self._ended.wait(min(TICK, max(0.0, limit - time.monotonic()))):
+            if time.monotonic() > limit:
+                raise DeadlineExceeded(f"{self.what} has not ended within {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return self._error if self._ended.is_set() else None
+
+
+class _Piece(NamedTuple):
+    """A flow between two stages, and what it waits for; without one, the end of its job."""
+
+    job: Job
+    flow: Flow | None
+    awaited: Work[Any] | None
+
+    @property
+    def elements(self) -> int:
+        return 0 if self.flow is None else self.flow.elements
+
+
+class _Belt:
+    """What is between two stages, in order: at most AHEAD elements, or one piece that has more."""
+
+    def __init__(self) -> None:
+        self._pieces = deque[_Piece | None]()
+        self._elements = 0
+        self._changed = threading.Condition()
+
+    def put(self, piece: _Piece | None) -> None:
+        """Wait for room, and append; None is the end."""
+        elements = 0 if piece is None else piece.elements
+        with self._changed:
+            self._changed.wait_for(lambda: not elements or not self._elements or self._elements + elements <= AHEAD)
+            self._elements += elements
+            self._pieces.append(piece)
+            self._changed.notify_all()
+
+    def first(self) -> _Piece | None:
+        """Wait for one; it stays, and counts, until `drop`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._pieces))
+            return self._pieces[0]
+
+    def drop(self) -> None:
+        """The first has been dealt with."""
+        with self._changed:
+            piece = self._pieces.popleft()
+            self._elements -= 0 if piece is None else piece.elements
+            self._changed.notify_all()
+
+
+class Line:
+    """`stages` threads that jobs pass through. `spread` is told of an error that ends the line, and gives the one that jobs end with."""
+
+    def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
+        self.broken: BaseException | None = None
+        self._spread = spread
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._belts = [_Belt() for _ in range(stages - 1)]
+        self._pending: deque[Job] = deque()
+        self._threads = [
+            threading.Thread(target=self._begin if not stage else self._go_on, args=(stage,), name=f"paceline {name} {stage}", daemon=True)
+            for stage in range(stages)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, job: Job) -> Job:
+        """Put a job at the end."""
+        if self.broken is not None:
+            raise self.broken
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        self._pending.append(job)
+        self._jobs.put(job)
+        return job
+
+    @property
+    def idle(self) -> bool:
+        """Whether every job has ended."""
+        return all(job.done() for job in self._pending)
+
+    def stop(self, error: BaseException) -> None:
+        """Take no more jobs, and end those that have not ended with `error`."""
+        self.broken = self.broken or error
+        self._jobs.put(None)
+        for job in self._pending:
+            job.void(error)
+
+    def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
+        """End with `error`; `let_go` of the groups is called once the threads are out of them, or to get them out. False if it was over."""
+        if isinstance(self.broken, ViewChanged):
+            return False
+        idle = self.idle
+        self.stop(error)
+        if idle:
+            self.join()
+        let_go()
+        self.join()
+        return True
+
+    def join(self, seconds: float = 1.0) -> None:
+        """Wait so long for the threads to end."""
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(seconds)
+
+    # ---- the threads
+
+    def _begin(self, stage: int) -> None:
+        torch.set_num_threads(1)
+        fine_timer()
+        while (job := self._jobs.get()) is not None:
+            self._attempt(job, self._feed, job)
+            self._pass(stage, _Piece(job, None, None))
+        if self._belts:
+            self._belts[0].put(None)
+
+    def _feed(self, job: Job) -> None:
+        for flow in job.flows():
+            self._step(0, _Piece(job, flow, None))
+
+    def _go_on(self, stage: int) -> None:
+        torch.set_num_threads(1)
+        fine_timer()
+        belt = self._belts[stage - 1]
+        while (piece := belt.first()) is not None:
+            if piece.flow is None:
+                self._pass(stage, piece)
+            else:
+                self._attempt(piece.job, lambda piece: self._step(stage, piece), piece)
+            belt.drop()
+        if stage < len(self._belts):
+            self._belts[stage].put(None)
+
+    def _step(self, stage: int, piece: _Piece) -> None:
+        """Wait for what a flow has yielded, and let it go on to its next yield."""
+        assert piece.flow is not None
+        result = None if piece.awaited is None else piece.awaited.wait()
+        try:
+            awaited = piece.flow.steps.send(result)
+        except StopIteration:
+            return
+        assert stage < len(self._belts), "a flow has more yields than the line has stages"
+        self._belts[stage].put(piece._replace(awaited=awaited))
+
+    def _pass(self, stage: int, end: _Piece) -> None:
+        """All flows of a job have left this stage."""
+        if stage < len(self._belts):
+            self._belts[stage].put(end)
+        else:
+            self._attempt(end.job, lambda job: job.end(job.conclude()), end.job)
+
+    def _attempt(self, job: Job, act: Callable[[Any], None], subject: Any) -> None:
+        """Do a part of a job; an error is kept for whoever waits: one that ends the line as `spread` gives it, the same on all ranks."""
+        if self.broken is not None:
+            job.void(self.broken)
+        if job.done():
+            return
+        try:
+            act(subject)
+        except (UsageError, RuntimeError, ValueError, TypeError) as error:
+            job.void(error)
+        except PacelineError as error:
+            self.broken = self.broken or self._spread(error)
+            job.void(self.broken)

@@ -1,0 +1,268 @@
+"""The group over several hosts: one copy per host crosses the network, whichever way ranks are dealt over hosts.
+
+    host 0   ranks 0 2   sum ─┐ leader 0 ──┐               chunk   0    1    2    3
+    host 1   ranks 1 3   sum ─┘ leader 1 ──┴─ all-reduce   inside  ██   ██   ██   ██
+                                                           between   ████ ████ ████ ████
+    and each leader hands the result out on its host       out             █    █    █    █
+
+Tensors are cut into chunks that follow each other through the three stages, so that the network, which is the slowest, never waits.
+Two threads of each rank do it, one sums and the other hands out, so that the next tensor is summed while the one before is on the
+network; each has a group of its own inside the host, in which it alone decides the order. `all_reduce` returns at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.comm import fingerprint, reduction
+from paceline.comm.collectives import Trusting
+from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
+from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
+from paceline.comm.shm.memory import fresh
+from paceline.errors import PacelineError, UsageError, ViewChanged
+from paceline.trace import Trace
+
+NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages together: at both ends, and between
+
+
+def cut(numel: int) -> list[tuple[int, int]]:
+    """(start, stop) of the chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
+    if not numel:
+        return []
+    width, front, back = NARROW, [0], [numel]
+    while width < WIDE and back[-1] - front[-1] > 4 * width:
+        front.append(front[-1] + width)
+        back.append(back[-1] - width)
+        width *= 2
+    edges = [*front, *range(front[-1] + width, back[-1], width), *reversed(back)]
+    return list(pairwise(edges))
+
+
+@runtime_checkable
+class Ending(Protocol):
+    """A group that can end on all ranks with an error of the caller's."""
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way with `error`, or with that of the rank that was first; gives that."""
+        ...
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """A group that compares calls in one short message."""
+
+    def check(self, call: fingerprint.Call) -> object:
+        """Raise `Mismatch` on all ranks if they are not about to make the same call."""
+        ...
+
+
+class HostsGroup:
+    """The workers of several hosts (a `Group`).
+
+    `inner`: those of my host; `outer`: the first of each host, None on the others; `flat`: all of them, for everything but all-reduce.
+    `hosts`: the host of each rank. Takes charge of all three groups. `trace` is told when chunks are summed and handed out `within` the
+    host, and how long the leaders have them `between` hosts.
+    """
+
+    def __init__(
+        self,
+        inner: Group,
+        outer: Group | None,
+        flat: Group,
+        hosts: Sequence[int],
+        *,
+        deadline: float = 120.0,
+        trace: Trace | None = None,
+    ) -> None:
+        self.rank, self.size, self.view = flat.rank, flat.size, flat.view
+        self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
+        if len(self.hosts) != self.size:
+            raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
+        self.trace = Trace(0) if trace is None else trace
+        self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
+        self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
+        self._line = Line("hosts", 2, self._spread)
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent through all groups."""
+        groups = [group for group in (self.inner, self._hands, self.outer, self.flat) if group is not None]
+        return Traffic(sum(group.traffic.within for group in groups), sum(group.traffic.between for group in groups))
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for ranks that came later, to an agreement or a compared call."""
+        return self.flat.waited
+
+    def _spread(self, error: PacelineError) -> BaseException:
+        """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
+        first = self.flat.end(error) if isinstance(self.flat, Ending) else error
+        for group in (self.outer, self.inner, self._hands):
+            if group is not None:
+                group.abort()
+        return first
+
+    # ---- reductions
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`."""
+        call = fingerprint.reducing("all_reduce", x, op, name, out)
+        if isinstance(self.flat, Checking):
+            self.flat.check(call)
+        else:
+            fingerprint.compare([(text, flaw) for text, flaw in self.flat.gather_objects([str(call), call.flaw], name="all_reduce")])
+        return self.all_reduce_agreed(x, op=op, out=out)
+
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+        """`all_reduce` of what all ranks are known to agree on."""
+        reduction.admit(op, x.dtype)
+        x = x.detach()
+        target = fresh(x.shape, x.dtype) if out is None else out.detach()
+        straight = target.is_contiguous()
+        flat = target.view(-1) if straight else fresh((x.numel(),), x.dtype)
+        held, added = reduction.wide(x.dtype, op), cast("Op", "sum" if op == "mean" else op)
+
+        def flows() -> Iterator[Flow]:
+            source = x.reshape(-1)
+            if reduction.crossing(source, flat):
+                source = source.clone()
+            for start, stop in cut(flat.numel()):
+                yield Flow(self._chunk(source[start:stop], flat[start:stop], held, op, added), stop - start)
+
+        def conclude() -> Tensor:
+            if not straight:
+                target.copy_(flat.view(x.shape))
+            return target if out is None else out
+
+        what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
+        return self._line.start(Job(flows, conclude, what, self._deadline))
+
+    def _chunk(self, mine: Tensor, end: Tensor, held: torch.dtype, op: Op, added: Op) -> Steps:
+        """The way of a chunk from `mine` to `end`; halves are added, and travel, in float32."""
+        room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
+        self._gather(mine, room, added)
+        begun, crossing = time.perf_counter_ns(), self._cross(room, added)
+        yield crossing
+        if crossing is not None:
+            self.trace.record("all-reduce", "between", begun, time.perf_counter_ns())
+        if self._hands is not None:
+            with self.trace.span("hand out", "within"):
+                self._hands.broadcast(room, root=0).wait()
+        reduction.finish(op, room, self.size)
+        if room is not end:
+            end.copy_(room)
+
+    def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
+        """The sum of my host, in `room` of its ranks."""
+        if mine.dtype != room.dtype or (self.inner.size == 1 and mine.data_ptr() != room.data_ptr()):
+            mine = room.copy_(mine)
+        if self.inner.size > 1:
+            with self.trace.span("sum", "within"):
+                self.inner.all_reduce(mine, op=op, out=room).wait()
+
+    def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
+        """The leaders' exchange of a chunk, under way."""
+        if self.outer is None:
+            return None
+        if isinstance(self.outer, Unchecked):
+            return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
+        return self.outer.all_reduce(chunk, op=op, out=chunk)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `Group.empty`: registered with the group of my host."""
+        tensor: Tensor = self._in_turn(lambda: self.inner.empty(shape, dtype), "empty")
+        return tensor
+
+    def stand_in(self, x: Tensor) -> None:
+        """See `SharedGroup.stand_in`."""
+        stand_in = getattr(self.inner, "stand_in", None)
+        if stand_in is not None:
+            self._in_turn(lambda: stand_in(x), "stand in")
+
+    def release(self, x: Tensor) -> None:
+        """Forget registered memory."""
+        release = getattr(self.inner, "release", None)
+        if release is not None and self._line.broken is None:
+            self._in_turn(lambda: release(x), "release")
+
+    def _in_turn(self, act: Callable[[], Any], what: str) -> Any:
+        """Do something in the group of my host after the sums that were started before."""
+        results: list[Any] = []
+
+        def flows() -> Sequence[Flow]:
+            results.append(act())
+            return ()
+
+        return self._line.start(Job(flows, lambda: results[0], what, self._deadline)).wait()
+
+    # ---- everything else goes over all ranks at once
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """See `Group.reduce_scatter`."""
+        return self.flat.reduce_scatter(x, op=op, name=name)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """See `Group.exchange`."""
+        return self.flat.exchange(sends, recvs, tag=tag)
+
+    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """`exchange` without comparing first, where the network can."""
+        exchange = self.flat.exchange_agreed if isinstance(self.flat, Trusting) else self.flat.exchange
+        return exchange(sends, recvs, tag=tag)
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_gather`."""
+        return self.flat.all_gather(x, name=name)
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """See `Group.broadcast`."""
+        return self.flat.broadcast(x, root=root, name=name)
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_to_all`."""
+        return self.flat.all_to_all(xs, name=name)
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """See `Group.barrier`."""
+        return self.flat.barrier(name=name)
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """See `Group.gather_objects`."""
+        return self.flat.gather_objects(obj, name=name)
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Group.agree`."""
+        return self.flat.agree(payload)
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """See `Group.sub`: over the network, on one host too."""
+        return self.flat.sub(ranks)
+
+    def global_rank(self, rank: int) -> int:
+        """See `Group.global_rank`."""
+        return self.flat.global_rank(rank)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self._end(ViewChanged("this group has been closed"), lambda group: group.close())
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        self._end(ViewChanged("this group has been aborted"), lambda group: group.abort())
+
+    def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
+        def let_go() -> None:
+            for group in (self.outer, self.inner, self._hands, self.flat):
+                if group is not None:
+                    end(group)
+
+        if self._line.finish(error, let_go):
+            atexit.unregister(self.close)

@@ -1,0 +1,1 @@
+"""Groups on torch.distributed: Gloo and NCCL."""

@@ -1,0 +1,377 @@
+"""A Group on torch.distributed: Gloo for CPU tensors, NCCL between GPUs, and Gloo beneath both for what is agreed.
+
+    all_reduce of                                  goes by
+    a few KB                                       every rank's part to every rank, added in rank order
+    what Gloo adds itself, larger                  Gloo's ring
+    the halves, and dtypes Gloo doesn't know       each rank adds the chunk it owns, in float32 for the halves (`schedule.owners`)
+    CUDA tensors, backend "gloo"                   the same, through the processor's memory
+    CUDA tensors, backend "nccl"                   NCCL, the halves as float32
+
+Gloo ends the process when ranks bring different sizes; so every call is compared on the control connections before it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline import callsite
+from paceline.cluster.store import Store, over
+from paceline.comm import collectives, fingerprint, reduction, schedule
+from paceline.comm.cancellation import Breaker
+from paceline.comm.fingerprint import DIGEST, Call
+from paceline.comm.group import Finished, Op, Traffic, Work
+from paceline.comm.native.transport import MESSAGES, Collective, Fabric, Launched, Queued
+from paceline.comm.traffic import Meter
+from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
+from paceline.trace import Trace
+
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import Store as TorchStore
+
+SMALL = 16 << 10  # bytes, of all ranks together, that everyone sends to everyone
+NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)  # what Gloo reduces
+OPERATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
+BACKENDS = ("gloo", "nccl")
+
+
+class TorchGroup:
+    """A `Group` of processes connected by Gloo, and by NCCL as well if `backend` is "nccl"; made by `from_store`."""
+
+    def __init__(self, fabric: Fabric, store: Store, *, backend: str, meter: Meter, view: int = 0) -> None:
+        self.rank, self.size, self.view = fabric.rank, fabric.size, view
+        self.backend = backend
+        self._fabric, self._store, self._meter = fabric, store, meter
+        self._nccl: Any = _nccl(store, fabric) if backend == "nccl" else None
+        self.traffic: Traffic = meter.traffic
+        self._subs = self._tags = 0
+        self._address = "127.0.0.1"
+        self.trace = Trace(0)  # told of native all-reduces
+
+    @classmethod
+    def from_store(
+        cls,
+        store: TorchStore | Store,
+        rank: int,
+        size: int,
+        *,
+        backend: str = "gloo",
+        address: str | None = None,
+        deadline: float = 120.0,
+        hosts: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+        view: int = 0,
+        breaker: Breaker | None = None,
+    ) -> TorchGroup:
+        """Meet over a store, under a prefix that no other group uses; collective. What is told over a torch store by itself isn't signed.
+
+        `address`: the local address that the others reach (None: loopback, all ranks on one machine). `deadline`: seconds that a wait
+        may take. `hosts`: the host of each rank, for the traffic counted. `ranks`: what the
+        members are called among all workers (None: these are all workers). Raises `DeadlineExceeded` naming ranks that never come.
+        """
+        if backend not in BACKENDS:
+            raise UsageError(f"backend={backend!r} is unknown; there are {', '.join(BACKENDS)}")
+        if not 0 <= rank < size:
+            raise UsageError(f"rank {rank} is not one of 0..{size - 1}")
+        if hosts is not None and len(hosts) != size:
+            raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
+        address = address or "127.0.0.1"
+        fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
+        group = cls(fabric, over(store), backend=backend, meter=Meter(rank, size, hosts), view=view)
+        group._address = address
+        return group
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for ranks that came later to a compared call or an agreement."""
+        return self._fabric.waited
+
+    # ---- comparing
+
+    def check(self, call: Call, extra: bytes = b"") -> list[bytes]:
+        """Compare `call` with all ranks; gives every rank's `extra`. Raises on all ranks if they differ."""
+        mine = fingerprint.digest(call)
+        answers = self._fabric.table("calls", mine + extra, str(call))
+        if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
+            texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call))
+            told = [msgpack.unpackb(text) for text in texts]
+            fingerprint.compare([(text, flaw) for text, flaw, _ in told], self._fabric.names, [line for _, _, line in told])
+        return [answer[DIGEST:] for answer in answers]
+
+    def _tag(self) -> int:
+        """Tags of its own for the next operation, so that several may be under way: each rank makes them in the same order."""
+        self._tags = (self._tags + 4) % (1 << 20)
+        return (1 << 20) + self._tags
+
+    # ---- reductions
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`. Returns when all ranks have called it; the reduction itself is under way then."""
+        self.check(fingerprint.reducing("all_reduce", x, op, name, out))
+        return self.all_reduce_agreed(x, op=op, out=out)
+
+    def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
+        """`all_reduce` without comparing first: only for a layout that was agreed on, as Gloo ends the process if sizes differ."""
+        reduction.admit(op, x.dtype)
+        x = x.detach()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        nccl = self._nccl is not None and x.is_cuda
+        if x.device.type != "cpu" and not nccl:
+            return _Moved(self.all_reduce_agreed(x.cpu(), op=op), out)
+        held = reduction.wide(x.dtype, op) if nccl else x.dtype
+        additive = x.is_complex() and op in ("sum", "mean")
+        if self.size == 1 or (not nccl and x.numel() * x.element_size() * self.size <= SMALL):
+            return collectives.all_reduce_agreed(self, x, schedule.direct(self.size), op, out=out, tag=self._tag())
+        if held not in NATIVE and not additive:
+            return collectives.all_reduce_agreed(self, x, schedule.owners(self.size), op, out=out, tag=self._tag())
+        return self._reduce(x, op, out, _staged(x, out, held))
+
+    def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
+        """Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
+        real = torch.view_as_real(held) if held.is_complex() else held
+        began = time.perf_counter_ns()
+        self._meter.ring(held.numel() * held.element_size())  # both go round a ring: 2(n-1)/n of the tensor from each rank
+
+        def finish() -> Tensor:
+            self.trace.record("all-reduce", "between" if len(set(self._meter.hosts)) > 1 else "within", began, time.perf_counter_ns())
+            reduction.finish(op, held, self.size)
+            if held.data_ptr() != out.data_ptr():
+                out.detach().copy_(held)
+            return out
+
+        options: Any = torch.distributed.AllreduceOptions()
+        options.reduceOp = OPERATIONS[op]
+        return self._launch("all_reduce", lambda on: on.allreduce([real], options), finish, x.is_cuda)
+
+    def _launch(self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], on_gpu: bool) -> Work[Any]:
+        """Start a collective of NCCL (`on_gpu`) or Gloo; all ranks start them in the same order."""
+        number = self._fabric.count("data")
+        try:
+            awaited = Queued(start(self._nccl)) if on_gpu else self._fabric.track(Collective(start(self._fabric.data)))
+        except RuntimeError as error:
+            raise self._fabric.fail(text, error) from error
+        return Launched(self._fabric, awaited, ("data", number, text), finish)
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """See `Group.reduce_scatter`."""
+        self.check(fingerprint.reducing("reduce_scatter", x, op, name))
+        return collectives.reduce_scatter(self, x, op, tag=self._tag())
+
+    # ---- messages
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """See `Group.exchange`."""
+        call = fingerprint.exchanging(sends, recvs, tag, self.size)
+        mine = [[[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)]
+        tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(mine))]
+        for source, (sent, _) in enumerate(tables):
+            for to, (_, awaited) in enumerate(tables):
+                left, right = [what for peer, what in sent if peer == to], [what for peer, what in awaited if peer == source]
+                if left != right:
+                    offers, expects = ", ".join(left) or "nothing", ", ".join(right) or "nothing"
+                    raise Mismatch(f"exchange: rank {source} sends {offers} to rank {to}, which expects {expects}")
+        return self.exchange_agreed(sends, recvs, tag=tag)
+
+    def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """`exchange` without comparing first."""
+        for to, x in sends:
+            self._meter.sent(to, x.numel() * x.element_size())
+        if self._nccl is not None and any(x.is_cuda for _, x in (*sends, *recvs)):
+            return self._exchange_nccl(sends, recvs)
+        number = self._fabric.count("exchange")
+        mine = [x.detach().clone() for to, x in sends if to == self.rank]
+        landings = [(source, x, _landing(x)) for source, x in recvs if source != self.rank]
+        out = [(to, x.detach().to("cpu").contiguous()) for to, x in sends if to != self.rank and x.numel()]
+        into = [(source, landing) for source, _, landing in landings if landing.numel()]
+
+        def finish() -> None:
+            for _, x, landing in landings:
+                if landing is not x:
+                    x.detach().copy_(landing)
+            for (_, x), sent in zip([pair for pair in recvs if pair[0] == self.rank], mine, strict=True):
+                x.detach().copy_(sent.view(x.shape))
+
+        ticket = self._fabric.messages("exchange", out, into, MESSAGES + tag)
+        return Launched(self._fabric, ticket, ("exchange", number, f"exchange, tag {tag}"), finish)
+
+    def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
+        """All messages as one NCCL group; matched by their order, as NCCL has no tags."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        out = [(to, x.detach().contiguous()) for to, x in sends if x.numel()]
+        landings = [(source, x, x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
+        number = self._fabric.count("exchange")
+        self._nccl._start_coalescing(device)
+        for to, x in out:
+            self._nccl.send([x], to, 0)
+        for source, x, landing in landings:
+            if x.numel():
+                self._nccl.recv([landing], source, 0)
+        work = self._nccl._end_coalescing(device)
+
+        def finish() -> None:
+            for _, x, landing in landings:
+                if landing is not x:
+                    x.detach().copy_(landing)
+
+        return Launched(self._fabric, Queued(work), ("exchange", number, "exchange"), finish)
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_gather`."""
+        rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
+        shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
+        return collectives.all_gather(self, x, shapes, tag=self._tag())
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_to_all`."""
+        call = fingerprint.dealing(xs, self.size, name)
+        counts = [] if call.flaw else [x.shape[0] if x.dim() else 0 for x in xs]
+        table = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(counts))]
+        shapes = [(row[self.rank], *xs[0].shape[1:]) if xs[0].dim() else () for row in table]
+        return collectives.all_to_all(self, xs, shapes, tag=self._tag())
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """See `Group.broadcast`."""
+        self.check(fingerprint.rooted(x, root, self.size, name))
+        if not x.numel() or self.size == 1:
+            return Finished(x)
+        kept = x.detach()
+        children = _children((self.rank - root) % self.size, self.size)
+        for child in children:
+            self._meter.sent((child + root) % self.size, x.numel() * x.element_size())
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        on_gpu = self._nccl is not None and x.is_cuda
+        flat = (kept if on_gpu else kept.to("cpu")).contiguous()
+        return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), on_gpu)
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """See `Group.barrier`: the comparison is the barrier, so it has ended when the call returns."""
+        self.check(Call("barrier", name))
+        return Finished()
+
+    # ---- agreeing
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """See `Group.gather_objects`."""
+        text, call = fingerprint.objects(obj, name)
+        return [json.loads(answer) for answer in self.check(call, text.encode())]
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Group.agree`."""
+        return self._fabric.table("agree", payload, "agree")
+
+    # ---- groups within, memory, ends
+
+    def sub(self, ranks: Sequence[int]) -> TorchGroup | None:
+        """See `Group.sub`."""
+        self.check(fingerprint.choosing(ranks, self.size))
+        self._subs += 1
+        if self.rank not in ranks:
+            return None
+        return TorchGroup.from_store(
+            self._store.sub(f"sub{self._subs}"),
+            list(ranks).index(self.rank),
+            len(ranks),
+            backend=self.backend,
+            address=self._address,
+            deadline=self._fabric.deadline,
+            hosts=self._meter.choose(ranks),
+            ranks=[self._fabric.names[rank] for rank in ranks],
+            view=self.view,
+            breaker=self._fabric.breaker,
+        )
+
+    def global_rank(self, rank: int) -> int:
+        """See `Group.global_rank`."""
+        return self._fabric.names[rank]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
+        self.check(Call("empty", None, tuple(shape), dtype))
+        return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
+
+    def close(self) -> None:
+        """See `Group.close`. Others are not waited for; those that still need this rank are told that it is gone."""
+        self._nccl = None
+        self._fabric.close()
+
+    def abort(self) -> None:
+        """See `Group.abort`. The others' pending operations end, too."""
+        self.end(ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}"))
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        ended = self._fabric.end(error)
+        if self._nccl is not None:
+            self._nccl.abort()
+        return ended
+
+
+def _nccl(store: Store, fabric: Fabric) -> Any:
+    """NCCL beside the fabric, for tensors on the current CUDA device."""
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        raise UsageError("backend='nccl' needs a CUDA device and a torch built with NCCL; use backend='gloo' on this machine")
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=fabric.deadline)
+    return nccl(store.sub("nccl").torch, fabric.rank, fabric.size, options)
+
+
+def _staged(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
+    """A contiguous tensor with the values of `x`, to be reduced in place: `out` if it can be."""
+    staged = out.detach() if held == out.dtype and out.is_contiguous() else torch.empty(x.shape, dtype=held, device=x.device)
+    return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
+
+
+def _landing(x: Tensor) -> Tensor:
+    """Where what comes for `x` is received: `x` itself if it can be."""
+    return x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(torch.uint8)
+
+
+def _filled(x: Tensor, flat: Tensor) -> Tensor:
+    if flat.data_ptr() != x.data_ptr() or flat.device != x.device or not x.is_contiguous():
+        x.detach().copy_(flat)
+    return x
+
+
+def _children(place: int, size: int) -> list[int]:
+    """Those that `place` sends to in a binomial tree with root 0, which is how Gloo broadcasts (and about what NCCL sends)."""
+    bits = range((size - 1).bit_length())
+    free = [bit for bit in bits if place & ((1 << (bit + 1)) - 1) == 0]
+    return [place | 1 << bit for bit in free if place | 1 << bit < size]
+
+
+class _Moved:
+    """The Work of a reduction whose result is copied to where it is wanted."""
+
+    def __init__(self, work: Work[Tensor], out: Tensor) -> None:
+        self._work, self._out = work, out
+        self._copied = False
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        result = self._work.wait(timeout)
+        if not self._copied:
+            self._out.detach().copy_(result)
+            self._copied = True
+        return self._out
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()

@@ -1,0 +1,397 @@
+"""Two Gloo groups and the waits on them: a wait ends with the result, or with an error of ours that names ranks.
+
+data      collectives, and messages with tags of their own          a wait of more than a second is told to the others through the
+control   small messages: what is about to be called, agreements    store; it ends when a connection is severed, when ranks turn out
+                                                                    to wait for each other, or at the deadline
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import queue
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline import callsite
+from paceline.cluster.store import Store, over
+from paceline.comm.cancellation import Breaker
+from paceline.comm.native import sockets, waitposts
+from paceline.comm.native.waitposts import Verdict
+from paceline.comm.waitgraph import GRACE, Wait, describe, late, missing
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
+    from torch._C._distributed_c10d import Store as TorchStore
+else:
+    from torch.distributed import Store as TorchStore
+
+TICK = 0.1  # seconds that a wait may not hear signals
+FRAME = 64  # bytes of the first message of a table; longer payloads follow in a second one
+FAREWELL = 0.08  # seconds that pending operations are given to end once their connections are cut
+TAGS = {"calls": 1, "agree": 3}  # of the control messages; each takes two
+MESSAGES = 16  # tags of messages between ranks begin here
+
+
+class Awaited(Protocol):
+    """Something of torch's that ends."""
+
+    def within(self, seconds: float) -> bool:
+        """Whether it has ended well, after waiting at most so long; RuntimeError when it has failed."""
+        ...
+
+    def now(self) -> bool:
+        """Whether `within` would answer at once."""
+        ...
+
+
+class Collective:
+    """A Gloo collective: its own wait leaves in time."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def within(self, seconds: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=max(seconds, 0.002)))  # torch counts milliseconds, and takes 0 for no limit
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait(timedelta(seconds=1))  # raises if it has failed, not if it ended just now
+        return True
+
+    def now(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Queued:
+    """An operation in a CUDA stream: waiting orders the current stream behind it, and never stops the host."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def within(self, seconds: float) -> bool:
+        self._work.wait()
+        return True
+
+    def now(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Ticket:
+    """Messages under way. Torch's wait for a message can't be left without breaking the connection, so a thread sits in it."""
+
+    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
+        self.works, self._tensors = works, tensors
+        self.ended = threading.Event()
+        self.error: RuntimeError | None = None
+
+    def within(self, seconds: float) -> bool:
+        if not self.ended.wait(seconds):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def now(self) -> bool:
+        return self.ended.is_set()
+
+
+class _Postman:
+    """The thread that waits for the messages of one channel."""
+
+    def __init__(self, name: str) -> None:
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._deliver, name=f"paceline {name}", daemon=True)
+        self._thread.start()
+
+    def take(self, ticket: Ticket) -> None:
+        self._tickets.put(ticket)
+
+    def close(self) -> None:
+        self._tickets.put(None)
+        self._thread.join(FAREWELL)
+
+    def _deliver(self) -> None:
+        while (ticket := self._tickets.get()) is not None:
+            try:
+                for work in ticket.works:
+                    work.wait()
+            except RuntimeError as error:
+                ticket.error = error
+            finally:
+                ticket.works.clear()
+                ticket.ended.set()
+
+
+@contextmanager
+def _needed(size: int) -> Iterator[None]:
+    """Say what the store was needed for, where it is gone."""
+    try:
+        yield
+    except WorkerLost as error:
+        raise WorkerLost(f"the store is gone while a group of {size} ranks is made ({error})") from error
+
+
+class Fabric:
+    """The connections of rank `rank` with the other ranks of one group, made over a store; collective.
+
+    `address`: the local address to listen on. `names`: what the ranks are called in messages and errors. `made` counts the calls
+    on each channel; `waited` the seconds spent in tables.
+    """
+
+    def __init__(
+        self, store: TorchStore | Store, rank: int, names: Sequence[int], *, address: str, deadline: float, breaker: Breaker | None = None
+    ) -> None:
+        size = len(names)
+        self.breaker = Breaker() if breaker is None else breaker
+        self.names = tuple(names)
+        self.rank, self.size, self.deadline = rank, size, deadline
+        self.waited = 0.0
+        self.broken: PacelineError | None = None
+        self.made: dict[str, int] = {}
+        self._late_error: DeadlineExceeded | None = None
+        self._pending: deque[Awaited] = deque()
+        self._postmen: dict[str, _Postman] = {}
+        self._closed = size == 1
+        self.data: Any = None
+        self.control: Any = None
+        if size == 1:
+            return
+        atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        self._wires, sealed = sockets.Wires(address, 2), over(store)
+        with _needed(size):
+            self._lookout = waitposts.Lookout(sealed.sub("lookout"), rank, size)
+            self._wires.announce(sealed, rank, size, deadline)
+        self.breaker.add(self.interrupt)
+        self.data, self.control = (
+            sockets.connect(device, sealed.sub(name).torch, rank, size, deadline)
+            for name, device in zip(("data", "control"), self._wires.devices, strict=True)
+        )
+        with _needed(size):
+            self._wires.trace(sealed, deadline)
+
+    # ---- operations
+
+    def count(self, channel: str) -> int:
+        """The number of the call on `channel` that is made now; raises if nothing can be called any more."""
+        if self.broken is not None:
+            raise copy.copy(self.broken)
+        number = self.made.get(channel, 0)
+        self.made[channel] = number + 1
+        return number
+
+    def track(self, awaited: Awaited) -> Awaited:
+        """Remember `awaited` until it has ended, for `close`."""
+        while self._pending and self._pending[0].now():
+            self._pending.popleft()
+        self._pending.append(awaited)
+        return awaited
+
+    def messages(
+        self, channel: str, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, *, group: Any = None
+    ) -> Ticket:
+        """Start sending and receiving contiguous CPU tensors; none to or from this rank itself."""
+        group = self.data if group is None else group
+        try:
+            works = [group.recv([_raw(x)], source, tag) for source, x in recvs]
+            works += [group.send([_raw(x)], to, tag) for to, x in sends]
+        except RuntimeError as error:
+            raise self.fail(f"exchange with tag {tag}", error) from error
+        ticket = Ticket(works, [x for _, x in (*sends, *recvs)])
+        if works:
+            if channel not in self._postmen:
+                self._postmen[channel] = _Postman(channel)
+            self._postmen[channel].take(ticket)
+            self.track(ticket)
+        else:
+            ticket.ended.set()
+        return ticket
+
+    def table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
+        """Every rank's payload, in rank order, over the control messages."""
+        if self.size == 1:
+            return [payload]
+        start = time.monotonic()
+        number = self.count(channel)
+        head = struct.pack("<I", len(payload)) + payload[: FRAME - 4]
+        wait = (channel, number, text)
+        heads = self._swap(wait, TAGS[channel], head.ljust(FRAME, b"\0"), [FRAME] * self.size)
+        lengths = [struct.unpack_from("<I", head)[0] for head in heads]
+        rests = [max(0, length - FRAME + 4) for length in lengths]
+        tails = self._swap(wait, TAGS[channel] + 1, payload[FRAME - 4 :], rests) if any(rests) else [b""] * self.size
+        self.waited += time.monotonic() - start
+        return [head[4 : 4 + length] + tail for head, length, tail in zip(heads, lengths, tails, strict=True)]
+
+    def _swap(self, wait: tuple[str, int, str], tag: int, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        found = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        sends = [(peer, sent) for peer in peers if mine]
+        ticket = self.messages(wait[0], sends, [(peer, found[peer]) for peer in peers if lengths[peer]], tag, group=self.control)
+        self.wait(ticket, wait, None)
+        return [mine if rank == self.rank else x.numpy().tobytes() for rank, x in enumerate(found)]
+
+    # ---- waiting
+
+    def wait(self, awaited: Awaited, wait: tuple[str, int, str], timeout: float | None) -> None:
+        """Return when `awaited` has ended well. `wait`: the channel, the number of the call on it, and the call as text."""
+        start = time.monotonic()
+        limit = start + (self.deadline if timeout is None else timeout)
+        grace = start + min(GRACE, self.deadline / 4)
+        watched, place = False, ""
+        try:
+            while not self._ended(awaited, max(0.0, min(TICK, limit - time.monotonic())), wait[2]):
+                now = time.monotonic()
+                if now >= grace:
+                    place = place if watched else callsite.place()
+                    watched = True
+                    self._lookout.enter(Wait(wait[0], wait[1], wait[2] + place, dict(self.made)))
+                    self._look(wait[2])
+                if now >= limit:
+                    raise self._late(wait, now - start)
+        finally:
+            if watched:
+                self._lookout.leave()
+
+    def _ended(self, awaited: Awaited, seconds: float, text: str) -> bool:
+        if self.broken is not None and not awaited.now():
+            raise copy.copy(self.broken)
+        try:
+            return awaited.within(seconds)
+        except RuntimeError as error:
+            raise self.fail(text, error) from error
+
+    def _look(self, text: str) -> None:
+        """Raise if the wait can't end well any more."""
+        if self._lookout.stuck:
+            raise self.end(describe(self._lookout.stuck, self.names))
+        if self._wires.severed():
+            raise self.fail(text, None)
+
+    def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
+        others = dict(self._lookout.others)
+        absent = {self.names[r]: others.get(r) for r in missing(Wait(*wait, {}), others, self.rank, self.size)}
+        self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
+        return self._late_error
+
+    # ---- ends
+
+    def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
+        """An operation has failed: find out who is gone, tell the others, and end everything. Gives the error to raise."""
+        if self.broken is None:
+            ranks = tuple(self.names[rank] for rank in self._wires.severed())
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
+            why = f" ({str(cause).splitlines()[0]})" if cause is not None and not ranks else ""
+            self.end(WorkerLost(f"{who if ranks else 'a worker is gone'}{why}, found by rank {self.names[self.rank]} in {text}", ranks))
+        assert self.broken is not None
+        return copy.copy(self.broken)
+
+    def end(self, error: PacelineError, seconds: float = 1.0) -> PacelineError:
+        """End every operation under way, here and at the others, with `error`, or with that of the rank that was first."""
+        if self.broken is None:
+            if self.size > 1:
+                ranks = error.missing if isinstance(error, DeadlineExceeded) else getattr(error, "ranks", ())
+                verdict = Verdict(type(error).__name__, str(error), ranks)
+                error = _judged(self._lookout.verdict(verdict, seconds))
+            self.broken = error
+            if self.size > 1:
+                self._wires.cut()
+        return copy.copy(self.broken)
+
+    def interrupt(self, error: PacelineError) -> None:
+        """End every operation under way with `error`, from any thread; the others are not told, though their connections end."""
+        if self.broken is None and not self._closed:
+            self.broken = error
+            self._wires.cut()
+
+    def close(self) -> None:
+        """Let go of threads and sockets, whatever state the others are in."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self.control is None:
+            return  # it was never complete
+        if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
+            me = self.names[self.rank]
+            self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)
+            end = time.monotonic() + FAREWELL
+            while any(not awaited.now() for awaited in self._pending) and time.monotonic() < end:
+                time.sleep(0.001)
+        self.broken = ViewChanged("this group has been closed")
+        self._lookout.close()
+        for postman in self._postmen.values():
+            postman.close()
+        left = [awaited for awaited in self._pending if not awaited.now()]
+        if left:
+            # Gloo may lose the wake-up of an operation, and its group can't be deleted before that has ended
+            parked = (left, self.data, self.control)
+            threading.Thread(target=_park, args=(parked,), name="paceline reaper", daemon=True).start()
+        self._pending.clear()
+        self.data = self.control = None
+        self._wires.devices.clear()
+
+
+def _judged(verdict: Verdict) -> PacelineError:
+    if verdict.kind == "WorkerLost":
+        return WorkerLost(verdict.text, verdict.ranks)
+    if verdict.kind == "DeadlineExceeded":
+        return DeadlineExceeded(verdict.text, verdict.ranks)
+    return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
+
+
+def _park(parked: tuple[list[Awaited], Any, Any]) -> None:
+    while not all(awaited.now() for awaited in parked[0]):
+        time.sleep(TICK)
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: messages don't care for dtypes."""
+    return x.detach().view(-1).view(torch.uint8)
+
+
+class Launched:
+    """A Work over a Fabric: waits for one thing of torch's, then finishes the result, once."""
+
+    def __init__(self, fabric: Fabric, awaited: Awaited, wait: tuple[str, int, str], finish: Callable[[], Any]) -> None:
+        self._fabric, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish
+        self._ended = False
+        self._result: Any = None
+        self._error: PacelineError | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self._ended:
+            try:
+                self._fabric.wait(self._awaited, self._wait, timeout)
+            except DeadlineExceeded:
+                raise  # only this wait is over
+            except PacelineError as error:
+                self._error = error
+            else:
+                with torch.no_grad():
+                    self._result = self._finish()
+            self._ended = True
+        if self._error is not None:
+            raise copy.copy(self._error)
+        return self._result
+
+    def done(self) -> bool:
+        return self._ended or self._fabric.broken is not None or self._awaited.now()
+
+    def exception(self) -> BaseException | None:
+        if not self._ended and self.done():
+            try:
+                self.wait()
+            except PacelineError as error:
+                return error
+        return self._error

@@ -1,0 +1,1 @@
+"""Groups inside one host, in shared memory."""

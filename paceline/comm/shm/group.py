@@ -1,0 +1,303 @@
+"""The group inside one host: CPU tensors through shared memory, a barrier of counters, torch's own vector operations on slices.
+
+`board` has the memory and the counters, `watch` the waits, `pending` the operations under way, `sums` the reductions, `mail` the messages.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from ctypes import memmove
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.cancellation import Breaker
+from paceline.comm.fingerprint import OWN, Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
+from paceline.comm.group import Group, Op, Traffic, Work
+from paceline.comm.reduction import crossing
+from paceline.comm.shm import reductions
+from paceline.comm.shm.memory import PAGE, fresh
+from paceline.comm.shm.messages import ALL, Landing, Message, deliver, flat, plain
+from paceline.comm.shm.queue import Queue
+from paceline.comm.shm.registered import Place, Registered
+from paceline.comm.shm.segment import SMALL, Board, Steps
+from paceline.errors import PacelineError, ViewChanged
+
+
+class SharedGroup:
+    """The workers of one host, exchanging CPU tensors through shared memory (a `Group`).
+
+    A `Mismatch` or `UsageError` is raised by all ranks at the same call, and the group goes on. After any other error it is broken:
+    that call and all later ones raise it, on all ranks; a `Work.wait` with a timeout of its own may be tried again.
+    `board` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
+    """
+
+    def __init__(self, board: Board, *, view: int = 0, relatives: Relatives | None = None, registered: Registered | None = None) -> None:
+        self.board = board
+        self.rank, self.size, self.view = board.rank, board.size, view
+        self.traffic = Traffic()
+        self._queue = Queue(board, relatives if relatives is not None else [])
+        self._borrowed = registered is not None
+        self._registered = Registered() if registered is None else registered
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        deadline: float = 120.0,
+        view: int = 0,
+        folder: str | None = None,
+        ranks: Sequence[int] | None = None,
+        breaker: Breaker | None = None,
+    ) -> SharedGroup:
+        """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
+
+        `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by which messages name them.
+        """
+        names = tuple(range(size)) if ranks is None else ranks
+        return cls(Board.from_store(store, rank, names, deadline=deadline, folder=folder, breaker=breaker), view=view)
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for ranks that came later."""
+        return self.board.watch.waited
+
+    # ---- reductions
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`."""
+        call = _here(reducing("all_reduce", x, op, name, out), x)
+        nbytes = x.numel() * x.element_size()
+        self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
+        if out is not None and not call.flaw and nbytes > SMALL and out.data_ptr() == x.data_ptr() and plain(x) and plain(out):
+            place = self._registered.place(x)
+            if place is not None or self._registered.aside(x):
+                # In place on every rank, if it is the same place everywhere.
+                where = OWN if place is None else f"in registered memory {place.number} at {x.data_ptr() - place.start}"
+                return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
+        return self._queue.start(call, self._reduce(x, out, op, call))
+
+    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: Call) -> Steps:
+        if call.flaw:
+            yield from self.board.meet(call)
+        result = fresh(x.shape, x.dtype) if out is None else out
+        source = flat(x)
+        direct = plain(result) and not crossing(source, result)
+        target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
+        reduce = reductions.all_reduce_small if x.numel() * x.element_size() <= SMALL else reductions.all_reduce
+        yield from reduce(self.board, source, target, op, call)
+        if not direct:
+            result.detach().copy_(target.view(result.shape))
+        return result
+
+    def _reduce_in_place(self, x: Tensor, out: Tensor, place: Place | None, op: Op, call: Call) -> Steps:
+        elsewhere = yield from self.board.meet(call)
+        if elsewhere or place is None:
+            return (yield from self._reduce(x, out, op, call._replace(place="")))
+        key, plans = (x.data_ptr(), x.numel(), x.dtype), self._registered.plans
+        plan = plans.get(key)
+        if plan is None:
+            if len(plans) >= 256:
+                plans.clear()
+            plan = plans[key] = reductions.plan(x.detach().view(-1), place, self.rank)
+        yield from reductions.all_reduce_registered(self.board, x, plan, op)
+        return out
+
+    def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
+        """See `Group.reduce_scatter`."""
+        call = _here(reducing("reduce_scatter", x, op, name), x)
+        self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
+
+        def steps() -> Steps:
+            if call.flaw:
+                yield from self.board.meet(call)
+            return (yield from reductions.reduce_scatter(self.board, flat(x), op, call))
+
+        return self._queue.start(call, steps())
+
+    # ---- messages
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
+        """See `Group.exchange`."""
+        call = _here(exchanging(sends, recvs, tag, self.size), *(x for _, x in (*sends, *recvs)))
+        outgoing = self._outgoing(call, sends)
+        sides = [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)] if not call.flaw else None
+
+        def land(metas: list[Any]) -> Landing:
+            matching(metas, self.board.names)
+            return [(source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs]
+
+        def steps() -> Steps:
+            landed = yield from deliver(self.board, outgoing, call, sides, land)
+            for (_, x), (_, landing) in zip(recvs, landed, strict=True):
+                if not plain(x):
+                    x.detach().copy_(landing)
+
+        return self._queue.start(call, steps())
+
+    def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_gather`."""
+        call = _here(rows("all_gather", x, name), x)
+        outgoing = self._outgoing(call, [(ALL, x)])
+        outs: list[Tensor] = []
+
+        def land(shapes: list[Any]) -> Landing:
+            outs.extend(fresh(shape, x.dtype) for shape in shapes)
+            outs[self.rank].copy_(x.detach())
+            return [(r, out) for r, out in enumerate(outs) if r != self.rank]
+
+        def steps() -> Steps:
+            yield from deliver(self.board, outgoing, call, list(x.shape), land)
+            return outs
+
+        return self._queue.start(call, steps())
+
+    def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
+        """See `Group.broadcast`."""
+        call = _here(rooted(x, root, self.size, name), x)
+        outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
+        nbytes = x.numel() * x.element_size()
+        place = self._registered.place(x) if nbytes > SMALL and plain(x) and not call.flaw else None
+        where = None if place is None else [place.number, x.data_ptr() - place.start]
+        landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
+        places: list[Any] = []  # where every rank's lies, if it is registered
+
+        def land(found: list[Any]) -> Landing:
+            places[:] = found
+            return [] if self.rank == root or found[root] is not None else [(root, landing)]
+
+        def steps() -> Steps:
+            yield from deliver(self.board, outgoing if place is None else [], call, where, land)
+            if places[root] is not None and place is not None and all(other == where for other in places):
+                if self.rank != root:  # taken where it lies
+                    memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
+                self.board.post()
+                yield self.board.posted
+            elif places[root] is not None:
+                yield from deliver(self.board, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
+            if self.rank != root and not plain(x):
+                x.detach().copy_(landing)
+            return x
+
+        return self._queue.start(call, steps())
+
+    def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
+        """See `Group.all_to_all`."""
+        call = _here(dealing(xs, self.size, name), *xs)
+        outgoing = self._outgoing(call, [(to, x) for to, x in enumerate(xs) if to != self.rank])
+        outs: list[Tensor] = []
+
+        def land(shapes: list[Any]) -> Landing:
+            outs.extend(fresh(mine[self.rank], xs[0].dtype) for mine in shapes)
+            outs[self.rank].copy_(xs[self.rank].detach())
+            return [(r, out) for r, out in enumerate(outs) if r != self.rank]
+
+        def steps() -> Steps:
+            yield from deliver(self.board, outgoing, call, [list(x.shape) for x in xs], land)
+            return outs
+
+        return self._queue.start(call, steps())
+
+    def _outgoing(self, call: Call, sends: Sequence[tuple[int, Tensor]]) -> list[Message]:
+        """What is sent: a copy of what doesn't lie in one stretch. Nothing, if the call has a flaw."""
+        messages = [] if call.flaw else [Message(to, flat(x)) for to, x in sends]
+        for message in messages:
+            self.traffic.within += message.nbytes * (self.size - 1 if message.to == ALL else 1)
+        return messages
+
+    def barrier(self, *, name: str | None = None) -> Work[None]:
+        """See `Group.barrier`."""
+        call = Call("barrier", name)
+
+        def steps() -> Steps:
+            yield from self.board.meet(call)
+
+        return self._queue.start(call, steps())
+
+    # ---- the control channel, groups within, memory
+
+    def agree(self, payload: bytes) -> list[bytes]:
+        """See `Group.agree`."""
+        return self._agree(payload, Call("agree"))
+
+    def _agree(self, payload: bytes, call: Call) -> list[bytes]:
+        if self.board.watch.broken is not None:
+            raise self.board.watch.broken
+        return self.board.agree(payload, call)
+
+    def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
+        """See `Group.gather_objects`."""
+        text, call = objects(obj, name)
+        return [json.loads(answer) for answer in self._agree(text.encode(), call)]
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """See `Group.sub`."""
+        call = choosing(ranks, self.size)
+        self._agree(b"", call)
+        board = self.board.sub(list(ranks), call)
+        if board is None:
+            return None
+        everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
+        registered = self._registered if everyone else None
+        return SharedGroup(board, view=self.view, relatives=self._queue.relatives, registered=registered)
+
+    def global_rank(self, rank: int) -> int:
+        """See `Group.global_rank`."""
+        return self.board.names[rank]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
+        call = Call("empty", None, tuple(shape), dtype)
+        self._agree(b"", call)
+        length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
+        segment = self.board.allocate(length * self.size, call)
+        regions = [segment.tensor(r * length, (length,), torch.uint8) for r in range(self.size)]
+        self._registered.add(regions[self.rank].data_ptr(), regions)
+        return segment.tensor(self.rank * length, tuple(shape), dtype)
+
+    def stand_in(self, x: Tensor) -> None:
+        """`x` is all-reduced on this rank in the place of registered memory of the same length, in which others may still have theirs."""
+        self._registered.lay_aside(x)
+
+    def release(self, x: Tensor) -> None:
+        """Forget the registered memory that `x` lies in, or that it stands in for any; it goes when its last tensor does."""
+        self._registered.forget(x)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self.board.watch.close(ViewChanged("this group has been closed"))
+        self._void()
+
+    def abort(self) -> None:
+        """See `Group.abort`; others find out when they wait."""
+        self.end(ViewChanged(f"this group has been aborted by rank {self.board.names[self.rank]}"))
+
+    def end(self, error: PacelineError) -> PacelineError:
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        ended = self.board.watch.end(error)
+        self._void()
+        return ended
+
+    def _void(self) -> None:
+        self._queue.void()
+        if not self._borrowed:
+            self._registered.clear()
+
+
+Relatives = list[weakref.ref[Queue]]
+
+
+def _here(call: Call, *xs: Tensor) -> Call:
+    """`call`, with the flaw of tensors that don't lie in this host's memory."""
+    away = [x for x in xs if x.device.type != "cpu"]
+    if not away or call.flaw:
+        return call
+    flaw = f"shared memory moves CPU tensors, got one{on_device(away[0])}; use a group with backend 'nccl', or x.cpu()"
+    return call._replace(flaw=flaw)

@@ -1,0 +1,149 @@
+"""Operations under way: generators that are pushed forward by whoever waits for anything.
+
+An operation yields when it has posted and the others have to come. Nobody sits in it. The operations of a group end in the order in
+which they began; a wait in one group pushes those of its relatives (subgroups, and what it is a subgroup of) too, as others may need them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+from paceline.comm.fingerprint import Call
+from paceline.comm.shm.segment import Board, Steps
+from paceline.comm.shm.waiting import Awaited
+from paceline.errors import Mismatch, UsageError
+
+CHANNEL = "operations"
+
+
+class Pending:
+    """An operation under way (a `Work`)."""
+
+    def __init__(self, queue: Queue, steps: Steps, call: Call, number: int) -> None:
+        self.queue, self.steps, self.call, self.number = queue, steps, call, number
+        self.target = 0  # the post up to which all have to come before its next stretch
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See `Work.wait`."""
+        if not self.ended:
+            self.queue.finish(self, timeout)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        if not self.ended:
+            self.queue.push()
+        return self.ended
+
+    def exception(self) -> BaseException | None:
+        """See `Work.exception`."""
+        return self.error if self.done() else None
+
+
+class Queue:
+    """The pending operations of one group; `relatives` is shared by those that are pushed together."""
+
+    def __init__(self, board: Board, relatives: list[weakref.ref[Queue]]) -> None:
+        self.board, self.relatives = board, relatives
+        self._pending: deque[Pending] = deque()
+        self._lock = threading.Lock()
+        relatives[:] = [ref for ref in relatives if ref() is not None] + [weakref.ref(self)]
+        board.watch.busy = partial(_push_all, relatives)
+
+    def start(self, call: Call, steps: Steps) -> Pending:
+        """Put an operation at the end, and go as far as it goes."""
+        watch = self.board.watch
+        if watch.broken is not None:
+            steps.close()
+            raise watch.broken
+        with self._lock:
+            number = watch.made.get(CHANNEL, 0)
+            watch.made[CHANNEL] = number + 1
+            pending = Pending(self, steps, call, number)
+            self._pending.append(pending)
+        self.push()
+        return pending
+
+    def push(self) -> None:
+        """Advance the oldest operations as far as they go; never blocks."""
+        if not self._pending or not self._lock.acquire(blocking=False):
+            return
+        watch = self.board.watch
+        try:
+            while self._pending and watch.broken is None and self._advance(self._pending[0]):
+                self._pending.popleft()
+            if watch.broken is not None:
+                self._void(watch.broken)
+        finally:
+            self._lock.release()
+
+    def _advance(self, pending: Pending) -> bool:
+        """Go on with an operation until it has to wait (False) or has ended."""
+        board = self.board
+        try:
+            while board.reached(pending.target):
+                pending.target = next(pending.steps)
+            return False
+        except StopIteration as stop:
+            pending.result = stop.value
+        except (Mismatch, UsageError) as error:  # found by all ranks at the same place: the group goes on
+            pending.error = error
+        except (RuntimeError, ValueError, TypeError) as error:  # of torch, on this rank alone: the others can't go on
+            pending.error = error
+            board.watch.end(error)
+        except BaseException as error:  # an interrupt, no memory: raised where it came, and the end of this operation
+            pending.error, pending.ended = error, True
+            board.watch.end(error)
+            raise
+        pending.ended = True
+        return True
+
+    def finish(self, pending: Pending, timeout: float | None = None) -> None:
+        """Wait for the end of an operation; raises what ends the wait, not what ended the operation."""
+
+        def ended() -> bool:
+            if not pending.ended:
+                self.push()
+            return pending.ended
+
+        if ended():
+            return
+        watch = self.board.watch
+        try:
+            watch.wait(Awaited(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
+        finally:
+            if watch.broken is not None:
+                self.void()
+
+    def void(self) -> None:
+        """The group is broken: end all operations with the reason."""
+        with self._lock:
+            if self.board.watch.broken is not None:
+                self._void(self.board.watch.broken)
+
+    def _void(self, error: BaseException) -> None:
+        for pending in self._pending:
+            if not pending.ended:
+                pending.steps.close()
+                pending.error, pending.ended = error, True
+        self._pending.clear()
+
+    def _missing(self) -> list[int]:
+        head = next(iter(self._pending), None)
+        return [] if head is None else self.board.behind(head.target)
+
+
+def _push_all(relatives: list[weakref.ref[Queue]]) -> None:
+    for ref in tuple(relatives):
+        queue = ref()
+        if queue is not None:
+            queue.push()

@@ -1,0 +1,295 @@
+"""The control segment of a group inside one host: counters, fingerprints, mailboxes and stages, each written by one rank only.
+
+    rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
+
+Two lanes run over it, each with a counter of its own: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
+On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline import callsite
+from paceline.comm.cancellation import Breaker
+from paceline.comm.fingerprint import OWN, Call, compare, digest
+from paceline.comm.shm.memory import Segment, share
+from paceline.comm.shm.waiting import Awaited, Watch
+
+SLOTS = 4  # stages of a rank, used in turn
+STAGE = 2 << 20  # bytes of each
+SMALL = 32 << 10  # bytes of each half of a rank's small stage: what every rank sums all by itself
+META = 16 << 10
+MAIL = 16 << 10
+TEXT = 4096  # bytes, also of a note
+CELLS = 512
+METAS = CELLS + 2 * TEXT
+MAILS = METAS + 2 * META
+SMALLS = MAILS + 2 * MAIL
+STAGES = SMALLS + 2 * SMALL
+SPAN = STAGES + SLOTS * STAGE  # bytes of a rank
+OPS, AGREES, LEFT, PID, MARKS, NOTE = 0, 8, 16, 24, 32, 40  # int64 cells, a cache line each
+PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few waits, small enough for the cache of a core
+Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
+
+
+class Slate:
+    """The notes of one rank, and its sight of the others' (`watch.Notes`)."""
+
+    def __init__(self, cells: memoryview, rank: int) -> None:
+        self._cells, self._bytes, self._rank = cells, cells.cast("B"), rank
+
+    def leave(self) -> None:
+        """See `Notes.leave`."""
+        self._cells[self._rank * SPAN // 8 + LEFT] = 1
+
+    def left(self, rank: int) -> bool:
+        """See `Notes.left`."""
+        return bool(self._cells[rank * SPAN // 8 + LEFT])
+
+    def tell(self, text: bytes) -> None:
+        """See `Notes.tell`. What is too long stays untold: then only the deadline ends this wait."""
+        text = text if len(text) <= TEXT - 8 else b""
+        at, turn = self._rank * SPAN + CELLS + TEXT, self._rank * SPAN // 8 + NOTE
+        self._cells[turn] += 1  # odd: being written
+        self._cells[at // 8] = len(text)
+        self._bytes[at + 8 : at + 8 + len(text)] = text
+        self._cells[turn] += 1
+
+    def told(self, rank: int) -> bytes:
+        """See `Notes.told`."""
+        at, turn = rank * SPAN + CELLS + TEXT, rank * SPAN // 8 + NOTE
+        for _ in range(100):
+            before = self._cells[turn]
+            text = bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])
+            if before & 1 == 0 and self._cells[turn] == before:
+                return text
+            os.sched_yield()
+        return b""  # its writer has died or was stopped in the middle of it
+
+
+class Board:
+    """One rank's sight of the control segment. `names`: what the ranks are called in messages and errors."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        names: Sequence[int],
+        *,
+        deadline: float,
+        folder: str | None = None,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
+        size = self.size
+        self.posted = 0  # my counter of the lane of operations
+        self.turn = 0  # stages used so far: the next one is turn % SLOTS
+        self._segment = segment
+        self._bytes = segment.cells()
+        self._cells = self._bytes.cast("q")
+        self._mine = (rank * SPAN) // 8
+        self._others = [r for r in range(size) if r != rank]
+        self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
+        self._met = self._agreed = 0
+        self._numbers: dict[Call, int] = {}
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self.watch = Watch(rank, names, Slate(self._cells, rank), deadline=deadline)
+        self._breaker = Breaker() if breaker is None else breaker
+        self._breaker.add(self.watch.interrupt)
+        self._cells[self._mine + PID] = os.getpid()
+        self.agree(b"")  # now all pids are there
+        self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
+        self.block = min(STAGE, PIECE * size) // (64 * size) * (64 * size)  # bytes of a block, each rank's part whole cache lines
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        *,
+        deadline: float,
+        folder: str | None = None,
+        breaker: Breaker | None = None,
+    ) -> Board:
+        """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
+        turn = 0
+
+        def meet(word: str) -> list[str]:
+            nonlocal turn
+            turn += 1
+            store.put(f"shared/{turn}/{rank}", word)
+            return [store.take(f"shared/{turn}/{r}", deadline) for r in range(len(names))]
+
+        segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder)
+        assert segment is not None
+        return cls(segment, rank, names, deadline=deadline, folder=folder, breaker=breaker)
+
+    # ---- the lane of operations
+
+    def post(self) -> None:
+        """Raise my counter: all that I wrote before is there for the others."""
+        self.posted += 1
+        self._cells[self._mine + OPS] = self.posted
+
+    def reached(self, value: int) -> bool:
+        """Whether all the others have come up to `value`."""
+        cells = self._cells
+        for at in self._ops:  # noqa: SIM110 (a generator costs three times as much here)
+            if cells[at] < value:
+                return False
+        return True
+
+    def behind(self, value: int) -> list[int]:
+        """The ranks that have not come up to `value`."""
+        return [r for r, at in zip(self._others, self._ops, strict=True) if self._cells[at] < value]
+
+    @property
+    def parity(self) -> int:
+        """The half (of marks, metas, small stages) that the next `meet` uses."""
+        return self._met & 1
+
+    def meet(self, call: Call, meta: Any = None) -> Generator[int, None, list[Any]]:
+        """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`.
+
+        Gives the places instead where calls differ in nothing but them: some lie in the same registered memory, the others have their own.
+        """
+        packed = b"" if meta is None else msgpack.packb(meta)
+        if len(packed) > META - 8:
+            call, packed = call._replace(flaw=f"{len(packed)} bytes describe it and {META - 8} fit; exchange fewer tensors at a time"), b""
+        parity, mark = self.parity, self._number(call)
+        self._met += 1
+        self._write(self._mine * 8 + METAS + parity * META, packed)
+        self._cells[self._mine + MARKS + parity] = mark
+        self.post()
+        yield self.posted
+        if call.flaw or any(self._cells[at + parity] != mark for at in self._marks):
+            self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]))
+            self.post()
+            yield self.posted
+            told = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
+            places = [place for _, _, place, _ in told]
+            meets = all(places) and len({*places, OWN}) <= 2
+            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in told]
+            compare(calls, self.names, [line for *_, line in told])
+            return places
+        if meta is None:
+            return []
+        return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]
+
+    def stage_at(self, rank: int, turn: int) -> int:
+        """The address of a rank's stage of this turn."""
+        return self._segment.start + rank * SPAN + STAGES + turn % SLOTS * STAGE
+
+    def stage(self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements from byte `offset` on of a rank's stage of this turn."""
+        return self._view(rank * SPAN + STAGES + turn % SLOTS * STAGE + offset, count, dtype)
+
+    def small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements of a half of a rank's small stage."""
+        return self._view(rank * SPAN + SMALLS + parity * SMALL, count, dtype)
+
+    def _view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
+        key = (at, count, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > 4096:
+                self._views.clear()
+            view = self._views[key] = self._segment.tensor(at, (count,), dtype)
+        return view
+
+    def _number(self, call: Call) -> int:
+        number = self._numbers.get(call)
+        if number is None:
+            if len(self._numbers) > 4096:
+                self._numbers.clear()
+            number = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
+        return number
+
+    # ---- the lane of agreements
+
+    def agree(self, payload: bytes, call: Call = Call("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
+        """Every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
+        number = self.watch.made.get("agree", 0)
+        self.watch.made["agree"] = number + 1
+        mark = self._number(call)
+        try:
+            answers, marks = self._swap(payload, mark, call, number)
+            if call.flaw or any(other != mark for other in marks):
+                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, number)
+        except BaseException as error:
+            self.watch.end(error)  # whatever ended this wait: this lane is out of step now
+            raise
+        if call.flaw or any(other != mark for other in marks):
+            sides = [msgpack.unpackb(text) for text in texts]
+            compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
+        return answers
+
+    def _swap(self, payload: bytes, mark: int, call: Call, number: int) -> tuple[list[bytes], list[int]]:
+        answers, marks = [b""] * self.size, [0] * self.size
+        longest, at, room = len(payload), 0, MAIL - 16
+        while True:
+            self._agreed += 1
+            target = self._agreed
+            base = MAILS + (target & 1) * MAIL
+            self._cells[(self._mine * 8 + base) // 8] = mark
+            self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
+            self._cells[self._mine + AGREES] = target
+            self.watch.wait(self._meeting(target, call, number))
+            for r in range(self.size):
+                start = r * SPAN + base
+                marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
+                longest = max(longest, total)
+                answers[r] += bytes(self._bytes[start + 16 : start + 16 + max(0, min(total - at, room))])
+            at += room
+            if at >= longest:
+                return answers, marks
+
+    def _meeting(self, target: int, call: Call, number: int) -> Awaited:
+        cells, agrees = self._cells, self._agrees
+
+        def met() -> bool:
+            for at in agrees:  # noqa: SIM110
+                if cells[at] < target:
+                    return False
+            return True
+
+        def missing() -> list[int]:
+            return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
+
+        return Awaited(met, missing, "agree", number, call)
+
+    # ---- more memory, smaller boards
+
+    def allocate(self, nbytes: int, call: Call) -> Segment:
+        """A new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
+        segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
+        assert segment is not None
+        return segment
+
+    def sub(self, ranks: Sequence[int], call: Call) -> Board | None:
+        """The board of some ranks, all different; all ranks call it with the same list. None on the others."""
+        segment = share(len(ranks) * SPAN, self.rank, ranks[0], self._words(call), inside=self.rank in ranks, folder=self.folder)
+        if segment is None:
+            return None
+        names = [self.names[r] for r in ranks]
+        rank = list(ranks).index(self.rank)
+        return Board(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, breaker=self._breaker)
+
+    def _words(self, call: Call) -> Callable[[str], list[str]]:
+        return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]
+
+    def _write(self, at: int, data: bytes, total: int | None = None) -> None:
+        self._cells[at // 8] = len(data) if total is None else total
+        self._bytes[at + 8 : at + 8 + len(data)] = data
+
+    def _read(self, at: int) -> bytes:
+        return bytes(self._bytes[at + 8 : at + 8 + self._cells[at // 8]])

@@ -1,0 +1,213 @@
+"""Map-style data where workers are not in lockstep: each takes its next samples when it is ready for them.
+
+    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        whoever asks first gets the next piece
+
+All indices of an epoch are drawn before it begins, as long as they are not too many; then the workers meet for the next part of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paceline.comm.group import pieces
+from paceline.comm.sample_queue import Desk
+from paceline.data import rng
+from paceline.data.indexed import Feed, Indexed
+from paceline.data.reader_failure import read
+from paceline.data.sampler import is_list
+from paceline.data.spec import Part, Step, Terms
+from paceline.errors import DataError, UsageError
+
+PART = 1 << 20  # indices, about, that are drawn at a time
+
+
+class Taken(NamedTuple):
+    """What a step consists of: my samples, in so many micro-batches, of a global batch of `whole`."""
+
+    samples: int
+    micros: int
+    whole: int
+
+
+class Takes(Feed):
+    """The index lists of one worker: it takes a piece each time its DataLoader asks for one."""
+
+    def __init__(self, terms: Terms, desk: Desk) -> None:
+        super().__init__(terms)
+        self.steps: deque[Taken] = deque()
+        self.latest = -1  # the last global batch of which a piece was taken here
+        self._desk = desk
+
+    def __next__(self) -> Any:
+        if not self.terms.training:
+            return super().__next__()
+        if not self._waiting and not self.take():
+            raise StopIteration
+        index, part = self._waiting.popleft()
+        self.dealt.append((self.round, part))
+        return index
+
+    def take(self) -> bool:
+        """Take the next piece; False if there is none."""
+        assert self.indices is not None
+        found = self._desk.take(self.most)
+        if found is None:
+            return False
+        batch, start, stop = found
+        whole = self.indices.batch(batch)
+        assert whole is not None, f"batch {batch} is not here"
+        mine = whole[start:stop]
+        micros = pieces(len(mine), self.terms.turns(len(mine)))
+        self._waiting.extend((mine[first:last], Part(last - first, last - first, None)) for first, last in micros)
+        self.steps.append(Taken(len(mine), len(micros), len(whole)))
+        self.latest = max(self.latest, batch)
+        return True
+
+    @property
+    def size(self) -> int:
+        """The samples of a global batch; of the first one here, where they are of many sizes."""
+        assert self.indices is not None
+        return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
+
+    @property
+    def most(self) -> int:
+        """How many samples I take at a time: my share of a global batch."""
+        return self.terms.shares(self.size)[self.terms.rank]
+
+
+class Demand(Indexed):
+    """The pipeline of a map-style data set whose samples are taken from a desk; in evaluation it deals as `Indexed` does."""
+
+    def __init__(self, terms: Terms, desk: Desk) -> None:
+        super().__init__(terms)
+        self._desk = desk
+        self._feed: Takes = Takes(terms, desk)
+        self._epoch = 0
+        self._taking = False
+
+    @property
+    def apart(self) -> bool:
+        return self.terms.training and self._taking
+
+    @property
+    def paused(self) -> bool:
+        return self.apart and self._desk.paused
+
+    def place(self, index: int) -> int:
+        return self._found.first if self.apart else index
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+        self._epoch = epoch
+        self.at_once = PART if self.terms.training else None
+        return super().begin(epoch, state)
+
+    def primed(self, start: int) -> None:
+        if not self.terms.training:
+            return
+        indices, terms = self._found, self.terms
+        if not is_list(indices.batch(start)) or (terms.loader.batch_sampler is None and terms.loader.batch_size is None):
+            raise DataError(
+                "workers that are not in lockstep take pieces of batches, and each item of this data set is a whole batch "
+                "(batch_size=None): give the loader a batch size, or leave out staleness and backup_workers"
+            )
+        shares = terms.shares(self._feed.size)
+        if 0 in shares:
+            raise UsageError(
+                f"the shares of a batch of {self._feed.size} are {shares}, and a worker that takes 0 samples never trains: give all some"
+            )
+        self._feed.steps.clear()
+        self._feed.latest = start - 1
+        self._taking = True
+        self._desk.begin(self._epoch, start, indices.sizes())
+
+    def step(self, index: int) -> Step | None:
+        if not self.terms.training:
+            return super().step(index)
+        first = self._first()
+        self._asked = self._feed.latest
+        if first is None:
+            return None
+        taken = self._feed.steps.popleft()
+        weights = [float(last - start) for start, last in pieces(taken.samples, taken.micros)]
+        return Step(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
+
+    def _first(self) -> Part | None:
+        """What was read for the first part of the next piece; None where the epoch is over."""
+        while True:
+            found = self._next()
+            if found is not None:
+                return found
+            if not self._feed.take() and (self._desk.paused or not self._further()):
+                return None
+            self._open(rng.twin(self.terms.loader.generator))
+
+    def _next(self) -> Part | None:
+        assert self._batches is not None
+        data = read(self._batches, self)
+        if data is self:
+            return None
+        _, part = self._feed.dealt.popleft()
+        return part._replace(batch=data)
+
+    def _rest(self, first: Part, count: int) -> Iterator[Part]:
+        yield first
+        for _ in range(count - 1):
+            found = self._next()
+            if found is None:
+                raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
+            yield found
+
+    def _further(self) -> bool:
+        """All have taken what there was: meet for the next part of the epoch. False at its end."""
+        indices = self._found
+        start = indices.high
+        with self._desk.together():
+            indices.refill(start)
+            if indices.batch(start) is None:
+                return False
+            self._desk.begin(self._epoch, start, indices.sizes())
+        return True
+
+    def peek(self) -> Any:
+        return None if self.terms.training else super().peek()
+
+    def regroup(self, index: int) -> None:
+        """What is left of the part is dealt to the workers that there are now."""
+        if not self.terms.training:
+            super().regroup(index)
+            return
+        indices, start = self._found, self._found.first
+        self._depth()
+        indices.regroup(self.terms.agreement, start)
+        indices.refill(start)
+        indices.batch(start)  # drawn now, where I am alone
+        self._feed.go(indices, start)
+        self.primed(start)
+        self._open(rng.twin(self.terms.loader.generator))
+
+    def redeal(self, index: int) -> None:
+        if self.terms.training:
+            raise UsageError("batches can't be dealt anew where workers are not in lockstep: call reshare between epochs")
+        super().redeal(index)
+
+    def state(self, index: int) -> dict[str, Any]:
+        if self.apart and not self._desk.paused:
+            raise UsageError("where workers are not in lockstep they have no common place in an epoch: save between epochs")
+        return super().state(self.place(index))
+
+    def end(self) -> None:
+        super().end()
+        if self._taking:
+            self._taking = False
+            self._desk.leave()
+
+
+def check_terms(terms: Terms) -> None:
+    """Raise `UsageError` for terms that need all workers in every step."""
+    if terms.weigh is not None:
+        raise UsageError(
+            "weigh= has all workers add up the weights of each batch, and with staleness or backup_workers they are not in lockstep: "
+            "leave it out (samples are the weights), or leave those out"
+        )

@@ -1,0 +1,138 @@
+"""Where samplers take their randomness from: found, kept, put back, so that the same order can be drawn again."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from paceline.data.serialization import pack
+from paceline.errors import DataError
+
+State = dict[str, Any]
+DEPTH = 4
+
+
+def shared_state() -> State:
+    """The state of the generators that the whole process shares: torch's, Python's and numpy's."""
+    return {"torch": torch.get_rng_state(), "python": _python(random.getstate()), "numpy": _listed(np.random.get_state(legacy=False))}
+
+
+def put_shared(state: State) -> None:
+    """Set the generators that the whole process shares to what `shared_state` gave, or a part of it."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].clone())
+    if "python" in state:
+        random.setstate(_python_tuple(state["python"]))
+    if "numpy" in state:
+        np.random.set_state(_arrays(state["numpy"]))
+
+
+def own_state(loader: DataLoader[Any]) -> State:
+    """The state of every generator that `loader` and its samplers hold, and of samplers that have a `state_dict`."""
+    state: State = {}
+    for path, source in _sources(loader):
+        if isinstance(source, torch.Generator):
+            state[path] = source.get_state()
+        elif isinstance(source, random.Random):
+            state[path] = _python(source.getstate())
+        elif isinstance(source, np.random.Generator):
+            state[path] = _listed(source.bit_generator.state)
+        elif isinstance(source, np.random.RandomState):
+            state[path] = _listed(source.get_state(legacy=False))
+        else:
+            state[path] = source.state_dict()
+    return state
+
+
+def put_own(loader: DataLoader[Any], state: State) -> None:
+    """Set what `own_state` gave; raises `DataError` where this loader's samplers don't hold the same generators."""
+    sources = dict(_sources(loader))
+    if sources.keys() != state.keys():
+        raise DataError(
+            f"the state of a loader was saved with the generators {sorted(state)}, and this one has {sorted(sources)}: "
+            "build the loader with the same sampler, shuffle and generator"
+        )
+    for path, source in sources.items():
+        if isinstance(source, torch.Generator):
+            source.set_state(state[path].clone())
+        elif isinstance(source, random.Random):
+            source.setstate(_python_tuple(state[path]))
+        elif isinstance(source, np.random.Generator):
+            source.bit_generator.state = _arrays(state[path])
+        elif isinstance(source, np.random.RandomState):
+            source.set_state(_arrays(state[path]))
+        else:
+            source.load_state_dict(state[path])
+
+
+def twin(generator: torch.Generator | None) -> torch.Generator:
+    """A generator that will give what `generator` (None: torch's own) would give now."""
+    other = torch.Generator()
+    other.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+    return other
+
+
+def draw_seed(generator: torch.Generator | None) -> None:
+    """Move `generator` on as a DataLoader does that begins, by the base seed of its workers."""
+    torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+
+def mark(state: Any) -> int:
+    """A number that tells one state from another."""
+    return zlib.crc32(pack(state, what="the state of a sampler"))
+
+
+def _sources(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name in ("generator", "sampler", "batch_sampler"):
+        yield from _walk(name, getattr(loader, name), seen, DEPTH)
+
+
+def _walk(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if value is None or id(value) in seen or depth == 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+        yield path, value
+    elif _draws(path, value):
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            yield path, value
+        for name, part in getattr(value, "__dict__", {}).items():
+            yield from _walk(f"{path}.{name}", part, seen, depth - 1)
+
+
+def _draws(path: str, value: Any) -> bool:
+    return isinstance(value, Sampler) or path.rpartition(".")[2].endswith("sampler")
+
+
+def _python(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    return [version, list(words), gauss]
+
+
+def _python_tuple(state: list[Any]) -> tuple[Any, ...]:
+    version, words, gauss = state
+    return version, tuple(words), gauss
+
+
+def _listed(value: Any) -> Any:
+    """A state of numpy's with its arrays as lists, so that it can be written as text."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "values": value.tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    return {key: _listed(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def _arrays(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "values"}:
+        return np.array(value["values"], dtype=value["dtype"])
+    return {key: _arrays(part) for key, part in value.items()}

@@ -1,0 +1,197 @@
+"""The terms on which a loader is dealt, and what comes out of it step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import Group, pieces
+from paceline.data.batches import cut, rows
+from paceline.data.shares import Shares, spans
+
+Loss = Literal["mean", "sum"]
+Readers = Literal["worker", "host"]
+Sharding = Literal["mine", "none"]
+Weigh = Callable[[Any], float]
+
+
+@dataclass
+class Terms:
+    """How one DataLoader is dealt to the workers; the same on all of them."""
+
+    loader: DataLoader[Any]
+    agreement: Agreement
+    shares: Shares
+    loss: Loss = "mean"
+    weigh: Weigh | None = None
+    accumulate: int = 1
+    train: bool | None = None  # as the caller said; None: told by torch.is_grad_enabled() at iter()
+    readers: Readers = "worker"
+    shard: Sharding | None = None
+    local: Group | None = None  # the workers of this host
+    say: Callable[[str], None] = lambda text: None
+    move: Callable[[Any], Any] | None = None  # brings a batch to the device of its worker
+    training: bool = True  # as it is in the present epoch
+    idle: bool = False  # nothing has been trained in this epoch so far: it may be an evaluation
+    idled: bool = False  # nothing was trained in the epoch before
+    pad: bool = False  # an empty share is a ghost in evaluation, too
+    asked: Shares | Sequence[float] | None = None  # shares as the caller said, for the workers that there were
+    _said: set[str] = field(default_factory=set)
+
+    @property
+    def rank(self) -> int:
+        """Whose shares are mine."""
+        return self.agreement.group.rank
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one worker only."""
+        return self.agreement.group.size == 1
+
+    @property
+    def ghosts(self) -> bool:
+        """Whether who has an empty share gets the first sample as a ghost, and not no rows."""
+        return (self.training and not self.idle) or self.pad
+
+    def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
+        count = self.turns(batch)
+        if count == 1:
+            return [(0, self.shares(batch))]
+        return [(start, self.shares(stop - start)) for start, stop in pieces(batch, count)]
+
+    def turns(self, batch: int) -> int:
+        """How many micro-batches a global batch is cut into: none of them is empty."""
+        return max(1, min(self.accumulate, batch)) if self.training else 1
+
+    def source(self, batch: int, micro: int) -> int | None:
+        """The first worker that has samples of a micro-batch, where another has none; None where all have some."""
+        return None if self.alone else source(self.micros(batch)[micro][1])
+
+    def reshared(self) -> Shares | Sequence[float] | None:
+        """What was asked for, for the workers that there are now: ratios go with their workers, and who has come gets the mean."""
+        size, asked = self.agreement.group.size, self.asked
+        if asked is None or callable(asked):
+            if asked is not None and len(asked(self.loader.batch_size or size)) != size:
+                self.announce(f"shares are given by a function that doesn't know of {size} workers: they are equal from now on")
+                return None
+            return asked
+        mean = sum(asked) / len(asked)
+        return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
+
+    def announce(self, text: str) -> None:
+        """Say it, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(f"paceline: {text}")
+
+
+def source(shares: Sequence[int]) -> int | None:
+    """The first worker that has samples, where another has none."""
+    return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
+
+
+class Part(NamedTuple):
+    """My part of one micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+
+    whole: int
+    share: int
+    batch: Any
+
+
+@dataclass(slots=True)
+class Step:
+    """A global batch: how many samples, in how many micro-batches, and my part of each, made when asked for."""
+
+    global_batch: int
+    micros: int
+    parts: Iterator[Part]
+    weights: list[float] | None = None  # of my parts, where they are not their samples
+    total: float = 0.0  # of all workers
+    sources: Sequence[int | None] | None = None  # of each micro-batch, as `Terms.source` says, where it would say something else
+
+
+def drained(parts: list[Part]) -> Iterator[Part]:
+    """These parts, each let go of as it is given."""
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+class Pipeline(Protocol):
+    """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
+
+    `apart`, `paused` and `place` are here as they are in lockstep.
+    """
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers may be at different places of the epoch, where nothing can be called together."""
+        return False
+
+    @property
+    def paused(self) -> bool:
+        """Whether they have come together in the middle of it, and `regroup` is to go on."""
+        return False
+
+    def place(self, index: int) -> int:
+        """What step `index` is called where workers compare where they are."""
+        return index
+
+    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+        """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
+        ...
+
+    def step(self, index: int) -> Step | None:
+        """*The global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
+        ...
+
+    def peek(self) -> Any:
+        """What comes next of this epoch for me, read already; None where there is no more, or it can't be known yet."""
+        ...
+
+    def redeal(self, index: int) -> None:
+        """Throw away what was read ahead; `index`, the last step or the one after it, is dealt next, by the present shares."""
+        ...
+
+    def regroup(self, index: int) -> None:
+        """*As `redeal`, in the group that the terms have now."""
+        ...
+
+    def state(self, index: int) -> dict[str, Any]:
+        """Where the data stands before step `index`, which is the last one asked for or the one after it."""
+        ...
+
+    def next_epoch(self) -> dict[str, Any]:
+        """Where the data stands before the next epoch."""
+        ...
+
+    def end(self) -> None:
+        """Let go of what the epoch held."""
+        ...
+
+
+def whole_rows(terms: Terms, item: Any) -> Step:
+    """A batch that was read whole, dealt along dim 0 of its tensors."""
+    count = rows(item, missing=1 if terms.alone and terms.accumulate == 1 else None)
+    micros = terms.micros(count)
+
+    def parts() -> Iterator[Part]:
+        for micro in micros:
+            yield rows_part(terms, item, count, micro, terms.rank)
+
+    return Step(count, len(micros), parts())
+
+
+def rows_part(terms: Terms, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> Part:
+    """The part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
+    first, shares = micro
+    start, stop = spans(shares)[rank]
+    if start == stop:
+        return Part(sum(shares), 0, cut(item, 0, 1 if terms.ghosts else 0, count))
+    mine = item if stop - start == count else cut(item, first + start, first + stop, count)
+    return Part(sum(shares), stop - start, mine)

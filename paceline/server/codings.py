@@ -1,0 +1,133 @@
+"""In which coding a unit travels to a server and back, and from which turn on: plain data that workers make of a codec, and servers read.
+
+error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half, with feedback
+                                                          turn 100 ...     topk(0.01), with feedback
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Size
+
+from paceline.codec.auto import auto
+from paceline.codec.codec import Codec, after, error_feedback, gathered, plain, scattered, where
+from paceline.codec.coding import Coding, compose, exact
+from paceline.codec.dense import bfloat16, half, int4, int8, sign
+from paceline.codec.powersgd import powersgd
+from paceline.codec.sparse import randomk, topk
+from paceline.errors import UsageError
+
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (exact, compose, half, bfloat16, int8, int4, sign, topk, randomk)}
+
+
+class Phase(NamedTuple):
+    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what it loses."""
+
+    begins: int
+    coding: Coding | None
+    feedback: bool = False
+
+
+Phases = tuple[Phase, ...]  # by their beginnings; none where it is exact all the time
+
+
+def check(codec: Any) -> None:
+    """Raise `UsageError` for what can't be on the way to a server, wherever in a codec it stands."""
+    for leaf in _leaves(codec):
+        _plainly(leaf)
+
+
+def _leaves(codec: Any) -> Iterator[Any]:
+    if isinstance(codec, where):
+        yield from _leaves(codec.then)
+        yield from _leaves(codec.otherwise)
+    elif isinstance(codec, after):
+        yield from _leaves(codec.codec)
+        yield from _leaves(codec.before)
+    elif isinstance(codec, error_feedback):
+        yield from _leaves(codec.codec)
+    else:
+        yield codec
+
+
+def _plainly(leaf: Any) -> Coding | None:
+    """The coding that is meant; None for exact."""
+    if leaf is None or isinstance(leaf, exact | plain):
+        return None
+    if isinstance(leaf, auto) or leaf == "auto":
+        raise UsageError('codec="auto" measures steps of AllReduce; give ParameterServer a codec, such as int8()')
+    if isinstance(leaf, powersgd):
+        raise UsageError(
+            f"{leaf!r} sums thin matrices among workers, and servers take each worker's gradient by itself: give ParameterServer "
+            "error_feedback(topk(0.01)), or int8()"
+        )
+    if isinstance(leaf, gathered | scattered):
+        raise UsageError(f"{leaf!r} says how workers sum among themselves, and with ParameterServer servers do: say {leaf.coding!r}")
+    if not hasattr(leaf, "layout"):
+        raise UsageError(f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}")
+    write(leaf)
+    found: Coding = leaf
+    return found
+
+
+def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
+    """Those of a parameter with this name and shape. Raises `UsageError` as `check` does."""
+    found = _phases(codec, name, shape)
+    return found if any(phase.coding is not None for phase in found) else ()
+
+
+def _phases(codec: Any, name: str, shape: Size) -> Phases:
+    if isinstance(codec, where):
+        return _phases(codec.then if codec.predicate.holds(name, shape) else codec.otherwise, name, shape)
+    if isinstance(codec, error_feedback):
+        return tuple(phase._replace(feedback=phase.coding is not None) for phase in _phases(codec.codec, name, shape))
+    if isinstance(codec, after):
+        early = [phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps]
+        late = [phase._replace(begins=max(phase.begins, codec.steps)) for phase in _phases(codec.codec, name, shape)]
+        return (*early, *(phase for phase, following in zip(late, [*late[1:], None], strict=True) if _lasts(phase, following)))
+    return (Phase(0, _plainly(codec)),)
+
+
+def _lasts(phase: Phase, following: Phase | None) -> bool:
+    return following is None or phase.begins < following.begins
+
+
+def at(found: Phases, turn: int) -> Phase:
+    """The phase of this turn."""
+    return next((phase for phase in reversed(found) if phase.begins <= turn), Phase(0, None))
+
+
+# ---- on the wire: a server has only the codings that are ours, and makes them by name
+
+
+def write(coding: Coding) -> list[Any]:
+    """A coding in plain data. Raises `UsageError` for one that a server doesn't know."""
+    kind = type(coding)
+    if KINDS.get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
+        raise UsageError(
+            f"{coding!r} is no coding of paceline, and a server decodes without your script: possible are {', '.join(sorted(KINDS))}; "
+            "for another one use AllReduce"
+        )
+    values = {field.name: getattr(coding, field.name) for field in dataclasses.fields(coding)}
+    return [kind.__name__, {name: write(value) if hasattr(value, "layout") else value for name, value in values.items()}]
+
+
+def read(found: Any) -> Coding:
+    """The coding that was written. Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`."""
+    name, values = found
+    coding: Coding = KINDS[name](**{key: read(value) if isinstance(value, list) else value for key, value in values.items()})
+    coding.layout(1)
+    return coding
+
+
+def put(found: Phases) -> list[Any]:
+    """Phases in plain data; what workers keep is not told."""
+    return [[phase.begins, None if phase.coding is None else write(phase.coding)] for phase in found]
+
+
+def take(found: Any) -> Phases:
+    """Those that were put so; raises as `read` does."""
+    return tuple(Phase(int(begins), None if coding is None else read(coding)) for begins, coding in found)

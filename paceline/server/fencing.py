@@ -1,0 +1,82 @@
+"""What the living ask each server for after a loss, where workers are not in lockstep.
+
+reckon(workers)     only these may tell anything from now on, what was put off is void; which steps have been made here
+since(step)         how the later ones were made, for a server that lacks them
+void                what was pushed and is in no step is void; what is remembered (`ledger`)
+drop(pieces)        samples that no step will have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.comm.rpc import Message
+from paceline.errors import Mismatch
+from paceline.server.journal import Ledger
+from paceline.server.shard import Shard
+
+OPEN = {"alive", "end", "reckon"}  # what anybody may say who has the key
+
+
+class House(Protocol):
+    """The server, as it is seen from here."""
+
+    @property
+    def shard(self) -> Shard:
+        """What it keeps."""
+        ...
+
+    def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+        """Answer a message."""
+        ...
+
+    def clear(self) -> None:
+        """What was put off is void, and norms of steps that may come to be others."""
+        ...
+
+
+class Reckoning:
+    """Answers that; False where the answer has to wait."""
+
+    def __init__(self, server: House) -> None:
+        self.ledger = Ledger()
+        self._server = server
+        self._workers: frozenset[int] | None = None  # who lives; None: nobody has been lost yet
+        self.kinds: dict[str, Callable[[Message], bool]] = {
+            "reckon": self._reckon,
+            "since": self._since,
+            "void": self._void,
+            "drop": self._drop,
+        }
+
+    def check(self, message: Message) -> None:
+        """Raise `Mismatch` for what a worker says that was lost: it is on its way still, and the living have gone on."""
+        if self._workers is not None and message.sender not in self._workers and message.kind not in OPEN:
+            raise Mismatch(f"worker {message.sender} counts as lost: the others have gone on without it")
+
+    def _reckon(self, message: Message) -> bool:
+        self._workers = frozenset(map(int, message.body["workers"]))
+        self._server.clear()
+        self._server.shard.forget(self._workers)
+        return self._server.answer(message, {"steps": self._server.shard.steps})
+
+    def _since(self, message: Message) -> bool:
+        found = self.ledger.since(int(message.body["optimizer"]), message.step)
+        return self._server.answer(message, tensors=(_tensor(msgpack.packb(found)),))
+
+    def _void(self, message: Message) -> bool:
+        self._server.shard.void()
+        return self._server.answer(message, tensors=(_tensor(self.ledger.dump(closes=False)),))
+
+    def _drop(self, message: Message) -> bool:
+        self.ledger.drop(int(message.body["epoch"]), message.body["pieces"])
+        return self._server.answer(message)
+
+
+def _tensor(packed: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -1,0 +1,83 @@
+"""What each server remembers of the steps that it has made, where losses are survived and workers are not in lockstep.
+
+    close 7   worker 0: its gradient 5, of batch 3, samples 0 to 4         done       3: 0-4 8-12
+              worker 2: its gradient 4, of batch 3, samples 8 to 12        gradients  worker 0: 5   worker 2: 4
+                                                                           closes     ... 5 6 7
+
+A server that is behind another one makes the steps that it lacks as that one has written them down. Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+
+from paceline.errors import StateLost
+from paceline.server.spans import Spans
+
+KEPT = 1024  # closes of each optimizer; no server is further behind than there are workers
+Part = tuple[int, int]  # of an epoch: its number, and that of the first batch in the part
+
+
+class Ledger:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self.part: Part = (-1, -1)  # that is dealt now
+        self.done = Spans()  # samples of it that are in a step
+        self.dropped: dict[tuple[int, int, int, int], None] = {}  # for good: epoch, batch, first sample, and the one after the last
+        self.gradients: dict[tuple[int, int], int] = {}  # by optimizer and worker: its last that is in a step
+        self._closes: dict[int, deque[dict[str, Any]]] = {}  # by optimizer
+
+    def made(self, body: Mapping[str, Any]) -> None:
+        """A step has been made, as this message said."""
+        optimizer, part = int(body["optimizer"]), (int(body["of"][0]), int(body["of"][1]))
+        if part > self.part:
+            self.part, self.done = part, Spans()
+        for worker, number, pieces in body["came"]:
+            self.gradients[optimizer, worker] = max(number, self.gradients.get((optimizer, worker), 0))
+            self.done.add(pieces if part == self.part else ())
+        self._closes.setdefault(optimizer, deque(maxlen=KEPT)).append(dict(body))
+
+    def drop(self, epoch: int, rows: Iterable[Sequence[int]]) -> None:
+        """These samples are in no step, and won't be."""
+        self.dropped |= {(epoch, batch, start, stop): None for batch, start, stop in rows}
+
+    def since(self, optimizer: int, step: int) -> list[dict[str, Any]]:
+        """How the steps after this one were made. Raises `StateLost` where that isn't known any more."""
+        found = [body for body in self._closes.get(optimizer, ()) if body["step"] > step]
+        if [body["step"] for body in found] != list(range(step + 1, step + 1 + len(found))):
+            raise StateLost(f"a server lacks steps of optimizer {optimizer} from {step + 1} on, and nobody knows how they were made")
+        return found
+
+    def dump(self, *, closes: bool = True) -> bytes:
+        """As `load` reads it; with how steps were made, if that is wanted."""
+        gradients = [[*key, number] for key, number in self.gradients.items()]
+        made = [[optimizer, list(found)] for optimizer, found in self._closes.items() if closes]
+        packed: bytes = msgpack.packb([self.part, self.done.rows(), [*self.dropped], gradients, made])
+        return packed
+
+    def load(self, packed: bytes) -> None:
+        """Become what `dump` gave."""
+        part, done, dropped, gradients, closes = msgpack.unpackb(packed, strict_map_key=False)
+        self.part, self.done = (part[0], part[1]), Spans(done)
+        self.dropped = {(epoch, batch, start, stop): None for epoch, batch, start, stop in dropped}
+        self.gradients = {(optimizer, worker): number for optimizer, worker, number in gradients}
+        self._closes = {optimizer: deque(found, maxlen=KEPT) for optimizer, found in closes}
+
+
+def merged(packed: Iterable[bytes]) -> Ledger:
+    """What several servers remember together, of steps that all of them have made which keep a part of the optimizer's."""
+    whole = Ledger()
+    for each in packed:
+        other = Ledger()
+        other.load(each)
+        if other.part > whole.part:
+            whole.part, whole.done = other.part, Spans()
+        whole.done.add(other.done.rows() if other.part == whole.part else ())
+        whole.dropped |= other.dropped
+        whole.gradients |= {key: max(number, whole.gradients.get(key, 0)) for key, number in other.gradients.items()}
+    return whole

@@ -1,0 +1,441 @@
+"""A server: keeps a shard of the parameters, and does what workers ask it for, one message after the other.
+
+    worker                             server
+    plan, fill, remember               what it keeps, and how it begins
+    push(unit)       ------------->    kept until the step; acknowledged
+    norm             ------------->    the norm of the sums, once all workers' pushes are there
+    close(step)      ------------->    the step, once all workers have closed it, or once it is decided who makes it
+    apply            ------------->    a step with what this worker alone has pushed
+    read(unit, step) ------------->    the parameters, once that step has been taken; or what is new in them, through a codec (`telling`)
+    level            ------------->    from now on workers are told the parameters themselves
+    memories, facts  ------------->    what optimizers remember; what was done here
+    absent           ------------->    who has not closed a step yet
+    alive, back      ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
+    state, become    ------------->    all that is kept, for a copy that has begun
+
+Where workers are not in lockstep, the first server deals them their samples too (`dealing`), and each knows what the living ask for
+after a loss (`reckoning`).
+What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.cluster.launcher.janitor import sockets
+from paceline.cluster.launcher.worker import preparation
+from paceline.cluster.machine import memory
+from paceline.comm.buckets import Shape
+from paceline.comm.rpc import Message, Receiver, keys
+from paceline.comm.wire_format import DTYPES
+from paceline.errors import PacelineError, UsageError
+from paceline.server import codings
+from paceline.server.fencing import Reckoning
+from paceline.server.partition import Piece
+from paceline.server.scheduler_rpc import Dealing
+from paceline.server.shard import Plan, Shard
+from paceline.server.table_rpc import Tables
+from paceline.state.snapshot import loads, pack
+from paceline.trace import Trace
+
+WRONG = (  # what comes of a message that says something senseless
+    *(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
+    *(AttributeError, AssertionError, MemoryError, BufferError, struct.error),
+)
+LATER = 10_000  # messages that are put off
+KEPT = 8  # steps whose norms are remembered
+SPANS = 5000  # of what it has done last, for the timeline
+CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
+LOOK_SECONDS = 0.1  # between two looks whether the server shall end
+
+
+def write(plan: Plan) -> bytes:
+    """A plan as a server reads it."""
+    cut = [
+        [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
+        for p in plan.pieces
+    ]
+    owners, optimizers = [list(owner) for owner in plan.owners], [list(found) for found in plan.optimizers]
+    packed: bytes = msgpack.packb([cut, plan.runs, owners, optimizers, [codings.put(ways) for ways in plan.ways]])
+    return packed
+
+
+def read(packed: bytes) -> Plan:
+    """The plan that was written. Raises `UsageError` for what is none, or for more than there is memory for."""
+    try:
+        cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
+        cpu = torch.device("cpu")
+        pieces = [
+            Piece(slot, start, stop, Shape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole) for slot, start, stop, s, t, dtype, whole in cut
+        ]
+        owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
+        plan = Plan(pieces, runs, owned, told, [codings.take(found) for found in ways])
+        nbytes = sum(_size(piece) for piece in pieces)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
+    free = memory()
+    if free is not None and nbytes > free:
+        raise UsageError(
+            f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes of memory left: use more servers, on "
+            "more hosts (--servers)"
+        )
+    numbers = sorted(number for run in runs for number in run)
+    if numbers != list(range(len(pieces))) or len(owners) != len(pieces) or len(plan.ways) != len(runs):
+        raise UsageError("this is no plan of a server: pieces are missing in it")
+    return plan
+
+
+def _count(body: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where what is meant isn't counted from 0 on: Python would count from the end."""
+    for name in ("optimizer", "unit", "table"):
+        number = body.get(name, 0)
+        if type(number) is not int or number < 0:
+            raise UsageError(f"there is no {name} {number!r}")
+
+
+def _size(piece: Piece) -> int:
+    """Of what it takes; raises `ValueError` for what has no size."""
+    numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
+    if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
+        raise ValueError("a piece has sizes and strides")
+    return piece.nbytes
+
+
+def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
+    """Raise `UsageError` if workers make a step of an optimizer in different turns: some have skipped theirs."""
+    if len({*map(repr, turns.values())}) > 1:
+        sides = ", ".join(f"rank {worker} after {turn} steps of training" for worker, turn in turns.items())
+        raise UsageError(
+            f"replicas part: step {step} of optimizer {optimizer} is made by {sides}; somebody has skipped a step. Skip a step on all "
+            "workers or on none: decide by what all of them have, such as run.mean(loss)"
+        )
+
+
+class Server:
+    """Answers what comes to a receiver, until it is told to end. `over` is asked now and then whether nobody is left."""
+
+    def __init__(self, receiver: Receiver, over: Callable[[], bool] = lambda: False) -> None:
+        self._receiver, self._over = receiver, over
+        self._shard: Shard | None = None
+        self._digest = b""
+        self._later: list[Message] = []  # what can't be answered yet
+        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, and how
+        self._told: dict[int, Any] = {}  # by optimizer: with what its last step was made, where anyone of those who agree on it makes it
+        self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
+        self._ended = False
+        self._kinds: dict[str, Callable[[Message], bool]] = {
+            "plan": self._plan,
+            "fill": self._fill,
+            "remember": self._remember,
+            "push": self._push,
+            "norm": self._norm,
+            "close": self._close,
+            "taken": self._taken,
+            "read": self._read,
+            "level": self._level,
+            "echo": lambda message: self.answer(message, tensors=message.tensors),
+            "apply": self._apply,
+            "absent": self._absent,
+            "alive": lambda message: self.answer(message, {"clock": time.perf_counter_ns()}),
+            "timeline": self._timeline,
+            "back": self._back,
+            "state": self._state,
+            "become": self._become,
+            "memories": self._memories,
+            "facts": self._facts,
+            "end": self._end,
+        }
+        self._dealing, self._reckoning, self._tables = Dealing(self.answer), Reckoning(self), Tables(self.answer)
+        self._kinds |= self._dealing.kinds | self._reckoning.kinds | self._tables.kinds
+        self._first = {"plan", "end", "alive", "echo", "facts", "timeline", *self._tables.kinds}  # what may come before there is a shard
+        self._done_of: Counter[str] = Counter()  # messages by kind
+        self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
+        self._trace = Trace(SPANS)
+        self._waiting: deque[tuple[int, int]] = deque(maxlen=SPANS)  # how many are put off, from when on
+
+    def run(self) -> None:
+        """Serve."""
+        while not self._ended and not self._over():
+            found = self._receiver.receive(self._dealing.patience(LOOK_SECONDS))
+            began, waiting = time.perf_counter_ns(), len(self._later)
+            if found is not None and not self._done(found):
+                self._put_off(found)
+            if self._later:
+                self._later = [message for message in self._later if message is found or not self._done(message)]
+            self._note(found, began, waiting)
+
+    def _note(self, found: Message | None, began: int, waiting: int) -> None:
+        now = time.perf_counter_ns()
+        self._busy += (now - began) / 1e9
+        if found is not None:
+            kind = found.kind if found.kind in self._kinds else "unknown"
+            self._done_of[kind] += 1
+            self._trace.step = found.step
+            self._trace.record(kind, "serve", began, now)
+        if len(self._later) != waiting:
+            self._waiting.append((now, len(self._later)))
+
+    def _put_off(self, message: Message) -> None:
+        if len(self._later) < LATER:
+            self._later.append(message)
+            self._most = max(self._most, len(self._later))
+        else:
+            self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
+
+    def _done(self, message: Message) -> bool:
+        """Whether it was answered, one way or the other."""
+        act = self._kinds.get(message.kind)
+        if act is None or (self._shard is None and message.kind not in self._first):
+            self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
+            return True
+        try:
+            self._reckoning.check(message)
+            _count(message.body)
+            return act(message)
+        except PacelineError as error:
+            self._receiver.refuse(message, str(error))
+        except WRONG as error:
+            why = str(error)[:200]  # torch adds where in its own code it was
+            self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
+        return True
+
+    def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+        """Answer a message."""
+        self._receiver.answer(message, message.kind, body, tensors)
+        return True
+
+    @property
+    def shard(self) -> Shard:
+        """What it keeps."""
+        assert self._shard is not None
+        return self._shard
+
+    # ---- how it begins
+
+    def _plan(self, message: Message) -> bool:
+        packed = message.tensors[0].numpy().tobytes()
+        digest = hashlib.sha256(packed).digest()
+        if self._shard is None:
+            self._shard, self._digest = Shard(read(packed)), digest
+        elif digest != self._digest:
+            raise UsageError("another plan is in use here: workers have prepared different things")
+        return self.answer(message)
+
+    def _fill(self, message: Message) -> bool:
+        self.shard.fill(message.body["unit"], message.tensors[0])
+        return self.answer(message)
+
+    def _remember(self, message: Message) -> bool:
+        found = loads(message.tensors[0].numpy().tobytes()).unpack()
+        self.shard.remember(found["memories"])
+        return self.answer(message)
+
+    def _memories(self, message: Message) -> bool:
+        packed = pack({"memories": self.shard.memories()}, copy=False).dumps()
+        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+
+    # ---- steps
+
+    def _push(self, message: Message) -> bool:
+        body = message.body
+        if not body.get("late") or self.shard.in_time(body["unit"], message.body["step"]):
+            keep, turn = bool(body.get("keep")), body.get("turn", 0)
+            self.shard.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=keep, turn=turn)
+        return self.answer(message)
+
+    def _apply(self, message: Message) -> bool:
+        body = message.body
+        factor, part = float(body["factor"]), float(body["part"])
+        self.shard.apply(body["optimizer"], message.sender, message.body["step"], factor=factor, part=part, settings=dict(body["settings"]))
+        return self.answer(message)
+
+    def _norm(self, message: Message) -> bool:
+        body, shard = message.body, self.shard
+        if not body.get("decided"):
+            self._next(body["optimizer"], message.body["step"])
+            asking = self._closing.setdefault((body["optimizer"], -message.body["step"]), {})
+            asking[message.sender] = None
+            if any(worker not in asking for worker in body["workers"]):
+                return False  # somebody may push something else yet
+        elif message.step > shard.steps[body["optimizer"]] + 1:
+            return False  # the step before has been decided, too
+        elif message.step <= shard.steps[body["optimizer"]] and (body["optimizer"], message.step) not in self._norms:
+            raise UsageError(f"step {message.step} of optimizer {body['optimizer']} has been made, and its norm is not known here")
+        kind, key = math.inf if body["kind"] is None else float(body["kind"]), (body["optimizer"], body["step"])
+        found = self._norms.setdefault(key, {}).get(kind)  # another may have closed the step meanwhile
+        if found is None:
+            found = self._norms[key][kind] = shard.norm(body["optimizer"], body["workers"], kind)
+        self._norms.pop((body["optimizer"], body["step"] - KEPT), None)
+        return self.answer(message, {"norm": found})
+
+    def _next(self, optimizer: int, step: int) -> None:
+        if step != self.shard.steps[optimizer] + 1:
+            raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self.shard.steps[optimizer]}")
+
+    def _close(self, message: Message) -> bool:
+        body, shard = message.body, self.shard
+        optimizer, step, workers = body["optimizer"], message.body["step"], body["workers"]
+        if step <= shard.steps[optimizer]:
+            self._same(optimizer, step, body)
+            return self.answer(message)
+        if body.get("decided") and step > shard.steps[optimizer] + 1:
+            return False  # the step before has been decided, too
+        self._next(optimizer, step)
+        settings = {int(group): dict(values) for group, values in body["settings"]}
+        float(body["factor"])
+        if body.get("decided"):
+            part, keep = float(body.get("part", 1.0)), bool(body.get("keep"))
+            more: dict[str, Any] = {"undo": bool(body.get("undo")), "turn": body["turn"] if body.get("same") else None}
+            shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, **more)
+            self._told[optimizer] = step, body["factor"], body["settings"]
+            if "came" in body:
+                self._reckoning.ledger.made(body)
+            return self.answer(message)
+        closing = self._closing.setdefault((optimizer, step), {})
+        closing[message.sender] = body["factor"], body["settings"], body.get("turn")
+        if any(worker not in closing for worker in workers):
+            return False
+        _in_one_turn(optimizer, step, {worker: closing[worker][2] for worker in workers})
+        told = [closing[worker][:2] for worker in workers]
+        if any(other != told[0] for other in told):
+            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+        shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))
+        self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
+        return self.answer(message)
+
+    def _taken(self, message: Message) -> bool:
+        return message.body["step"] <= self.shard.steps[message.body["optimizer"]] and self.answer(message)
+
+    def _same(self, optimizer: int, step: int, body: Mapping[str, Any]) -> None:
+        mine = step, body["factor"], body["settings"]
+        made = self._told.get(optimizer, mine)
+        if body.get("same") and made[0] == step and made != mine:
+            told = [*made[1:], *mine[1:]]
+            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+
+    def _read(self, message: Message) -> bool:
+        unit, step = message.body["unit"], message.body["step"]
+        flat = self.shard.read(unit)
+        done = self.shard.steps[self.shard.units[unit].optimizer]
+        if step > done + 1 and not message.body.get("copy"):
+            raise UsageError(f"unit {unit} can't be read after step {step}: {done} have been taken")
+        if step > done:
+            return False
+        coded = self.shard.units[unit].coded
+        if coded is not None and "has" in message.body:
+            has, turn = message.body["has"], message.body.get("turn")
+            return self.answer(message, *(coded.read(has) if turn is None else coded.read_apart(message.sender, has, turn)))
+        return self.answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
+
+    def _level(self, message: Message) -> bool:
+        self.shard.level()
+        return self.answer(message)
+
+    def _absent(self, message: Message) -> bool:
+        optimizer, step = message.body["optimizer"], message.body["step"]
+        came = self._closing.get((optimizer, step), {})
+        missing = [(worker, self.shard.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
+        return self.answer(message, {"missing": missing})
+
+    # ---- losses
+
+    def _back(self, message: Message) -> bool:
+        """A turn comes again: void is what this worker has pushed for it, and steps that were made in it go back, if they haven't yet."""
+        for optimizer, step in message.body["steps"]:
+            self.shard.back(optimizer, step)
+        self.shard.drop(message.sender)
+        self._norms.clear()
+        return self.answer(message)
+
+    def _state(self, message: Message) -> bool:
+        kept = {**self.shard.state_dict(), "ledger": self._reckoning.ledger.dump()}
+        whole = torch.frombuffer(bytearray(pack(kept, copy=False).dumps()), dtype=torch.uint8)
+        return self.answer(message, tensors=whole.split(CHUNK))
+
+    def _become(self, message: Message) -> bool:
+        state = loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack()
+        self.shard.load_state_dict(state)
+        self._reckoning.ledger.load(state["ledger"])
+        return self.answer(message)
+
+    def clear(self) -> None:
+        """What was put off is void, and norms of steps that may come to be others."""
+        self._later.clear()
+        self._norms = {key: found for key, found in self._norms.items() if key[1] <= self.shard.steps[key[0]]}
+
+    def _timeline(self, message: Message) -> bool:
+        packed = msgpack.packb([[list(span) for span in self._trace.spans()], list(self._waiting)])
+        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+
+    def _facts(self, message: Message) -> bool:
+        facts = {
+            "messages": dict(self._done_of),
+            "put_off": self._most,
+            "busy_seconds": self._busy,
+            "bytes": self._receiver.nbytes,
+            "bytes_sent": self._receiver.sent,
+            "memory_bytes": self._tables.nbytes + (0 if self._shard is None else self._shard.nbytes),
+            **({} if self._shard is None else self._dealing.keeper.facts()),
+            **self._tables.facts(),
+        }
+        return self.answer(message, facts)
+
+    def _end(self, message: Message) -> bool:
+        self._ended = True
+        return self.answer(message)
+
+
+def main() -> None:
+    """A server of its own: told on stdin where to listen, tells on stdout where it does; ends with its parent, or with a launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
+    asked = json.loads(sys.stdin.buffer.readline())
+    prepare = preparation(asked["parent"]) if "parent" in asked else None
+    if prepare is not None:
+        prepare()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _warm_up()
+    folder = tempfile.mkdtemp(prefix=sockets(os.environ.get("PACELINE_JOB", "")))
+    poll = select.poll()
+    poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
+    try:
+        path = os.path.join(folder, "server")
+        receiver = Receiver(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
+        with contextlib.closing(receiver):
+            print(json.dumps(receiver.addresses), flush=True)
+            Server(receiver, lambda: bool(poll.poll(0))).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _warm_up() -> None:
+    """Have torch load now what it loads with its first optimizer, which takes a second or two: workers may wait for the first plan."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # it may outlive who reads that
+        print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

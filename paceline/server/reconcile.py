@@ -1,0 +1,123 @@
+"""Where a run stands after a loss, where workers are not in lockstep: put together from what the living and the servers say.
+
+    workers   clock, pieces taken and not done, what was left over     --+
+    servers   steps made, samples in them, gradients of each worker    --+-->  Standing: clocks over the living, and what is to be dealt
+
+All of a part of an epoch that is neither in a step, nor under way with one of the living, nor dropped for good, is dealt again. Nothing
+here waits or sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+from paceline.server.journal import Ledger, Part
+from paceline.server.spans import Piece, Rows, Spans
+
+NONE: Part = (-1, -1)
+
+
+@dataclass
+class Report:
+    """What one worker says of itself."""
+
+    part: Part = NONE  # of an epoch, that it has begun last
+    times: int = 0  # how often it has gone on with that, when all had come together
+    open: bool = False  # that is under way
+    left: bool = False  # it takes no more pieces of it
+    clock: int = 0
+    held: bool = False  # it has not been told yet that it may begin its next turn
+    taken: Rows = field(default_factory=list)  # pieces whose turns are not over, the oldest first
+    carried: Rows = field(default_factory=list)  # whose turns are, and whose gradients are in no step yet
+    stopped: bool = False  # it wants all to stop
+    paused: bool = False  # it waits for all to have stopped taking
+
+    @classmethod
+    def load(cls, told: Mapping[str, Any]) -> Report:
+        """From what `asdict` gave, perhaps through JSON."""
+        return cls(**{**told, "part": (told["part"][0], told["part"][1])})
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a keeper goes on from. `gathers`: steps are made by all who have come, and not by the first.
+
+    Lists with an entry for each optimizer: `steps` that were made, and `gradients` of each worker that are in them or were left out.
+    """
+
+    part: Part
+    times: int
+    sizes: Sequence[int]
+    todo: Sequence[Piece]  # to be dealt
+    active: Sequence[int]  # workers that have turns to take; the others may end one, or ask again whether there is anything
+    under_way: Mapping[int, Sequence[Piece]]  # by worker: its pieces, the oldest first
+    clocks: Mapping[int, int]
+    held: Sequence[int]  # workers that may not begin their next turn yet
+    paused: Sequence[int]  # who has stopped taking
+    stopped: bool
+    steps: Sequence[int]
+    gradients: Sequence[Mapping[int, int]]
+    gathers: bool
+    dropped: Sequence[tuple[int, Piece]]  # for good, with their epochs
+
+    def dump(self) -> bytes:
+        """As `load` reads it."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def load(cls, packed: bytes) -> Standing:
+        """From that."""
+        told = msgpack.unpackb(packed, strict_map_key=False)
+        told["part"] = (told["part"][0], told["part"][1])
+        told["todo"] = [Piece(*piece) for piece in told["todo"]]
+        told["under_way"] = {worker: [Piece(*piece) for piece in found] for worker, found in told["under_way"].items()}
+        told["dropped"] = [(epoch, Piece(*piece)) for epoch, piece in told["dropped"]]
+        return cls(**told)
+
+    @property
+    def nobodys(self) -> int:
+        """Samples that were to be dealt again, where nobody takes any more."""
+        return 0 if self.active or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
+
+
+def latest(told: Mapping[int, Report]) -> tuple[Part, int]:
+    """The part of an epoch that somebody has begun, and all begin; and how often it was gone on with."""
+    return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
+
+
+def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, steps: Sequence[int], *, gathers: bool) -> Standing:
+    """Where the living stand, by what each has `told`; `sizes` are those of the batches in the latest part."""
+    part, times = latest(told)
+    there = {worker: report for worker, report in told.items() if (report.part, report.times) == (part, times)}
+    inside = {worker: report for worker, report in there.items() if (report.open or report.paused) and not report.left}
+    coming = [worker for worker in told if worker not in there]  # they are cut off in the call before they begin it
+    slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in told.values()), default=0))
+    clocks = {worker: slowest if worker in coming else report.clock for worker, report in told.items()}
+    gone = Spans(ledger.done.rows() if ledger.part == part else ())
+    for report in told.values():
+        gone.add([*report.taken, *report.carried] if report.part == part else ())
+    gone.add([batch, start, stop] for epoch, batch, start, stop in ledger.dropped if epoch == part[0])
+    gradients: list[dict[int, int]] = [{} for _ in steps]
+    for (optimizer, worker), number in ledger.gradients.items():
+        gradients[optimizer][worker] = number
+    return Standing(
+        part,
+        times,
+        sizes,
+        [Piece(*row) for row in gone.holes(part[1], sizes)],
+        [*inside, *coming],
+        {worker: [Piece(*row) for row in report.taken] if worker in there else [] for worker, report in told.items()},
+        clocks,
+        [worker for worker, report in inside.items() if report.held],
+        [worker for worker, report in inside.items() if report.paused],
+        any(report.stopped for report in told.values() if report.part == part),
+        steps,
+        [{worker: found.get(worker, 0) for worker in told} for found in gradients],
+        gathers,
+        [(epoch, Piece(*row)) for epoch, *row in ledger.dropped],
+    )

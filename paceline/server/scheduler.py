@@ -1,0 +1,370 @@
+"""Who may go on, and with which samples, where workers are not in lockstep: kept by the first server.
+
+    worker 0   take turn tick | take turn tick | take ...      clock 2
+    worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead of the slowest, and waits then
+    keeper     deals each global batch of an epoch piece by piece, to whoever asks; knows whose pieces are under way
+
+With backup workers the first who have come to a step make it (`arrive`); a piece of who comes later is dropped, and may be dealt again.
+Within a bound, who is on time makes it, and who comes later is in the next (`gather`), and may go on before that is made.
+
+Nothing here waits or sends: what can't be answered yet is None, and asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from paceline.errors import Mismatch
+from paceline.server.spans import Piece
+from paceline.server.stragglers import Gathering, Made, Open
+
+if TYPE_CHECKING:
+    from paceline.server.reconcile import Standing
+
+SHOWN = 1000  # dropped pieces that are told one by one
+
+
+@dataclass
+class Decision:
+    """Who makes a step, with backup workers: the first who came, in the order of their numbers."""
+
+    came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
+    workers: list[int] = field(default_factory=list)  # once it is decided
+
+
+@dataclass
+class Tally:
+    """What came of it all."""
+
+    leads: Counter[int] = field(default_factory=Counter)  # how often a worker went on that was so many turns ahead of the slowest
+    dropped: int = 0  # gradients that came too late
+    samples: int = 0  # of those
+    requeued: int = 0  # samples that were dealt again for it
+    pieces: list[tuple[int, Piece]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
+
+
+class Keeper:
+    """Clocks and pieces of one run. Workers are known by their numbers."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.clocks: dict[int, int] = {}  # turns that each worker has completed
+        self._part: tuple[int, int] | None = None  # epoch, and the number of its first batch that is dealt now
+        self._sizes: Sequence[int] = ()
+        self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
+        self._again: deque[Piece] = deque()
+        self._under_way: dict[int, list[Piece]] = {}
+        self._active: set[int] = set()  # workers that have turns to take
+        self._parked: set[int] = set()  # of those, who have asked for pieces when there were none, and wait for what others may drop
+        self._decisions: dict[tuple[int, int], Decision] = {}  # by optimizer and step
+        self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
+        self._gatherings: dict[int, Gathering] = {}  # by optimizer
+        self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
+        self._began: dict[int, float] = {}  # by worker: when its turn did
+        self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
+        self._dropped: set[tuple[int, Piece]] = set()  # for good
+        self._posts: list[tuple[int, Tensor]] = []
+        self._posted: dict[int, int] = {}  # by worker: the number of its last letter
+        self._stopped = False
+        self._pausing = False  # no more pieces, until all have asked for some
+        self._times = 0  # how often the part was gone on with, after all had stopped taking
+
+    # ---- samples
+
+    def begin(self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int], times: int = 0) -> None:
+        """Deal these global batches, the first of which has the number `first` in its epoch. Told by all workers, when none has a turn.
+
+        `times`: how often the part is gone on with, perhaps by other workers, after all had stopped taking (`pause`).
+        """
+        if self._part == (epoch, first) and times == self._times:
+            if list(sizes) != list(self._sizes):
+                raise Mismatch(f"workers deal different batches in epoch {epoch}")
+            return
+        left = [worker for worker in self._active if self._under_way.get(worker)]
+        if left:
+            raise Mismatch(f"epoch {epoch} can't begin: workers {left} are in the middle of another")
+        if not sizes or min(sizes) < 1:
+            raise Mismatch("there is nothing to deal, or a batch without samples")
+        if self._part != (epoch, first):
+            self._next, self._stopped = (0, 0), False
+            self._again.clear()
+        self._part, self._sizes, self._times, self._pausing = (epoch, first), sizes, times, False
+        self._active, self._parked = set(workers), set()
+        self._under_way = {worker: [] for worker in self._active}
+        self._began.clear()
+        self._apart.clear()
+        for gathering in self._gatherings.values():
+            gathering.rest()
+        latest = max(self.clocks.values(), default=0)
+        self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
+
+    def take(self, worker: int, most: int) -> Piece | bool | None:
+        """The next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
+
+        Who is told False and is `paused` goes on when all have come together. Who is and hasn't any turns to take (`takes`) is done.
+        """
+        if worker not in self._under_way or most < 1:
+            raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
+        if worker not in self._active:
+            return False
+        found = None if self._stopped or (self._pausing and self._more) else self._cut(most)
+        if found is not None:
+            self._parked.discard(worker)
+            self._under_way[worker].append(found)
+            return found
+        if self._under_way[worker]:  # its own turns come first
+            return False
+        if not self._stopped and any(self._under_way[other] for other in self._active):
+            self._parked.add(worker)
+            return None
+        if self.paused:
+            self._parked.add(worker)
+            return False if self._parked >= self._active else None
+        self.leave(worker)
+        return False
+
+    def pause(self) -> None:
+        """Let all stop taking pieces, once their turns are over, and come together; unless some have ended the epoch already."""
+        self._pausing = self._active == self.clocks.keys()
+
+    @property
+    def paused(self) -> bool:
+        """Whether they do, with something left for later."""
+        return self._pausing and self._more
+
+    @property
+    def _more(self) -> bool:
+        return bool(self._again) or self._next[0] < len(self._sizes)
+
+    def _cut(self, most: int) -> Piece | None:
+        if self._again:
+            batch, start, stop = self._again.popleft()
+            if stop - start > most:
+                self._again.appendleft(Piece(batch, start + most, stop))
+            return Piece(batch, start, min(start + most, stop))
+        number, start = self._next
+        if self._part is None or number == len(self._sizes):
+            return None
+        stop = min(start + most, self._sizes[number])
+        self._next = (number, stop) if stop < self._sizes[number] else (number + 1, 0)
+        return Piece(self._part[1] + number, start, stop)
+
+    def resume(self, found: Standing) -> None:
+        """Somebody was lost, perhaps the keeper before this one: go on from where the living stand."""
+        for epoch, piece in found.dropped:  # what was counted went with the one before; or who dropped it is lost, and never said so
+            self._drop(epoch, piece)
+        self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
+        self._next, self._again = (len(found.sizes), 0), deque(found.todo)
+        self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
+        self._times, self._pausing = found.times, bool(found.paused)
+        self._active, self._parked, self._held = {*found.active}, {*found.paused}, {*found.held}
+        self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
+        self._decisions.clear()
+        self._apart.clear()
+        self._decided = dict(enumerate(found.steps))
+        for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
+            self._gatherings.setdefault(optimizer, Gathering(self._began)).resume(found.steps[optimizer], numbers)
+
+    def busy(self, worker: int) -> bool:
+        """Whether its own turns come first."""
+        return bool(self._under_way.get(worker))
+
+    def takes(self, worker: int) -> bool:
+        """Whether it has turns to take, or may have."""
+        return worker in self._active
+
+    def leave(self, worker: int) -> None:
+        """It begins no more turns in this epoch; nobody waits for it."""
+        self._pausing = False
+        self._active.discard(worker)
+        self._parked.discard(worker)
+
+    def stop(self) -> None:
+        """No more pieces in this epoch."""
+        self._stopped = True
+
+    def _drop(self, epoch: int, piece: Piece) -> None:
+        if (epoch, piece) in self._dropped:
+            return
+        self._dropped.add((epoch, piece))
+        self.tally.dropped += 1
+        self.tally.samples += piece.stop - piece.start
+        if len(self.tally.pieces) < SHOWN:
+            self.tally.pieces.append((epoch, piece))
+
+    # ---- clocks
+
+    def tick(self, worker: int, clock: int, dropped: str = "") -> None:
+        """A worker has completed its turn number `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
+        if not self._under_way.get(worker):
+            raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
+        if clock != self.clocks[worker] + 1:
+            raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.clocks[worker]}")
+        self.clocks[worker] = clock
+        self._held.add(worker)
+        piece = self._under_way[worker].pop(0)
+        if dropped == "again" and not self._stopped:
+            self._again.append(piece)
+            self.tally.dropped += 1
+            self.tally.requeued += piece.stop - piece.start
+        elif dropped:
+            assert self._part is not None
+            self._drop(self._part[0], piece)
+
+    @property
+    def slowest(self) -> int:
+        """The turns that every worker has completed which has turns to take now."""
+        return min((self._whole(worker) for worker in self._active - self._parked), default=max(self.clocks.values(), default=0))
+
+    def _whole(self, worker: int) -> int:
+        """Its turns that are completed, and all of which is in steps."""
+        open_ones = [before for (_, other), before in self._apart.items() if other == worker]
+        return min([self.clocks[worker], *open_ones])
+
+    def may(self, worker: int, bound: float) -> bool:
+        """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
+        return worker not in self._active or self.clocks[worker] - self.slowest <= bound
+
+    def went(self, worker: int, now: float = 0.0) -> None:
+        """It may go on, and is told."""
+        self._held.discard(worker)
+        self.starts(worker, now)
+        self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
+
+    def starts(self, worker: int, now: float, *, first: bool = False) -> None:
+        """It begins a turn, at this time (in seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
+        if first and self._gatherings:
+            return
+        self._began[worker] = now
+        for gathering in self._gatherings.values():
+            gathering.begin(worker, now)
+
+    def behind(self, worker: int) -> list[tuple[int, int]]:
+        """Who this one waits for, and the turns that those have completed."""
+        slowest = self.slowest
+        found = [(other, self._whole(other)) for other in sorted(self._active - self._parked) if other != worker]
+        return [(other, clock) for other, clock in found if clock == slowest]
+
+    # ---- who makes a step, with backup workers
+
+    def arrive(self, worker: int, optimizer: int, step: int, said: Any, backups: int) -> Decision | bool | None:
+        """A worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
+
+        A step is decided once all but `backups` of the workers that have turns to take have come.
+        """
+        self._known(worker)
+        decided = self._decided.get(optimizer, 0)
+        if step <= decided:
+            known = self._decisions.get((optimizer, step), Decision())
+            return known if worker in known.workers else False
+        if step != decided + 1:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {decided}")
+        decision = self._decisions.setdefault((optimizer, step), Decision())
+        decision.came.setdefault(worker, said)
+        return self._decide(optimizer, step, backups)
+
+    def _known(self, worker: int) -> None:
+        if self.clocks and worker not in self.clocks:
+            raise Mismatch(f"worker {worker} takes no turns here")
+
+    def _decide(self, optimizer: int, step: int, backups: int) -> Decision | None:
+        decision, running = self._decisions[optimizer, step], self._active - self._parked
+        if not {*decision.came} >= running and len(decision.came) < max(min(len(self.clocks) - backups, len(running)), 1):
+            return None
+        decision.workers = sorted(decision.came)
+        self._decided[optimizer] = step
+        self._decisions.pop((optimizer, step - 8), None)  # who is that late knows it by the number
+        return decision
+
+    def decided(self, optimizer: int) -> int:
+        """The last step that was decided."""
+        return self._decided.get(optimizer, 0)
+
+    def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
+        """Who has not come to a step yet, and the turns that those have completed."""
+        gathering = self._gatherings.get(optimizer)
+        came = self._decisions.get((optimizer, step), Decision()).came if gathering is None else gathering.came
+        return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
+
+    # ---- who makes a step, within a bound
+
+    def gather(
+        self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False, alone: bool = False
+    ) -> Made | Open | None:
+        """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
+
+        `alone`: it makes a step by itself, at once.
+
+        A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
+        `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
+        """
+        self._known(worker)
+        gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
+        made = gathering.come(worker, number, said, now)
+        if made is not None or alone:
+            return made or gathering.make(())
+        elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.takers}
+        absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
+        if gathering.part(worker, absent if part else (), now):
+            self._apart[optimizer, worker] = self.clocks[worker]
+            return Open(gathering.steps)
+        if not self._stuck(gathering, bound) and not gathering.awaited(absent, now):
+            made = gathering.make(absent)
+            for other in made.came:
+                self._apart.pop((optimizer, other), None)
+        return made
+
+    def made(self) -> list[list[int]]:
+        """The steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
+        return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
+
+    def _stuck(self, gathering: Gathering, bound: float) -> bool:
+        """Whether all who have come to a step would be too far ahead of the slowest with it."""
+        gathering.due = math.inf
+        clocks = {worker: self._whole(worker) + (worker in gathering.came) for worker in self._active - self._parked}
+        slowest = min(clocks.values(), default=0)
+        return all(worker in clocks and clocks[worker] - slowest > bound for worker in gathering.came)
+
+    @property
+    def due(self) -> float:
+        """When to ask again for what could not be answered, though nothing has come."""
+        return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
+
+    # ---- letters to the first worker
+
+    def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
+        """Keep a letter for the first worker, its `number` from 1 on; one that comes again is not kept twice."""
+        if not number or number > self._posted.get(worker, 0):
+            self._posts.append((worker, letter))
+            self._posted[worker] = number
+
+    def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
+        """All letters that have come since, but for the first so many: those have arrived."""
+        del self._posts[:had]
+        return list(self._posts)
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary."""
+        tally, gatherings = self.tally, self._gatherings.values()
+        return {
+            "staleness": _counted([tally.leads]),
+            "steps_by_workers": _counted(gathering.sizes for gathering in gatherings),
+            "steps_late": _counted(gathering.ages for gathering in gatherings),
+            "dropped": {
+                "gradients": tally.dropped,
+                "samples": tally.samples,
+                "dealt_again": tally.requeued,
+                "pieces": [[epoch, *piece] for epoch, piece in tally.pieces],
+            },
+        }
+
+
+def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:
+    """All of these together, as it is written down."""
+    return {str(number): count for number, count in sorted(sum(found, Counter[int]()).items())}

@@ -1,0 +1,152 @@
+"""What workers ask the keeper of the first server for, as messages.
+
+deal(batches)     begin an epoch, or the next part of one       leave              take no more turns in it
+take(most)        my next samples, once there are some          slowest            turns that all have completed
+pause             let all stop taking, and come together
+tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
+arrive(step)      once it is decided who makes a step           post               a letter to the first worker
+gather(number)    once it is decided in which step I am         resume(standing) after a loss: go on from there
+                  (or that I go on)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.comm.rpc import Message
+from paceline.errors import UsageError
+from paceline.server.reconcile import Standing
+from paceline.server.scheduler import Decision, Keeper
+from paceline.server.stragglers import Open
+
+LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a letter
+Answer = Callable[[Message, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
+
+
+class Dealing:
+    """Answers them; False where the answer has to wait."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.keeper = Keeper()
+        self._answer = answer
+        self.kinds: dict[str, Callable[[Message], bool]] = {
+            "deal": self._deal,
+            "take": self._take,
+            "leave": self._leave,
+            "pause": self._pause,
+            "tick": self._tick,
+            "slowest": self._slowest,
+            "arrive": self._arrive,
+            "gather": self._gather,
+            "behind": self._behind,
+            "missing": self._missing,
+            "post": self._post,
+            "resume": self._resume,
+        }
+
+    def _deal(self, message: Message) -> bool:
+        body, sizes = message.body, message.tensors[0]
+        if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
+            raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
+        times = int(body.get("times", 0))
+        self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]), times)
+        self.keeper.starts(message.sender, time.monotonic(), first=True)
+        return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
+
+    def _take(self, message: Message) -> bool:
+        found = self.keeper.take(message.sender, int(message.body["most"]))
+        if found is None:
+            return False
+        over, piece = not self.keeper.takes(message.sender), list(found) if isinstance(found, tuple) else None
+        paused = piece is None and self.keeper.paused and not self.keeper.busy(message.sender)
+        return self._answer(message, {"piece": piece, "over": over, "paused": paused}, ())
+
+    def _pause(self, message: Message) -> bool:
+        self.keeper.pause()
+        return self._answer(message, None, ())
+
+    def _leave(self, message: Message) -> bool:
+        self.keeper.leave(message.sender)
+        return self._answer(message, None, ())
+
+    def _tick(self, message: Message) -> bool:
+        body, clock, bound = message.body, int(message.body["clock"]), float(message.body["bound"])
+        if clock > self.keeper.clocks.get(message.sender, -1):  # else it has come before, and had to wait
+            self.keeper.tick(message.sender, clock, str(body["dropped"]))
+        if not self.keeper.may(message.sender, math.inf if bound < 0 else bound):
+            return False
+        self.keeper.went(message.sender, time.monotonic())
+        return self._answer(message, {"made": self.keeper.made()}, ())
+
+    def _slowest(self, message: Message) -> bool:
+        return self._answer(message, {"clock": self.keeper.slowest}, ())
+
+    def _behind(self, message: Message) -> bool:
+        return self._answer(message, {"missing": self.keeper.behind(message.sender)}, ())
+
+    def _arrive(self, message: Message) -> bool:
+        body, optimizer = message.body, int(message.body["optimizer"])
+        found = self.keeper.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
+        if isinstance(found, Decision):
+            told = [found.came[worker] for worker in found.workers]
+            parts = math.fsum(float(said["part"]) for said in told)
+            facts = {"workers": found.workers, "said": told[0], "parts": parts, **_came(found.workers, told)}
+            return self._answer(message, facts, ())
+        return found is not None and self._answer(message, {"late": self.keeper.decided(optimizer)}, ())
+
+    def _gather(self, message: Message) -> bool:
+        body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
+        optimizer, number, alone, part = int(body["optimizer"]), int(body["number"]), bool(body.get("alone")), bool(body["part"])
+        made = self.keeper.gather(message.sender, optimizer, number, _said(body["said"]), bound=bound, now=now, alone=alone, part=part)
+        if made is None:
+            return False
+        slowest = self.keeper.slowest
+        if isinstance(made, Open):
+            return self._answer(message, {"open": True, "step": made.after, "slowest": slowest}, ())
+        told, mine = list(made.came.values()), message.sender in made.takers
+        parts = math.fsum(float(said["part"]) for said in told)
+        facts = {"open": False, "step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "mine": mine}
+        return self._answer(message, {**facts, **_came([*made.came], told), "slowest": slowest}, ())
+
+    def patience(self, most: float) -> float:
+        """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
+        return min(max(self.keeper.due - time.monotonic(), 0.001), most)
+
+    def _missing(self, message: Message) -> bool:
+        return self._answer(message, {"missing": self.keeper.absent(int(message.body["optimizer"]), int(message.body["step"]))}, ())
+
+    def _post(self, message: Message) -> bool:
+        body = message.tensors[0].numpy().tobytes()
+        if len(body) > LONGEST:
+            raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {len(body)}")
+        if body:
+            self.keeper.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
+        if message.body["stop"]:
+            self.keeper.stop()
+        found = self.keeper.collect(int(message.body["had"])) if message.body["collect"] else []
+        return self._answer(message, {"workers": [worker for worker, _ in found]}, tuple(letter for _, letter in found))
+
+    def _resume(self, message: Message) -> bool:
+        self.keeper.resume(Standing.load(message.tensors[0].numpy().tobytes()))
+        return self._answer(message, None, ())
+
+
+def _said(found: Any) -> Any:
+    """What a worker says that comes to a step; it is kept, and answered to others. Raises what comes of something else."""
+    if not math.isfinite(float(found["part"])):
+        raise UsageError("a part of a batch is a number")
+    if "pieces" in found and (type(found["number"]) is not int or [*map(len, found["pieces"])] != [3] * len(found["pieces"])):
+        raise UsageError("pieces of a batch are three numbers each")
+    return found
+
+
+def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:
+    """Of each who makes a step: which of its gradients, and the samples in it; where losses are survived."""
+    if any("pieces" not in said for said in told):
+        return {}
+    return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, told, strict=True)]}

@@ -1,0 +1,394 @@
+"""What one server keeps: pieces of parameters in units, the optimizers that step them, and what workers have pushed and is not applied yet.
+
+    worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
+    worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
+    shard      | kept by worker, as it came   | summed in the order of workers, one step | the same for all
+
+Nothing here waits or sends: it is plain state, equal on all replicas that are told the same in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.buckets import Bucket, Shape, build
+from paceline.errors import Mismatch
+from paceline.server import optimizers as recipe
+from paceline.server.codings import Phases
+from paceline.server.deltas import Told
+from paceline.server.partition import Piece
+
+
+@dataclass
+class Plan:
+    """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
+
+    `ways`: the codings in which each unit travels (left out: all exactly).
+    """
+
+    pieces: list[Piece]
+    runs: list[list[int]]
+    owners: list[tuple[int, int]]  # of each piece: its optimizer, and the group of it
+    optimizers: list[tuple[str, recipe.Settings]]
+    ways: list[Phases] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ways = self.ways or [()] * len(self.runs)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """How the pieces lie in units: without gaps where they are coded."""
+        coded = {number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways}
+        cpu = torch.device("cpu")
+        return [piece.shape._replace(device=cpu, kind="coded" if n in coded else None) for n, piece in enumerate(self.pieces)]
+
+
+@dataclass
+class Unit:
+    """What travels as one tensor."""
+
+    bucket: Bucket
+    optimizer: int
+    parameters: list[Parameter]
+    pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
+    total: tuple[Tensor, bytes] | None = None
+    version: int = 0  # how often it was changed
+    coded: Told | None = None  # where it travels through a codec
+
+
+class Shard:
+    """One server's part of the parameters.
+
+    A push is known by its worker and unit: one that comes again before it is applied replaces the first. A step is known by its number
+    (of each optimizer, from 1 on): one that comes again does nothing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        buckets = build(plan.shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        self.plan = plan
+        self.units: list[Unit] = []
+        for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
+            (optimizer,) = {plan.owners[piece][0] for piece in run}
+            self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
+            self.units[-1].coded = Told(ways, bucket, number) if ways else None
+        self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
+        self.steps = [0] * len(self.optimizers)
+        self._before: dict[int, dict[str, Any]] = {}  # by optimizer: what its last step has changed, where that was asked for
+        self.applied: dict[tuple[int, int], int] = {}  # by worker and optimizer: its steps, where workers are not in lockstep
+
+    def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
+        groups = [list[Parameter]() for _ in settings]
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                owner, group = self.plan.owners[piece]
+                if owner == number:
+                    groups[group].append(parameter)
+        return recipe.make(name, settings, groups)
+
+    # ---- values
+
+    def fill(self, unit: int, flat: Tensor) -> None:
+        """Let the parameters of a unit be this."""
+        self._fits(unit, flat)
+        self.units[unit].bucket.flat.copy_(flat)
+        self.units[unit].version += 1
+        self._level(self.units[unit])
+
+    def level(self) -> None:
+        """Let what workers are told be the parameters themselves, in all units that travel through a codec."""
+        for unit in self.units:
+            self._level(unit)
+
+    def _level(self, unit: Unit) -> None:
+        if unit.coded is not None:
+            unit.coded.level()
+
+    def read(self, unit: int) -> Tensor:
+        """The parameters of a unit as they are now: the memory itself, which the next step changes."""
+        return self._unit(unit).bucket.flat
+
+    def _unit(self, number: int) -> Unit:
+        if not 0 <= number < len(self.units):
+            raise Mismatch(f"there is no unit {number}: there are {len(self.units)}")
+        return self.units[number]
+
+    def _fits(self, number: int, flat: Tensor) -> Unit:
+        unit = self._unit(number)
+        have = unit.bucket.flat
+        if flat.dtype != have.dtype or flat.shape != have.shape:
+            raise Mismatch(
+                f"unit {number} is {str(have.dtype).removeprefix('torch.')} {list(have.shape)}, and not "
+                f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
+            )
+        return unit
+
+    # ---- in lockstep
+
+    def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False, turn: int = 0) -> None:
+        """What a worker adds to the gradient of a unit, weighted; `used`: a byte for each piece, whether its backward reached it.
+
+        The tensor belongs to the shard from then on. `turn`: of the worker, which says in which coding it comes. Raises `Mismatch` for
+        what doesn't fit, and, unless it is to be kept for a later step, for what comes too late for this one.
+        """
+        coded = self._unit(number).coded
+        if coded is not None:
+            flat = coded.decode(flat, used, turn)
+        unit = self._fits(number, flat)
+        if len(used) != len(unit.parameters):
+            raise Mismatch(f"unit {number} has {len(unit.parameters)} pieces, and it is said of {len(used)} whether they were used")
+        if unit.total is not None and not keep:
+            raise Mismatch(f"unit {number} has been summed for this step: worker {worker} comes too late")
+        unit.pushed[worker] = flat, used
+
+    def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
+        """Those of the workers of whom something is not here yet."""
+        units = [unit for unit in self.units if unit.optimizer == optimizer and unit.total is None]
+        return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
+
+    def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
+        """The norm of the gradients that these workers have pushed, over all units of an optimizer; nothing may be pushed any more."""
+        found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
+        norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
+        if not kind > 0:
+            raise Mismatch(f"there is no norm of kind {kind}")
+        return max(norms, default=0.0) if kind == math.inf else sum(norm**kind for norm in norms) ** (1 / kind)
+
+    def close(
+        self,
+        optimizer: int,
+        step: int,
+        workers: Sequence[int],
+        *,
+        factor: float = 1.0,
+        settings: Any = None,
+        part: float = 1.0,
+        keep: bool = False,
+        undo: bool = False,
+        turn: int | None = None,
+    ) -> bool:
+        """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
+
+        `settings`: what `recipe.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
+        `keep`: what others have pushed stays, for a later step. `undo`: so that `back` can undo it, until its next. `turn`: of all
+        workers, if they are told through a codec what comes of it.
+
+        Raises `Mismatch` for a step that isn't the next one.
+        """
+        if step <= self.steps[optimizer]:
+            return False
+        if step != self.steps[optimizer] + 1:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {self.steps[optimizer]}")
+        if turn is not None and type(turn) is not int:
+            raise Mismatch(f"step {step} is said to be of turn {turn!r}, which is no number")
+        if (absent := self.missing(optimizer, workers)) or not workers or len({*workers}) < len(workers):
+            who = absent or [*workers]
+            raise Mismatch(f"workers {who} have not pushed what they are to be summed with")
+        recipe.fits(self.optimizers[optimizer], settings or {})
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        if undo:
+            self._before[optimizer] = self._copy(optimizer, units)
+        recipe.amend(self.optimizers[optimizer], settings or {})
+        for unit in units:
+            flat, used = self._total(unit, workers)
+            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+            if unit.coded is not None and turn is not None:
+                unit.coded.settle()
+        self._step(optimizer, part)
+        for unit in units:
+            unit.total = None
+            if not keep:
+                unit.pushed.clear()
+            self._done(unit)
+            if unit.coded is not None and turn is not None:
+                unit.coded.stepped(turn)
+        self.steps[optimizer] = step
+        return True
+
+    def _copy(self, optimizer: int, units: Sequence[Unit]) -> dict[str, Any]:
+        own = self.optimizers[optimizer]
+        return {
+            "step": self.steps[optimizer],
+            "values": [unit.bucket.flat.clone() for unit in units],
+            "memories": [[_cloned(own.state.get(parameter, {})) for parameter in unit.parameters] for unit in units],
+            "settings": recipe.settings(own),
+            "told": [None if unit.coded is None else _cloned(unit.coded.state_dict()) for unit in units],
+        }
+
+    def back(self, optimizer: int, step: int) -> bool:
+        """Undo this step, which was made with `undo`; False if that has been done. Raises `Mismatch` for another than the last one."""
+        if self.steps[optimizer] == step - 1:
+            return False
+        before = self._before.pop(optimizer, None)
+        if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
+            raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        for unit, flat, memories, told in zip(units, before["values"], before["memories"], before["told"], strict=True):
+            unit.bucket.flat.copy_(flat)
+            unit.version += 1
+            if unit.coded is not None:
+                unit.coded.load_state_dict(told)
+            for parameter, memory in zip(unit.parameters, memories, strict=True):
+                self._recall(optimizer, parameter, memory)
+        recipe.put(self.optimizers[optimizer], before["settings"])
+        self.steps[optimizer] = step - 1
+        return True
+
+    def in_time(self, number: int, step: int) -> bool:
+        """Whether a push for this step of the unit's optimizer can still be in it."""
+        unit = self._unit(number)
+        if step > self.steps[unit.optimizer] + 1:
+            raise Mismatch(f"unit {number} can't be pushed for step {step}: {self.steps[unit.optimizer]} have been taken")
+        return step == self.steps[unit.optimizer] + 1 and unit.total is None
+
+    def apply(self, optimizer: int, worker: int, step: int, *, factor: float = 1.0, part: float = 1.0, settings: Any = None) -> bool:
+        """Take a step with what this worker alone has pushed, times `factor`; False if its step of this number has been taken before.
+
+        The learning rate is multiplied by `part`, the worker's part of the global batch: what all workers make of one comes to what a
+        step with all of it would, to the first order. `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
+        """
+        done = self.applied.get((worker, optimizer), 0)
+        if step <= done:
+            return False
+        if step != done + 1:
+            raise Mismatch(f"step {step} of worker {worker} can't come after its step {done}")
+        units = [unit for unit in self.units if unit.optimizer == optimizer]
+        if any(worker not in unit.pushed for unit in units):
+            raise Mismatch(f"worker {worker} has not pushed all of its step {step}")
+        recipe.fits(self.optimizers[optimizer], settings or {})
+        recipe.amend(self.optimizers[optimizer], settings or {})
+        for unit in units:
+            flat, used = unit.pushed.pop(worker)
+            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+        self._step(optimizer, part)
+        for unit in units:
+            self._done(unit)
+        self.applied[worker, optimizer] = step
+        return True
+
+    def _total(self, unit: Unit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
+        """The sum, in the order of the workers, whoever came first."""
+        if unit.total is None:
+            absent = [worker for worker in workers if worker not in unit.pushed]
+            if absent or not workers:
+                raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
+            flat, used = unit.pushed[workers[0]]
+            for worker in workers[1:]:
+                more, theirs = unit.pushed[worker]
+                flat.add_(more)
+                used = bytes(one | other for one, other in zip(used, theirs, strict=True))
+            unit.total = flat, used
+            for worker in workers:
+                del unit.pushed[worker]
+        return unit.total
+
+    def _assign(self, unit: Unit, flat: Tensor, used: bytes) -> None:
+        for parameter, view, reached in zip(unit.parameters, unit.bucket.over(flat), used, strict=True):
+            parameter.grad = view if reached else None
+
+    def _step(self, optimizer: int, part: float) -> None:
+        """By so much of the learning rate."""
+        own = self.optimizers[optimizer]
+        rates = [group["lr"] for group in own.param_groups]
+        for group in own.param_groups:
+            group["lr"] *= part
+        own.step()
+        for group, rate in zip(own.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _done(self, unit: Unit) -> None:
+        unit.version += 1
+        for parameter in unit.parameters:
+            parameter.grad = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept here: parameters, what optimizers remember, and what was pushed."""
+        found: list[Any] = [unit.bucket.flat for unit in self.units]
+        found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
+        found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
+        told = sum(unit.coded.nbytes for unit in self.units if unit.coded is not None)
+        return told + sum(value.nbytes for value in found if isinstance(value, Tensor))
+
+    def drop(self, worker: int) -> None:
+        """What this worker has pushed and is not applied is void, and so are sums: the turn comes again."""
+        for unit in self.units:
+            unit.total = None
+            unit.pushed.pop(worker, None)
+
+    def forget(self, living: Collection[int]) -> None:
+        """Of what is kept for each worker through a codec, that of others is of no use any more."""
+        for unit in self.units:
+            if unit.coded is not None:
+                unit.coded.forget(living)
+
+    def void(self) -> None:
+        """What has been pushed and is not applied is void, whoever has pushed it."""
+        for unit in self.units:
+            unit.total = None
+            unit.pushed.clear()
+
+    # ---- state
+
+    def memories(self) -> list[dict[str, Any]]:
+        """What optimizers remember of each piece, in the order of the pieces."""
+        found: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                found[piece] = dict(self.optimizers[unit.optimizer].state.get(parameter, {}))
+        return found
+
+    def remember(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Let optimizers remember this of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
+        for run, unit in zip(self.plan.runs, self.units, strict=True):
+            for piece, parameter in zip(run, unit.parameters, strict=True):
+                self._recall(unit.optimizer, parameter, _cloned(found[piece]))
+
+    def _recall(self, optimizer: int, parameter: Parameter, memory: dict[str, Any]) -> None:
+        if memory:
+            self.optimizers[optimizer].state[parameter] = memory
+        else:
+            self.optimizers[optimizer].state.pop(parameter, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a replica has to have: values, what optimizers remember and their settings, steps, and what was pushed."""
+        return {
+            "values": [unit.bucket.flat for unit in self.units],
+            "versions": [unit.version for unit in self.units],
+            "memories": self.memories(),
+            "settings": [recipe.settings(optimizer) for optimizer in self.optimizers],
+            "steps": list(self.steps),
+            "applied": [[*key, step] for key, step in self.applied.items()],
+            "pushed": [[[worker, flat, used] for worker, (flat, used) in unit.pushed.items()] for unit in self.units],
+            "totals": [None if unit.total is None else list(unit.total) for unit in self.units],
+            "before": [self._before.get(optimizer) for optimizer in range(len(self.optimizers))],
+            "told": [None if unit.coded is None else unit.coded.state_dict() for unit in self.units],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` gave on a shard of the same plan."""
+        for number, (unit, flat, version) in enumerate(zip(self.units, state["values"], state["versions"], strict=True)):
+            self.fill(number, flat)
+            unit.version = version
+            unit.pushed = {worker: (addend.clone(), used) for worker, addend, used in state["pushed"][number]}
+            total = state["totals"][number]
+            unit.total = None if total is None else (total[0].clone(), total[1])
+            if unit.coded is not None:
+                unit.coded.load_state_dict(state["told"][number])
+        self.remember(state["memories"])
+        for optimizer, found in zip(self.optimizers, state["settings"], strict=True):
+            recipe.put(optimizer, found)
+        self.steps = list(state["steps"])
+        self.applied = {(worker, optimizer): step for worker, optimizer, step in state["applied"]}
+        self._before = {optimizer: found for optimizer, found in enumerate(state["before"]) if found is not None}
+
+
+def _cloned(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}

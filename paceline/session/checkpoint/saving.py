@@ -1,0 +1,253 @@
+"""Checkpoints of a run: written by the first worker, at once or by a thread while training goes on; read by the first and handed to all.
+
+run.save()                   | collect | write, hash, sync, prune |  train ...
+run.save(background=True)    | collect | copy |  train ...
+                                       thread | write, hash, sync, prune |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+
+import msgpack
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.fault import checkpoint
+from paceline.fault.background import Writing
+from paceline.fault.file_layout import Image, Room, image, received
+from paceline.session.checkpoint import tables as stored
+from paceline.session.checkpoint.state import Own
+from paceline.session.tables import Tables
+from paceline.state.snapshot import Snapshot, loads
+from paceline.state.versioned import Versioned
+from paceline.sync.context import Scene
+
+EARLIER = 10.0  # seconds before the deadline of those who wait for the first worker, it says itself what it waits for
+
+
+@dataclass
+class Tally:
+    """What checkpoints have come to in this run, as the first worker counts."""
+
+    count: int = 0  # on the disk
+    stall_seconds: float = 0.0  # for which training stood still
+    write_seconds: float = 0.0  # of writing, in the background or not
+    nbytes: int = 0
+    background: int = 0  # of those that were begun, how many were asked for in the background
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one save is to be."""
+
+    folder: Path
+    step: int
+    keep: int
+    background: bool
+
+
+class Saving:
+    """Saves and resumes the `state` of all and what each worker has as its `own`. `event` is told what has to stand in the summary."""
+
+    def __init__(
+        self,
+        state: Versioned,
+        own: Own,
+        scene: Scene,
+        event: Callable[[str], None],
+        *,
+        tables: Tables,
+        deadline: float,
+        pinned: bool,
+    ) -> None:
+        self._state, self._own, self._scene, self._event = state, own, scene, event
+        self._patience = max(deadline - EARLIER, deadline / 2)
+        self._tables, self._pinned = tables, pinned
+        self._room: Room | None = None
+        self._writing: Writing | None = None
+        self._failure: CheckpointError | None = None  # in the background, not raised yet
+        self._promised: Path | None = None  # what the last save in the background is to become
+        self._tally = Tally()
+
+    def save(self, order: Order) -> Path:
+        """See `Run.save`; gives the path on all workers."""
+        began = time.perf_counter()
+        checkpoint.check(order.step, order.keep)
+        asked = order.background
+        if asked and self._tables.kept:
+            self._scene.say("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
+            order = replace(order, background=False)
+        begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
+
+        def first(own: dict[int, Image]) -> bytes:
+            if not begun:
+                missed = self._missed()
+                self.settle()
+                self._tally.background += asked
+                begun.append((str(self._begin(order, own)), missed))
+            return bytes(msgpack.packb([*begun[0], *astuple(self._tally)]))
+
+        def act() -> str:
+            self._own.sync.converge()
+            own = self._collect()
+            what = "run.save, begun" if order.background else "run.save, written"
+            path, missed, *counted = msgpack.unpackb(self._scene.agreement.tell(what, lambda: first(own)))
+            self._tally = Tally(*counted)
+            if missed:
+                self._event(missed)
+            return str(path)
+
+        path = Path(self._scene.agreement.attempt(act))
+        self._promised = path if order.background else None
+        self._tally.stall_seconds += time.perf_counter() - began
+        return path
+
+    def _begin(self, order: Order, own: dict[int, Image]) -> Path:
+        folder, step, keep = order.folder, order.step, order.keep
+        state = image(self._state.snapshot(copy=False))
+        if not order.background:
+            began = time.perf_counter()
+            path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
+            self._count(state.nbytes, time.perf_counter() - began)
+            return path
+        self._room = self._room or Room(pinned=self._pinned)
+        state = state.hold(self._room, 0)
+        own[self._scene.group.rank] = own[self._scene.group.rank].hold(self._room, 1)
+        target = checkpoint.free(folder, step)
+        self._writing = Writing(
+            f"step {step}",
+            state.nbytes,
+            lambda moved: checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved),
+            self._scene.say,
+        )
+        return target
+
+    def _count(self, nbytes: int, seconds: float) -> None:
+        self._tally.count += 1
+        self._tally.write_seconds += seconds
+        self._tally.nbytes += nbytes
+
+    # ---- in the background
+
+    def wait(self) -> None:
+        """Wait for a write under way here, with a deadline; what it fails of is raised by `last`."""
+        writing = self._writing
+        if writing is None:
+            if missed := self._missed():
+                self._event(missed)
+            return
+        if writing.wait(self._patience):
+            self._writing, self._promised = None, None
+        self._failure = writing.failure()
+        if self._failure is None:
+            self._count(writing.nbytes, writing.seconds)
+        else:
+            self._event(str(self._failure))
+
+    def settle(self) -> None:
+        """Wait for a write under way here, and raise what it failed of."""
+        self.wait()
+        self.last()
+
+    def last(self) -> bytes:
+        """Raise what a write in the background has failed of, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return b""
+
+    def _missed(self) -> str:
+        """What another worker has promised and never came, in words, once; empty if there is nothing like that."""
+        promised = self._promised
+        if promised is None or self._writing is not None or self._scene.group.rank != 0:
+            return ""
+        self._promised = None
+        text = "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
+        if text:
+            self._scene.say(text)
+        return text
+
+    def tally(self) -> dict[str, float]:
+        """For the summary."""
+        return asdict(self._tally)
+
+    def end(self) -> None:
+        """The run is over, however it ended: wait for a write under way, and let go of the memory."""
+        self.wait()
+        self._room = None
+
+    # ---- coming back
+
+    def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
+        """Become the newest whole checkpoint of the first folder that has any; its path on all workers, or None.
+
+        `named`: whether those are folders of a run that was given a name, or were asked for.
+        """
+        scene, own = self._scene, self._own
+        found: list[checkpoint.Checkpoint] = []
+
+        def read() -> bytes:
+            self.settle()
+            folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
+            if folder is None:
+                scene.say(_nothing(folders, named=named))
+                return bytes(msgpack.packb(None))
+            found.append(checkpoint.load(folder, say=scene.say))
+            return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
+
+        head = msgpack.unpackb(scene.agreement.tell("run.resume", read))
+        if head is None:
+            return None
+        bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
+        snapshots = [self._hand_out(body) for body in bodies]
+        self._state.restore(snapshots[0])
+        own.load(scene.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
+        if self._tables.kept and not self._tables.waiting:
+            scene.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
+            self._tables.forget()
+        if scene.group.size > len(head[1]):
+            scene.say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+        return Path(head[0])
+
+    # ---- between workers
+
+    def _collect(self) -> dict[int, Image]:
+        """What each worker has as its own, on the first one; nothing elsewhere."""
+        agreement, group = self._scene.agreement, self._scene.group
+        mine, first = image(self._own.snapshot()), group.rank == 0
+        body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
+        lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", body.nbytes.to_bytes(8, "little"))]
+        found = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in enumerate(lengths) if first and rank}
+        group.exchange([] if first else [(0, body)], list(found.items())).wait()
+        return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}
+
+    def _hand_out(self, body: Snapshot | None) -> Snapshot:
+        """The first worker's snapshot on all workers."""
+        agreement, group = self._scene.agreement, self._scene.group
+        if group.size == 1:
+            assert body is not None
+            return body
+        data = body.dumps() if body is not None else b""
+        nbytes = int.from_bytes(agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little")
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8)
+        group.broadcast(buffer, name="run.resume").wait()
+        return body if body is not None else loads(buffer.numpy().tobytes())
+
+
+def _nothing(folders: Sequence[Path], *, named: bool) -> str:
+    """What was looked for in vain, and where there is something."""
+    found = "nothing to resume, training begins anew: "
+    found += (
+        f"no checkpoint in {', '.join(map(str, folders))}" if named else "this run was given no name that an earlier one could have had"
+    )
+    root = folders[0].parent.parent
+    places = sorted((place for place in root.glob("*/checkpoints") if place.is_dir()), key=lambda place: place.stat().st_mtime)
+    last = next((kept[0] for place in reversed(places) if (kept := checkpoint.newest(place))), None)
+    there = f"no run in {root} has one"
+    if last is not None:
+        there = f"the newest is {last}: run.resume({str(last.parent.parent)!r}) goes on from it"
+    return f"{found}; {there}" if named else f"{found}, such as start(name='mine'); {there}"

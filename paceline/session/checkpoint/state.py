@@ -1,0 +1,90 @@
+"""What is state beside the models and optimizers: how far a run is, and what each worker has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.optim import Optimizer
+
+from paceline.data.loader import ShareLoader
+from paceline.errors import CheckpointError
+from paceline.session.loop.turns import Turns
+from paceline.state.snapshot import Snapshot, pack
+from paceline.state.versioned import Randomness
+from paceline.sync.base import Sync
+
+OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
+
+
+class Progress:
+    """Where a run is, as state: the epoch of `Run.epochs` and the steps taken."""
+
+    def __init__(self, turns: Turns, loaders: list[ShareLoader]) -> None:
+        self._turns, self._loaders = turns, loaders
+        self.epoch = 0  # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
+        self.loop = 0
+        self._loops = 0  # begun in this process
+        self._began_at: list[int] = []
+
+    def enter(self) -> bool:
+        """A loop over `Run.epochs` begins; False for one that was over at the checkpoint."""
+        self._loops += 1
+        if self._loops > self.loop:
+            self.loop, self.epoch = self._loops, 0
+        return self._loops == self.loop
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._began_at = [loader.epoch for loader in self._loaders]
+
+    def end(self) -> None:
+        """It is over."""
+        self.epoch += 1
+        self._began_at = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
+        turn = self._turns.led
+        inside = turn is not None and turn.last_micro
+        training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
+        over = any(loader.epoch > began for loader, began in training) and not any(loader.under_way for loader, _ in training)
+        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._turns.steps + inside}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where `state_dict` was called."""
+        self.loop, self.epoch = state["loop"], state["epoch"]
+        self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
+        self._turns.place(state["steps"])
+
+
+@dataclass(frozen=True)
+class Own:
+    """What each worker has for itself: where its random generators stand, what its strategy has kept, and optimizers that differ."""
+
+    randomness: Randomness
+    sync: Sync
+    optimizers: list[Optimizer]
+
+    def snapshot(self) -> Snapshot:
+        """All of it; its tensors are the live ones."""
+        apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.apart else []
+        mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
+        return pack(mine, copy=False)
+
+    def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
+        """Go on from what was found, of each worker that there was."""
+        states = {other: snapshot.unpack() for other, snapshot in found.items()}
+        for other, state in states.items():
+            lacking = OWN.difference(state) if isinstance(state, dict) else OWN
+            if lacking:
+                raise CheckpointError(
+                    f"what worker {other} had for itself lacks {', '.join(sorted(lacking))}: another version of paceline has saved it; "
+                    f"resume with that one, or remove this checkpoint"
+                )
+        if rank in states:
+            self.randomness.load_state_dict(states[rank]["randomness"])
+            for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
+                optimizer.load_state_dict(state)
+        self.sync.adopt([states[other]["sync"] for other in sorted(states)])

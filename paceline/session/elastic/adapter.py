@@ -1,0 +1,150 @@
+"""The run as its survival sees it: what moves to other groups, and what is handed to who has just come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+from torch import nn
+
+from paceline.data.loader import ShareLoader
+from paceline.fault.replicate import Replicate
+from paceline.session.checkpoint.state import Own, Progress
+from paceline.session.elastic.buddies import Buddies
+from paceline.session.elastic.departure import Leaving
+from paceline.session.elastic.recovery import Founded
+from paceline.session.groups import reap
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare.registry import Cast
+from paceline.session.replicas.compare import Comparing
+from paceline.session.replicas.contents import own_buffers
+from paceline.state.snapshot import Snapshot, loads, pack
+from paceline.state.versioned import Stateful
+from paceline.sync.abilities import Steps
+from paceline.sync.base import Sync
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.replication import Replacing
+
+VERSION = 2  # of what is handed over
+
+
+class Body:
+    """See `survival.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
+
+    leaving: Leaving
+
+    def __init__(self, scene: Scene, cast: Cast, turns: Turns, own: Own, comparing: Comparing, *, replicate: Replicate) -> None:
+        self._scene, self._cast, self._turns, self._own, self._comparing = scene, cast, turns, own, comparing
+        self._replicate = replicate
+        self.buddies = Buddies(scene, own.sync, turns, replicate)
+        turns.committed = self.buddies.committed
+        self.moved: Callable[[Founded], None] = lambda founded: None
+        self.lost: Callable[[str], None] = lambda text: None
+        self.facts: Callable[[], dict[str, Any]] = dict
+        self.learn: Callable[[dict[str, Any]], None] = lambda facts: None
+
+    @property
+    def _sync(self) -> Sync:
+        return self._own.sync
+
+    def regroup(self, founded: Founded) -> None:
+        """See `Heart.regroup`."""
+        around, scene = founded.around, self._scene
+        old = [*scene.sides, scene.group]
+        scene.leave()
+        scene.group, scene.hosts, scene.native, scene.breaker = founded.group, around.cluster.where(), around.native, around.breaker
+        scene.agreement.regroup(founded.group, around.cluster.names(), founded.origins)
+        self.moved(founded)
+        self._turns.cut_turn(0 if self._turns.apart else founded.turn)
+        self._cast.regroup()
+        layout = founded.layout or {}
+        self.leaving.hear(layout.get("leaving", ()))
+        self._sync.regroup(scene, layout.get("sync"))
+        self._cast.tables.regroup(scene, layout.get("tables"))
+        self.buddies.regroup(founded.members)
+        self._turns.settle()
+        reap(old)
+
+    def turn(self) -> int:
+        """See `Heart.turn`."""
+        return self._turns.steps + 1 if self._turns.led is not None else 0
+
+    def figures(self) -> Any:
+        """See `Heart.figures`."""
+        return [self.buddies.figures(), self.leaving.wish]
+
+    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
+        """See `Heart.hear`."""
+        self.buddies.hear([figures for figures, _ in told], members)
+        self.leaving.hear([wish for _, wish in told])
+
+    def depart(self) -> None:
+        """See `Heart.depart`."""
+        self.buddies.depart()
+
+    def fates(self, before: tuple[int, ...]) -> str:
+        """See `Heart.fates`."""
+        return self.buddies.fates(before)
+
+    def keepers(self) -> list[Replacing]:
+        """Who looks after servers, of each kind that there are by now."""
+        found = [self._sync.copies if isinstance(self._sync, Steps) else None, self._cast.tables.copies]
+        return [copies for copies in found if copies is not None]
+
+    def servers_lost(self) -> list[str]:
+        """See `Heart.servers_lost`."""
+        return [name for keeper in self.keepers() for name in keeper.take_lost()]
+
+    def servers_begun(self) -> list[str]:
+        """See `Heart.servers_begun`."""
+        return self._sync.servers_begun() if isinstance(self._sync, Steps) else []
+
+    def layout(self) -> Any:
+        """See `Heart.layout`."""
+        return {"sync": self._sync.layout(), "tables": self._cast.tables.layout(), "leaving": self.leaving.layout()}
+
+    def form(self) -> str:
+        """See `Heart.form`."""
+        digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._cast.state.names}".encode())
+        digest.update(self._cast.tables.form().encode())
+        for slot in self._cast.slots:
+            digest.update(f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode())
+        return digest.hexdigest()
+
+    def give(self) -> tuple[bytes, str]:
+        """See `Heart.give`."""
+        snapshot = self._cast.state.snapshot(copy=False)
+        facts = {"facts": self.facts(), "compared": self._comparing.facts()}
+        kept = {} if isinstance(self._sync, Steps) else self._sync.state_dict()  # lies on servers
+        mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
+        return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
+
+    def take(self, state: bytes) -> str:
+        """See `Heart.take`."""
+        whole, mine = msgpack.unpackb(state)
+        snapshot = loads(whole)
+        self._cast.state.restore(snapshot)
+        facts = loads(mine).unpack()
+        self._sync.inherit(facts["sync"])
+        self._own.randomness.load_state_dict(facts["random"])
+        self.learn(facts["facts"])
+        self._comparing.learn(facts["compared"])
+        return self._hash(snapshot)
+
+    def _hash(self, snapshot: Snapshot) -> str:
+        """Of everything but buffers that may be each worker's own; where optimizers are, too, of the models."""
+        parts = zip(self._cast.state.names, self._cast.state.parts, strict=True)
+        models = {name: part for name, part in parts if isinstance(part, nn.Module)}
+        own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
+        tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
+        if not self._sync.apart:
+            return Snapshot(0, snapshot.tree, tensors).sha256()
+        tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
+        return Snapshot(0, sorted(tensors), tensors).sha256()
+
+    def parts(self) -> dict[str, Stateful]:
+        """What of the state a turn changes by itself: all but the loaders and the progress."""
+        state = self._cast.state
+        return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | Progress)}

@@ -1,0 +1,211 @@
+"""What only one worker has (what a codec keeps, changes since the last round) is copied to a buddy, who goes on with it when that one dies.
+
+    step            copied where it stands still    on its way beside the next steps      whole in the buddy's memory
+    loss            the living say what they hold   who has the newest takes it over      all say what has become of it
+
+How often copies are made follows from what they have taken so far; all workers decide it where they hand over their logs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from paceline.errors import LOSSES
+from paceline.fault.replicate import BUDGET, Figures, Replicate, Shelf, cadence, heirs
+from paceline.fault.replicator import PATIENCE, Courier
+from paceline.session.loop.turns import Turns
+from paceline.sync.base import Sync
+from paceline.sync.context import Scene
+
+AIM: Final = 0.8 * BUDGET  # when it is decided how often: figures go up and down
+LATELY: Final = 32  # steps whose seconds are remembered
+
+
+class Fate(NamedTuple):
+    """What became of what a lost worker alone had."""
+
+    keeper: int  # who goes on with it, by its name; -1: nobody
+    step: int  # as of which
+    now: int  # the step that training had come to
+
+
+class Buddies:
+    """One worker's part. `sync` is asked for what only this worker has, and takes over what others had."""
+
+    def __init__(self, scene: Scene, sync: Sync, turns: Turns, replicate: Replicate) -> None:
+        self._scene, self._sync, self._turns = scene, sync, turns
+        self._auto, self._off = replicate == "auto", replicate == "off"
+        self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
+        self.shelf = Shelf()
+        self.courier: Courier | None = None
+        self._on = False  # somebody has something of its own
+        self._start = 0  # the first step as of which there are copies
+        self._names: tuple[int, ...] = ()  # of the ranks; none is used twice
+        self._owners: set[int] = set()  # who had something of its own, by name
+        self._fates: dict[int, Fate] = {}  # of those who are gone, by name
+        self._stalls: deque[float] = deque(maxlen=5)
+        self._steps: deque[float] = deque(maxlen=LATELY)  # seconds of those beside which nothing was on its way
+        self._last: float | None = None  # when the last one was over; None: something was on its way then
+
+    # ---- after each step
+
+    def committed(self, step: int) -> None:
+        """A step is over. What only I have is copied where that is due."""
+        now, courier = time.perf_counter(), self.courier
+        quiet = courier is None or courier.idle
+        if quiet and self._last is not None:
+            self._steps.append(now - self._last)
+        if courier is not None and self._due(step):
+            self._copy(courier, step, now)
+            quiet = False
+        self._last = time.perf_counter() if quiet else None
+
+    def _due(self, step: int) -> bool:
+        return step == self._start or (self.every is not None and step > self._start and step % self.every == 0)
+
+    def _copy(self, courier: Courier, step: int, began: float) -> None:
+        if not courier.idle:  # the one before: copies are made too often, or somebody doesn't come
+            self._scene.agreement.wait(courier.wait, "the last copies to buddies")
+        while not courier.remarks.empty():
+            self._scene.say(courier.remarks.get())
+        if courier.works:
+            courier.start(self._sync.own(), step)
+            self._stalls.append(time.perf_counter() - began)
+        elif courier.broken is not None and not isinstance(courier.broken, LOSSES):
+            self._scene.say(f"buddies get no more copies until the workers are others: {courier.broken}")
+
+    def depart(self) -> None:
+        """This worker goes: let come what is on its way to its buddy."""
+        if self.courier is not None:
+            self.courier.wait(PATIENCE)
+
+    # ---- where all workers meet
+
+    def figures(self) -> Any:
+        """What this worker tells the others, for `hear`: what copies cost, or whether it has something that should be copied."""
+        if self._off or not self._apart:
+            return None
+        if self.courier is None:
+            return self._sync.owns
+        courier = self.courier
+        if not courier.seconds or not self._stalls or not self._steps:
+            return None
+        return [self._start, *map(statistics.median, (self._stalls, courier.seconds, self._steps)), courier.nbytes]
+
+    @property
+    def _apart(self) -> bool:
+        """Whether there are others who can keep something: with "auto" on other hosts."""
+        return len(set(self._scene.hosts)) > 1 if self._auto else self._scene.group.size > 1
+
+    def hear(self, told: Sequence[Any], names: tuple[int, ...]) -> None:
+        """The `figures` of all workers, which have just taken the same step, and are called so."""
+        self._names = names
+        if sum(figures is True for figures in told) > 1:
+            if not self._on:
+                self._on, self._start = True, self._turns.steps + 1
+                self._owners = {name for name, figures in zip(names, told, strict=True) if figures is True}
+            self._scene.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
+        elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in told):  # not from before a loss
+            self._pace([Figures(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
+
+    def _pace(self, figures: Sequence[Figures], nbytes: int) -> None:
+        """Change how often copies are made where they take more of the time than they may, or far less."""
+        found = cadence(figures, AIM)
+        if self.every is not None and cadence(figures) <= self.every and found > self.every // 2:
+            return
+        self.every = found
+        slowest = max(figures, key=lambda each: each.stall + each.transfer)
+        often = "every step" if found == 1 else f"every {found} steps"
+        self._scene.say(
+            f"buddy snapshots {often}: {nbytes / 1e6:.3g} MB, for which a step stands still for {slowest.stall:.3f} s and which are on "
+            f"their way for {slowest.transfer:.3f} s, beside steps of {slowest.step:.3f} s (at most {BUDGET:.0%} of the time)"
+        )
+
+    def _open(self) -> None:
+        """A group and a thread for copies. Collective."""
+        if self.courier is not None:
+            return  # made after a loss in this very call
+        scene = self._scene
+        group = scene.group.sub(range(scene.group.size))
+        assert group is not None
+        self.courier = Courier(group, scene.hosts, self._names, self.shelf, trace=scene.trace)
+        scene.sides.append(self.courier)
+
+    # ---- when the workers are others
+
+    def regroup(self, names: tuple[int, ...]) -> None:
+        """The workers are others now, and the strategy has its new groups: what lost ones had alone is taken over. Collective."""
+        if self._off:
+            return
+        courier, self.courier, self._last = self.courier, None, None
+        if courier is not None:
+            courier.halt()
+            self._owners |= courier.owners
+        for figures in (self._steps, self._stalls):
+            figures.clear()
+        self._names = names
+        told = self._tell()
+        self._on = any(each[0] for each in told)
+        if not self._on:
+            return
+        self.every = max((each[1] for each in told if each[1] is not None), default=None)
+        self._start = max(each[2] for each in told) + 1
+        self._inherit(told)
+        if self._apart:
+            self._open()
+
+    def _tell(self) -> list[Any]:
+        """What each worker knows: of copies, of owners, of who is gone. Collective."""
+        self._owners |= {self._names[self._scene.group.rank]} if self._sync.owns else set()
+        mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
+        told = [msgpack.unpackb(body) for body in self._scene.group.agree(msgpack.packb(mine))]
+        for each in told:
+            self._owners |= {*each[4]}
+            self._fates |= {name: Fate(*fate) for name, fate in each[5]}
+        return told
+
+    @property
+    def _step(self) -> int:
+        """What training has come to: a turn whose gradients are there counts, whatever happens to it."""
+        backward, steps = self._turns.backward, self._turns.steps
+        return steps + (self._turns.led is not None and backward.passes > 0 and not backward.failed)
+
+    def _inherit(self, told: list[Any]) -> None:
+        """Who has the newest copy of what a lost worker had goes on with it, once; all learn of it."""
+        held = [dict(each[3]) for each in told]
+        gone = sorted(({*self._owners} | {name for copies in held for name in copies}) - {*self._names} - self._fates.keys())
+        now = max(each[2] for each in told)
+        for name, rank in heirs(held, gone).items():
+            if rank is None:
+                self._fates[name] = Fate(-1, 0, now)
+            elif rank == self._scene.group.rank:
+                step = self._take_over(name)
+                self._fates[name] = Fate(-1, 0, now) if step is None else Fate(self._names[rank], step, now)
+        if gone:
+            self._tell()
+
+    def _take_over(self, name: int) -> int | None:
+        """As of which step it goes on here; None if it can't."""
+        return next((step for step, state in self.shelf.read(name, self._scene.say) if self._sync.take_over(state, step)), None)
+
+    def fates(self, before: Sequence[int]) -> str:
+        """In words what became of what the lost ones alone had, of the workers `before` in rank order; empty if that is nothing."""
+        texts, gone = [], [(rank, name) for rank, name in enumerate(before) if name not in self._names]
+        for rank, name in gone:
+            if name not in self._fates:
+                continue
+            (keeper, step, now), whose = self._fates[name], f"rank {rank}" if len(gone) > 1 else "it"
+            if keeper not in self._names:
+                texts.append(f"what {whose} alone had is lost")
+                continue
+            ago = f"{now - step} step{'s' * (now - step != 1)} ago"
+            texts.append(f"what {whose} alone had is kept by rank {self._names.index(keeper)}, as of step {step} ({ago})")
+            if any(fate.keeper == name and step <= fate.now for fate in self._fates.values()):
+                texts.append("what it had taken over since is lost")
+        return "".join(f"; {text}" for text in texts)

@@ -1,0 +1,76 @@
+"""A host that is asked to leave while its servers keep what nobody else does: others get that, and then it goes, between two turns.
+
+    run.log             its workers say that they are asked to go
+    after that step     all meet: copies of what only such hosts keep begin to be started, on hosts that stay
+    some steps later    they have what they are to keep, and count; the servers of the leaving host don't any more, and its workers go
+
+If everybody leaves, or if that takes too long, they go at once, and what was kept there is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from paceline.session.elastic.recovery import Survival
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.replication import Replacing
+
+
+class Leaving:
+    """One worker's part in that. `home` is its launcher, `keepers` looks after the servers of each kind that there are by now."""
+
+    def __init__(self, survival: Survival, scene: Scene, home: str, keepers: Callable[[], list[Replacing]]) -> None:
+        self._survival, self._scene, self._home, self._keepers = survival, scene, home, keepers
+        self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
+        self._since: float | None = None  # when that was found to take a while here
+        self._ready = False  # nothing keeps me
+
+    @property
+    def goes(self) -> bool:
+        """Whether this worker is to go now."""
+        return self._ready or (self._survival.orders.leaving and not self._keepers())
+
+    # ---- what is told
+
+    @property
+    def wish(self) -> int | None:
+        """What this worker tells all now and then: its number, if it is asked to go."""
+        return self._survival.worker if self._survival.orders.leaving else None
+
+    def hear(self, wishes: Iterable[int | None]) -> None:
+        """The wishes of all, in the same step."""
+        self._asked |= {wish for wish in wishes if wish is not None}
+
+    def layout(self) -> list[int]:
+        """Whose wishes all have heard, for who has just come."""
+        return sorted(self._asked)
+
+    # ---- in lockstep
+
+    def step_ended(self) -> None:
+        """A step is over, on all workers. Collective, while somebody wants to go."""
+        if not self._asked.isdisjoint(self._survival.members) and self._keepers():
+            leaving, staying, relieved = self._scene.agreement.repeat(self._relieve, what="a host leaves")
+            for keeper in self._keepers() if relieved else ():
+                keeper.part(leaving)
+            self._ready = self._home in leaving and (relieved or not staying or self._waited())
+
+    def _relieve(self) -> tuple[set[str], set[str], bool]:
+        """Which hosts leave, which stay, and whether those have what the others keep."""
+        agreement = self._scene.agreement
+        mine = [agreement.origins[agreement.group.rank], self._home, self._survival.orders.leaving]
+        told: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
+        hosts, leaving = {worker: home for worker, home, _ in told}, {home for _, home, asked in told if asked}
+        staying = {*hosts.values()} - leaving
+        return leaving, staying, bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()])
+
+    def _waited(self) -> bool:
+        """Whether it takes too long. Some may find so before others: then it is as if they had been lost."""
+        now, patience = time.monotonic(), self._scene.deadline
+        self._since = now if self._since is None else self._since
+        if now - self._since > patience:
+            self._scene.say(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
+        return now - self._since > patience

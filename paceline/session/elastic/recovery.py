@@ -1,0 +1,450 @@
+"""How a run goes on when workers die, and when others come: the groups are made anew for each view that the launchers have agreed on.
+
+    loss     any call fails -> all living meet in the new view, say how far they are, and go on together (`fault.recover`)
+    coming   who has just come waits; those who train let it in between two turns, and give it their state
+
+A view is told to every worker by its launcher (`cluster.orders`); the first worker of a view serves the store in which its members meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed import DistError
+
+from paceline.cluster.control import events
+from paceline.cluster.control.commands import PORTS, Orders, Roster
+from paceline.cluster.discover import Place
+from paceline.cluster.store import Store, address, hosts
+from paceline.comm.agreement import Agreement, Result
+from paceline.comm.cancellation import Breaker
+from paceline.comm.group import Group
+from paceline.comm.native import sockets
+from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
+from paceline.fault.recover import Plan, Reach, decide, majority, nearest
+from paceline.session.groups import Surroundings, everyone
+from paceline.state.snapshot import loads, pack
+
+if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
+    from torch._C._distributed_c10d import TCPStore
+else:
+    from torch.distributed import TCPStore
+
+TOLD_SECONDS = 5.0  # how long a launcher may take to tell of a new view, before it is told that the group has broken
+NAP_SECONDS = 0.02  # between two looks of who has come whether it is let in
+MEET_SECONDS = 0.002  # between two looks of who meets whether all have come
+LOOK_SECONDS = 0.5  # between two looks of who waits whether there is a newer view
+CONNECT_SECONDS = 4.0  # to the store of a view: its server lives, or there is a newer view soon
+SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who train wait for it
+
+
+@dataclass(frozen=True)
+class Founded:
+    """The workers of a view, in their groups."""
+
+    around: Surroundings
+    group: Group
+    members: tuple[int, ...]  # their numbers, never used twice in a job
+    origins: tuple[int, ...]  # what they were called at the start
+    turn: int = 0  # the turn in which nothing more can be exchanged; 0: none
+    layout: Any = None  # of what the strategy exchanges, for who has just come
+
+
+@dataclass
+class Door:
+    """Where a worker waits to be let in, in the store of a view."""
+
+    roster: Roster
+    breaker: Breaker
+    here: Store | None = None  # once it is open
+
+
+class Heart(Protocol):
+    """What survives: the run, as its survival sees it."""
+
+    def regroup(self, founded: Founded) -> None:
+        """Take everything over to other groups."""
+        ...
+
+    def turn(self) -> int:
+        """The turn of training under way, from 1 on; 0 if there is none."""
+        ...
+
+    def lost(self, text: str) -> None:
+        """Told in words what has happened."""
+        ...
+
+    def figures(self) -> Any:
+        """What is told to the others now and then, for `hear`: small, msgpack."""
+        ...
+
+    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
+        """The `figures` of all workers, which have just taken the same step."""
+        ...
+
+    def depart(self) -> None:
+        """This worker goes: what is on its way from it to others comes there first."""
+        ...
+
+    def fates(self, before: tuple[int, ...]) -> str:
+        """In words, to be added to others: what became of what the lost ones of these members alone had; empty if that is nothing."""
+        ...
+
+    def servers_lost(self) -> list[str]:
+        """The names of the servers that were lost since this was asked last."""
+        ...
+
+    def servers_begun(self) -> list[str]:
+        """The names of those that have begun in their place, where everybody came together for it."""
+        ...
+
+    def layout(self) -> Any:
+        """Of what the strategy exchanges."""
+        ...
+
+    def form(self) -> str:
+        """What a state has to look like to be this run's; compared before one is handed over."""
+        ...
+
+    def give(self) -> tuple[bytes, str]:
+        """All of the state, and the hash of what is equal on all workers."""
+        ...
+
+    def take(self, state: bytes) -> str:
+        """Become that; gives the hash of it."""
+        ...
+
+
+class Survival:
+    """One worker's part in surviving."""
+
+    def __init__(self, around: Surroundings, agreement: Agreement, heart: Heart) -> None:
+        place = around.place
+        assert place.worker is not None and place.orders_fd is not None
+        self.worker = place.worker
+        self.orders = Orders(place.orders_fd)
+        if around.watching is not None:
+            self.orders.asked = around.watching.answer
+        self.generation = 0  # how often the workers have become others
+        self.view = 0 if place.joining else 1
+        self.fresh = place.joining  # I have no state yet
+        self.pending = 0  # the view in which somebody waits to be let in, as all know; 0: none
+        self._around, self._agreement, self._heart = around, agreement, heart
+        self._server = _serve(place)
+        here = around.store.sub("workers")
+        here.put(str(place.rank), place.worker)
+        self.members: tuple[int, ...] = tuple(here.take(str(rank)) for rank in range(place.size))
+        self._before = self.members  # as of the last event
+
+    def arm(self) -> None:
+        """From now on losses are survived: all workers are about to make the same call."""
+        if self._agreement.recovery is not None:
+            return
+        self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._around.breaker))
+        self._survive()
+
+    def _survive(self) -> None:
+        self._agreement.recovery = self.recover
+        events.surviving(self._around.place)
+
+    # ---- losses
+
+    def recover(self, error: PacelineError) -> Result[Any] | None:
+        """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
+        began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
+        seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
+        while True:
+            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(seconds, complained)
+            if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
+                raise error
+            if roster is None:  # nobody has died: a connection broke; who had decided on another view by then did not hear it
+                complained, seconds = latest, TOLD_SECONDS
+                events.broken(self._around.place, latest)
+                continue
+            complained, void, self.view = math.inf, False, roster.number
+            if self.worker not in roster.workers:
+                raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
+            with contextlib.suppress(*LOSSES, DeadlineExceeded):
+                breaker = self._armed(roster, roster.workers)
+                here = self._open(roster, breaker).sub(f"view{roster.number}")
+                if (reaches := self._meet(here, roster)) is not None:
+                    told = self._regroup(roster, here.sub("groups"), decide(reaches), breaker)
+                    self._say(time.monotonic() - began, error)
+                    return told
+                void = True
+
+    def _regroup(self, roster: Roster, here: Store, plan: Plan, breaker: Breaker) -> Result[Any] | None:
+        around = self._moved(roster, here, plan.members, breaker)
+        group = everyone(around)
+        self._found(Founded(around, group, plan.members, plan.origins, plan.turn))
+        self.pending = roster.number if plan.fresh else 0
+        return self._tell(group, plan)
+
+    def _found(self, founded: Founded) -> None:
+        self.members, self._around = founded.members, founded.around
+        self.generation += 1
+        self._heart.regroup(founded)
+
+    def _meet(self, here: Store, roster: Roster) -> dict[int, Reach] | None:
+        """How far each worker of a view has come; None: all meet in a newer view.
+
+        Somebody may have heard of that before it came here, and would never come. So the first word in the store counts, for all: "go" by
+        who sees that all have come, "void" by who hears of a newer view before that.
+        """
+        agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
+        origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
+        here.put(f"reach/{self.worker}", Reach(origin, agreement.calls, self._heart.turn()).dump())
+        word, end = "", time.monotonic() + self._around.deadline
+        while not word:
+            if here.has(keys):
+                word = here.first("word", "go")
+            elif self.orders.newer(roster.number, MEET_SECONDS) is not None:
+                word = here.first("word", "void")
+            elif time.monotonic() > end:
+                raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._around.deadline:g} s")
+        return {worker: Reach(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
+
+    def _tell(self, group: Group, plan: Plan) -> Result[Any] | None:
+        """Hand what the last call gave to those who were cut off in it."""
+        if not plan.behind:
+            return None
+        body = pack([self._agreement.last]).dumps() if self.worker == plan.teller else b""
+        found = group.agree(body)[plan.members.index(plan.teller)]
+        return Result(loads(found).unpack()[0]) if self.worker in plan.behind else None
+
+    def _say(self, seconds: float, error: PacelineError) -> None:
+        before, self._before = self._before, self.members
+        gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
+        names = [f"rank{'s' * (len(gone) > 1)} {', '.join(gone)}"] * bool(gone) + self._heart.servers_lost()
+        were = "were" if len(gone) > 1 or len(names) > 1 else "was"
+        others = " and ".join(f"{name} has begun" for name in self._heart.servers_begun()) or f"a connection broke ({error})"
+        who = f"{', '.join(names)} {were} lost" if names else others
+        workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
+        self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
+
+    def _armed(self, roster: Roster, members: tuple[int, ...]) -> Breaker:
+        """What breaks the connections made in this view once one of the members is lost."""
+        breaker = Breaker()
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
+        return breaker
+
+    def _trip(self, breaker: Breaker) -> None:
+        breaker.trip(ViewChanged("the workers are others now"))
+
+    # ---- coming
+
+    def depart(self) -> None:
+        """This worker goes, between two turns."""
+        self._heart.depart()
+
+    def news(self) -> list[Any]:
+        """What this worker tells the others when all hand over their logs."""
+        return [self.orders.latest, self._heart.figures()]
+
+    def hear(self, news: Sequence[Any]) -> None:
+        """The `news` of all workers."""
+        self.note(min(latest for latest, _ in news))
+        self._heart.hear([figures for _, figures in news], self.members)
+
+    def note(self, latest: int) -> None:
+        """All workers have heard of this view: who is new in it can be let in."""
+        if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
+            self.pending = latest
+
+    @property
+    def waited(self) -> bool:
+        """Whether somebody waits to be let in, as far as this worker knows."""
+        latest = self.orders.latest
+        return self.pending > 0 or (latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members})
+
+    @property
+    def short(self) -> bool:
+        """Whether fewer are left than the job needs."""
+        return len(self.members) < self._around.place.min_workers
+
+    def wait(self) -> None:
+        """Wait until there are enough, or the launchers end the job; then all members agree on the view in which others are let in."""
+        while len(self.orders.roster(self.orders.latest).workers) < self._around.place.min_workers:
+            self.orders.newer(self.orders.latest, LOOK_SECONDS)
+        self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
+
+    def admit(self) -> None:
+        """Let in who waits, between two turns; all members call it at the same place."""
+        self._agreement.attempt(self._admit)
+
+    def _admit(self) -> None:
+        number, self.pending = max(self.view, self.pending), 0
+        roster = self.orders.roster(number)
+        if {*roster.workers} <= {*self.members}:
+            return
+        # One decides who comes, and all hear it in the group that they have: those who come may be lost meanwhile.
+        fresh, refused = json.loads(self._agreement.tell("who comes", lambda: json.dumps(self._look(roster)).encode()))
+        self.view = number
+        if refused:
+            self._heart.lost(f"{len(refused)} new worker(s) were refused: they are of another model, or version of paceline")
+        if fresh:
+            self._let_in(roster, tuple(fresh))
+        else:
+            self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._around.breaker))
+
+    def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
+        """Who has come in this view and is of this model, and who isn't; who is not will read so. Nobody, if they are others by now."""
+        forms: dict[int, str] = {}
+        new = [worker for worker in roster.workers if worker not in self.members]
+        with contextlib.suppress(*LOSSES):
+            here, end = self._open(roster, Breaker()).sub(f"view{roster.number}"), time.monotonic() + SHOWN_SECONDS
+            while len(forms) < len(new) and self.orders.latest == roster.number and time.monotonic() < end:
+                worker = new[len(forms)]
+                with contextlib.suppress(DeadlineExceeded):
+                    forms[worker] = here.take(f"form/{worker}", LOOK_SECONDS)
+            fresh = [worker for worker in new if forms.get(worker) == self._heart.form()]
+            refused = [worker for worker in forms if worker not in fresh]
+            if self.orders.latest == roster.number:
+                here.put("admitted", self._invitation((*self.members, *fresh)) | {"refused": refused})
+                return fresh, refused
+        return [], []
+
+    def _invitation(self, members: tuple[int, ...]) -> dict[str, Any]:
+        """What those who come have to know."""
+        old, numbers = len(self.members), itertools.count(self._agreement.highest + 1)
+        origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
+        return {"members": members, "origins": origins, "old": old, "layout": self._heart.layout(), "calls": self._agreement.calls}
+
+    def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
+        members, old = (*self.members, *fresh), len(self.members)
+        told = self._invitation(members)
+        breaker = self._armed(roster, members)
+        here = self._open(roster, breaker).sub(f"view{roster.number}")
+        around = self._moved(roster, here.sub("let in"), members, breaker)
+        self._found(Founded(around, everyone(around), members, told["origins"], layout=told["layout"]))
+        self._hand_over(old)
+        self._agreement.meet("let in")
+        self._welcome(old)
+
+    def _welcome(self, old: int) -> None:
+        self._before = self.members
+        ranks = ", ".join(str(rank) for rank in range(old, len(self.members)))
+        self._heart.lost(f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})")
+
+    def _hand_over(self, old: int) -> None:
+        """Those from `old` on are given the state, each by somebody near; checked by the hash that most of the others have."""
+        group, hosts = self._agreement.group, self._around.cluster.where()
+        givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
+        body, digest = self._heart.give() if group.rank < old else (b"", "")
+        mine = body if group.rank in givers.values() else b""
+        heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
+        sends = [(rank, torch.frombuffer(bytearray(mine), dtype=torch.uint8)) for rank, giver in givers.items() if giver == group.rank]
+        room = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
+        group.exchange(sends, [] if room is None else [(givers[group.rank], room)]).wait()
+        right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
+        if room is not None:
+            found = self._heart.take(room.numpy().tobytes())
+            self.fresh = False
+            if found != right:
+                raise Mismatch(f"the state that rank {givers[group.rank]} handed over is not what most workers have")
+        if wrong:
+            self._heart.lost(f"rank {', '.join(map(str, wrong))} has other parameters than most workers")
+
+    def join(self) -> None:
+        """Wait to be let in, and become what the others are."""
+        events.ready(self._around.place)
+        doors: list[Door] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
+        heard, end = self.view, time.monotonic() + self._around.deadline
+        alone = DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
+        lost: PacelineError = alone
+        while self.fresh:
+            if (roster := self.orders.newer(heard, NAP_SECONDS)) is not None:
+                heard, lost, end = roster.number, alone, time.monotonic() + self._around.deadline
+                doors += [Door(roster, Breaker())] if self.worker in roster.workers else []
+            elif time.monotonic() > end:
+                raise lost
+            for door in list(doors):
+                try:
+                    if self._opens(door):
+                        self._enter(door)
+                        break
+                except LOSSES as error:
+                    doors.remove(door)
+                    if door.roster.number == heard:  # who trains is lost, too, and there is a newer view soon, or nobody is left to join
+                        lost, end = error, time.monotonic() + TOLD_SECONDS
+        self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
+
+    def _opens(self, door: Door) -> bool:
+        """Whether those who train have said in this view who comes."""
+        if door.here is None:
+            door.here = self._open(door.roster, door.breaker).sub(f"view{door.roster.number}")
+            door.here.put(f"form/{self.worker}", self._heart.form())
+            door.here.put(f"reach/{self.worker}", Reach(-1).dump())
+        reaches = [f"reach/{worker}" for worker in door.roster.workers]
+        if door.here.has(reaches):  # as all say after a loss
+            decide({worker: Reach(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers})  # raises if nobody has the state
+        return door.here.has(["admitted"])
+
+    def _enter(self, door: Door) -> None:
+        assert door.here is not None
+        found = door.here.take("admitted")
+        roster, members = door.roster, tuple(found["members"])
+        if self.worker not in members and self.worker not in found["refused"]:
+            raise DeadlineExceeded(f"those who run waited {SHOWN_SECONDS:g} s for this worker, and went on without it: start it again")
+        if self.worker not in members:
+            raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.breaker))
+        around = self._moved(roster, door.here.sub("let in"), members, door.breaker)
+        self._agreement.calls = found["calls"]
+        self.generation, self.view = 0, roster.number
+        self._found(Founded(around, everyone(around), members, tuple(found["origins"]), layout=found["layout"]))
+        self._hand_over(found["old"])
+        self._welcome(found["old"])
+        self._survive()
+
+    # ---- places
+
+    def _open(self, roster: Roster, breaker: Breaker) -> Store:
+        """The store of a view."""
+        first, place = roster.members[0], self._around.place
+        try:
+            socket.create_connection((first.address, first.port), timeout=CONNECT_SECONDS).close()  # torch would be loud about it
+            before = sockets.leading(first.address, first.port)
+            client = TCPStore(first.address, first.port, None, False, timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False)
+        except (OSError, DistError) as error:
+            raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
+        mine = sockets.leading(first.address, first.port) - before
+        breaker.add(lambda error: sockets.sever(mine))
+        return Store(client, place.secret, path="paceline", deadline=self._around.deadline, start=roster.mark)
+
+    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], breaker: Breaker) -> Surroundings:
+        """Where I stand among the members."""
+        by_worker = {member.worker: member for member in roster.members}
+        here = by_worker[self.worker]
+        local = [worker for worker in members if by_worker[worker].host == here.host]
+        place = replace(
+            self._around.place,
+            rank=members.index(self.worker),
+            size=len(members),
+            local_rank=local.index(self.worker),
+            local_size=len(local),
+            host_rank=here.host,
+            hosts=len({by_worker[worker].host for worker in members}),
+            meeting=(roster.members[0].address, roster.members[0].port),
+            joining=False,
+        )
+        return replace(self._around, place=place, store=store, cluster=hosts(store, place), natives=0, breaker=breaker)
+
+
+def _serve(place: Place) -> Any:
+    """A store for views whose first worker I am."""
+    assert place.store_fd is not None and place.worker is not None
+    descriptor = os.dup(place.store_fd)
+    where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
+    return TCPStore(*where, None, True, seconds, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)

@@ -1,0 +1,74 @@
+"""How an error of ours that nobody catches is shown, and Ctrl-C: the lines of the user's script that led to it, and its message.
+
+What lies between is ours and torch's, and tells a user nothing; `python -X dev` shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from paceline import callsite
+from paceline.errors import PacelineError
+
+BRIEFLY = (PacelineError, KeyboardInterrupt)  # where in our waits an interrupt comes says as little
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception on stderr, as `sys.excepthook` does."""
+    if isinstance(error, BRIEFLY) and not sys.flags.dev_mode and sys.stderr is not None:
+        print(brief(error, trace), end="", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def brief(error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of an error, with the user's own lines alone."""
+    told = traceback.TracebackException(type(error), error, trace, compact=True)
+    _shorten(told)
+    return "".join(told.format())
+
+
+def _shorten(told: traceback.TracebackException) -> None:
+    mine = [frame for frame in told.stack if not callsite.foreign(frame.filename)]
+    for part in (told.__cause__, told.__context__):
+        if part is not None:
+            _shorten(part)
+    if not _leads(told.__cause__):
+        told.__cause__ = None
+    if not _leads(told.__context__):
+        told.__context__ = None
+    if mine:
+        told.stack = traceback.StackSummary.from_list(mine)
+
+
+def _leads(told: traceback.TracebackException | None) -> bool:
+    """Whether an error came from a script's own code, which one of ours was raised for."""
+    return told is not None and any(callsite.scripted(frame.filename) for frame in told.stack)
+
+
+def surface() -> None:
+    """From now on uncaught errors of ours are shown so, unless somebody else shows them: what has failed ends its process as a rule."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = show
+
+
+def surfacing(function: Callable[P, T]) -> Callable[P, T]:
+    """Have errors of ours that leave this function shown so."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BRIEFLY:
+            surface()
+            raise
+
+    return wrapper

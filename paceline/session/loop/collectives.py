@@ -1,0 +1,55 @@
+"""What all workers put together: the seed of a run, and what `Run.mean` and `Run.gather` do."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+
+
+def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
+    """The seed of all workers, drawn by the first if none is `given`; they must have been started with the same `arguments`."""
+    drawn = random.SystemRandom().getrandbits(31) if given is None else given
+    seeds = [msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))]
+    if any(found[1] != seeds[0][1] for found in seeds):
+        sides = "; ".join(f"rank {rank}: {found[1]}" for rank, found in enumerate(seeds))
+        raise UsageError(f"workers were started with different arguments ({sides}); call start(...) alike on all of them")
+    return int(seeds[0][0])
+
+
+def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Any:
+    """The mean of `x` over all workers by `weight`: a float for a float, else a tensor. What has weight 0 is left out, nan or not."""
+    if not 0 <= weight < math.inf:
+        raise UsageError(f"run.mean got weight={weight}; a weight is a number, zero or more")
+    tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.float64)
+    form = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+    answers = [msgpack.unpackb(a) for a in agreement.meet("run.mean", msgpack.packb([form, weight]))]
+    if any(theirs != answers[0][0] for theirs, _ in answers):
+        sides = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(answers))
+        raise UsageError(f"run.mean got different tensors ({sides}); give it the same shape, dtype and device on every worker")
+    total = math.fsum(theirs for _, theirs in answers)
+    if total == 0:
+        raise UsageError("run.mean: the weights of all workers are zero; give weight=, or call it where some worker has samples")
+    mine = tensor * (weight / total) if weight else torch.zeros_like(tensor)
+    result = group.all_reduce(mine.contiguous(), name="run.mean").wait()
+    return result if isinstance(x, Tensor) else float(result)
+
+
+def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool) -> Tensor:
+    """The rows (dim 0) of all workers in rank order, those of ghosts left out; a number is one row."""
+    rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
+    places = agreement.meet("run.gather", rows.device.type.encode())
+    if len(set(places)) > 1:
+        found = ", ".join(f"{place.decode()} on rank {rank}" for rank, place in enumerate(places))
+        raise UsageError(f"run.gather got tensors in different places ({found}); bring them to run.device on every worker")
+    return torch.cat(group.all_gather((rows[:0] if ghost else rows).contiguous(), name="run.gather").wait())

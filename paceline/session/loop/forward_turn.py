@@ -1,0 +1,83 @@
+"""Whether a backward comes in the turn of its forward: each batch has a weight of its own on each worker, and a pass has one.
+
+turn 0   a = model(x)        the graph of a remembers turn 0
+turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1: refused, unless both are the same
+         torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.loader import Turn
+from paceline.errors import UsageError
+from paceline.session.loop.turns import Turns
+
+
+class Origin:
+    """A forward hook that has the graph remember its turn; a copy of the model, or an unpickled one, remembers nothing."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self._turns = turns
+
+    def __call__(self, _: nn.Module, __: Any, out: Any) -> None:
+        if torch.compiler.is_compiling() or self._turns is None or not torch.is_grad_enabled():
+            return
+        turns, turn = self._turns, self._turns.training
+        if turn is None or not turn.train or turns.apart or turns.backward.sync.apart:
+            return
+
+        def reached(_: Any) -> None:
+            if turns.training is not turn:
+                _check(turns, turn)
+
+        for tensor in _tensors(out):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reached)
+
+    def remembers(self, turns: Turns) -> bool:
+        """Whether it is the turns of `turns` that are remembered."""
+        return self._turns is turns
+
+    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
+        return Origin, ()
+
+
+def remember(model: nn.Module, turns: Turns) -> None:
+    """Have what this model gives remember its turn, until the run ends; a second time is harmless."""
+    if not any(isinstance(hook, Origin) and hook.remembers(turns) for hook in model._forward_hooks.values()):
+        turns.bound.append(nn.Module.register_forward_hook(model, Origin(turns)).remove)
+
+
+def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif depth and isinstance(out, dict | list | tuple):
+        for part in out.values() if isinstance(out, dict) else out:
+            yield from _tensors(part, depth - 1)
+
+
+def _check(turns: Turns, then: Turn) -> None:
+    """Raise `UsageError` if the turn `then` had another weight than the present one."""
+    now = turns.training
+    scale = 1.0 / turns.scene.group.size if now is None else now.scale
+    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(tap.node) for tap in turns.backward.taps):
+        where = "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
+        raise UsageError(
+            f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, and this worker's part of that batch "
+            f"({then.scale:.3g}) is not its part now ({scale:.3g}), so one loss of several batches can't be weighted. Call backward in the "
+            "turn of each batch: (loss / k).backward() adds up gradients, and run.no_sync() saves their exchanges"
+        )
+
+
+def _comes_to(node: Any) -> bool:
+    """Whether the pass under way adds to the gradient of the parameter whose node this is."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False

@@ -1,0 +1,86 @@
+"""What a forward on a ghost may change or replace: buffers. They are set back after it, and then taken from a worker that has samples.
+
+    samples   forward   what of its buffers has changed ──┐
+    ghost     forward   set back                          └─> taken: steps of spectral norm and counters stay equal on all workers
+
+Statistics of BatchNorm layers are each worker's own with batchnorm="local", and stay set back on ghosts; else they are right on a ghost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.comm.agreement import Agreement
+from paceline.data.serialization import pack, unpack
+from paceline.parallel.batchnorm import is_synchronous
+
+NEAR = 1e-5  # how far what depends on weights alone may differ between workers
+
+Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+
+
+def buffers(models: Iterable[nn.Module]) -> Buffers:
+    """All of them, as they are; those of synchronous BatchNorm are right on a ghost too."""
+    found = []
+    for model in models:
+        for module in model.modules():
+            if not is_synchronous(module):
+                found += [(module, name, b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()]
+    return found
+
+
+def put_back(kept: Buffers) -> None:
+    """Let them be what they were."""
+    for module, name, buffer, values in kept:
+        if buffer is not None and values is not None:
+            buffer.data.copy_(values)  # not counted as a change: masks and tables stay what nobody has changed
+        module._buffers[name] = buffer
+
+
+def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
+    """Have the ghosts of a turn take the buffers that it has changed where there were samples, alike on all who had some. Collective."""
+    shared = [place for place, (module, *_) in enumerate(kept) if not isinstance(module, _NormBase)]
+    if not shared:
+        return
+    changed = [] if ghost else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
+    bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
+    told = [dict(unpack(body)) for body in bodies if body]
+    if ghost and told:  # nobody may be left of those who had samples
+        for place, value in told[0].items():
+            if all(place in other and _alike(value, other[place]) for other in told[1:]):
+                _take(kept, place, value)
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether they are the same, but for what different processors make of the same weights."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    return torch.allclose(one, other, rtol=NEAR, atol=NEAR) if one.is_floating_point() else torch.equal(one, other)
+
+
+def _present(kept: Buffers, place: int) -> Tensor | None:
+    module, name, *_ = kept[place]
+    buffer = module._buffers.get(name)
+    return None if buffer is None else buffer.detach()
+
+
+def _is_other(kept: Buffers, place: int) -> bool:
+    now, before = _present(kept, place), kept[place][3]
+    if now is None or before is None:
+        return now is not before
+    return now.dtype != before.dtype or not torch.equal(now, before)
+
+
+def _take(kept: Buffers, place: int, value: Tensor | None) -> None:
+    module, name, *_ = kept[place]
+    buffer = module._buffers.get(name)
+    if buffer is None or value is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+        kind = None if buffer is None else buffer.device
+        module._buffers[name] = None if value is None else value.to(kind)
+        return
+    with torch.no_grad():
+        buffer.copy_(value)

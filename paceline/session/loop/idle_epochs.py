@@ -1,0 +1,149 @@
+"""Epochs of a training loader in which nothing is trained: evaluations that have `torch.no_grad()` inside of the loop, and not around it.
+
+    no backward and no step of an optimizer so far, on any worker      steps are counted, and held back from the log
+    the first one                                                      what was held back is handed over: a warm-up
+    none in the whole epoch                                            they were no steps, and it is said
+
+All workers have to find the same, as steps end with calls of all: so what one worker alone may do is no sign, and where losses are survived
+nothing is followed, as who comes in the middle of an epoch hasn't seen its first turns.
+
+While there has been none, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and from the first
+where all models are in eval mode, or the epoch before was such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from paceline.cluster.control.progress import Page
+from paceline.data.loader import ShareLoader, Turn
+from paceline.session.loop.iteration import Course
+from paceline.sync.autograd import Backward
+from paceline.sync.context import Scene
+
+SOME = 8  # parameters, and elements of each, that are looked at once an epoch
+NOTHING_TRAINED = (
+    "an epoch of a loader had no backward and no step of an optimizer: it was an evaluation, and its turns are no steps. Say "
+    "run.prepare(loader, train=False), or put `with torch.no_grad():` around the loop, so that this is known from its first turn on; or "
+    "train=True, if it was training"
+)
+
+
+class Beat(Protocol):
+    """Who wants to know of each finished step."""
+
+    def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
+        """Step `turn` of a training loader is over; where its time went."""
+        ...
+
+
+class Counting(Protocol):
+    """Who counts steps. `undo`: whether losses are survived; `quiet`: depth of no_sync."""
+
+    steps: int
+    quiet: int
+    beat: Beat
+    models: list[nn.Module]
+
+    @property
+    def undo(self) -> Any:
+        """None where a loss ends the run."""
+        ...
+
+    def place(self, steps: int) -> None:
+        """Stand at this step."""
+        ...
+
+
+class Idling:
+    """Follows whether anything is trained in the turns that `turns` counts. `page`: where the number of steps is shown."""
+
+    def __init__(self, turns: Counting, scene: Scene, backward: Backward, page: Page | None) -> None:
+        self._turns, self._scene, self._backward, self._page = turns, scene, backward, page
+        self.acted = False  # an optimizer has stepped, or no_sync was entered, since it was last noted
+        self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
+
+    def asked(self, loader: ShareLoader) -> None:
+        """An epoch is about to begin."""
+        terms = loader.terms
+        terms.idle = terms.training and self._follows(loader) and (terms.idled or not any(model.training for model in self._turns.models))
+
+    def _follows(self, loader: ShareLoader) -> bool:
+        """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
+        terms, sync = loader.terms, self._backward.sync
+        known = terms.alone or (sync.together and bool(self._backward.taps))
+        if terms.train is not None or not known or self._turns.undo is not None:
+            return False
+        return any(p.requires_grad for model in self._turns.models for p in model.parameters())
+
+    def begins(self, course: Course) -> None:
+        """An epoch of a training loader begins."""
+        course.follows, course.trained, course.turned = self._follows(course.loader), False, False
+        course.marks = self._marks() if course.follows else None
+        self.acted = self._backward.reached = False
+
+    def _marks(self) -> list[Any]:
+        """What an update of parameters changes, and a backward on one worker alone: of several, `reached` tells."""
+        parameters = [p for model in self._turns.models for p in model.parameters()]
+        marks: list[Any] = [p._version for p in parameters]
+        some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:SOME]
+        marks += [p.detach().reshape(-1)[:SOME].tolist() for p in some]  # p.data changes without being counted
+        if self._scene.group.size == 1:
+            marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+        return marks
+
+    def note(self, course: Course, courses: list[Course], *, last: bool) -> None:
+        """A turn of `course` has ended, with `courses` under way around it; `last`: it was one that is exchanged."""
+        course.turned = True
+        if self.acted or self._backward.reached or self._turns.quiet:
+            self.acted = self._backward.reached = False
+            for other in courses:
+                other.trained, other.loader.terms.idle = True, False
+        elif last and course.follows and not course.trained:
+            if self._marks() != course.marks:
+                course.trained = True
+            else:
+                course.loader.terms.idle = True
+
+    def count(self, course: Course, number: int, turn: Turn, seconds: dict[str, float]) -> None:
+        """A turn of `course` was step `number`."""
+        if course.follows and not course.trained:
+            course.held.append((number, turn, seconds))
+            return
+        self.flush(course)
+        self._turns.beat.step_ended(turn, seconds)
+
+    def flush(self, course: Course) -> None:
+        """Hand over what was held back."""
+        held, course.held = course.held, []
+        now = self._turns.steps
+        for number, turn, seconds in held:
+            self._turns.place(number)
+            self._turns.beat.step_ended(turn, seconds)
+        if held:
+            self._turns.place(now)
+
+    def ends(self, course: Course, *, whole: bool) -> None:
+        """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
+        terms, held = course.loader.terms, course.held
+        terms.idle, whole = False, whole and course.turned
+        if course.follows and not course.trained and whole:
+            changed = b"c" if self._marks() != course.marks else b""
+            course.trained = any(self._scene.agreement.meet("an epoch without a backward", changed))
+        if course.trained or not course.follows:
+            terms.idled = False
+        elif whole:
+            terms.idled, course.held = True, []
+            terms.announce(NOTHING_TRAINED)
+            if held:
+                self._go_back(held[0][0] - 1)
+        self.flush(course)
+
+    def _go_back(self, steps: int) -> None:
+        self._turns.place(steps)
+        if self._page is not None:
+            self._page.passed(steps)
+        self.fold(steps)

@@ -1,0 +1,83 @@
+"""A loader on its way through an epoch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.data.batch_lifetime import Lent
+from paceline.data.loader import ShareLoader, Turn
+from paceline.errors import PacelineError, UsageError
+from paceline.session.loop.ghost import Buffers
+
+
+@dataclass(slots=True)
+class Course:
+    """One loader on its way: its open turn, and when that and the epoch began (counted in calls)."""
+
+    loader: ShareLoader
+    epoch_at: int = 0
+    turn_at: int = 0
+    turn: Turn | None = None
+    kept: Buffers = field(default_factory=list)  # before a ghost's turn
+    outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
+    gathered: int = 0  # rows that were gathered of this batch: how often
+    passed: int = 0  # in this turn, with those that were gathered when it was dealt before
+    used: bool = False  # a model was run to be trained in this turn, or a backward
+    left: Lent = field(default_factory=list)  # what the turn before was lent, if it was not used there
+    early: list[Lent] = field(default_factory=list)  # what turns before were lent, as far as somebody held it then
+    skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
+    doubted: bool = False  # what was used last may have been the batch of the turn before
+    reached: bool = False  # something was used in a turn of the epoch
+    over: bool = False  # the epoch has ended
+    follows: bool = False  # it is followed whether anything is trained in this epoch
+    trained: bool = False  # there was a backward, or a step of an optimizer, in this epoch
+    turned: bool = False  # a turn of it has ended
+    marks: list[Any] | None = None  # versions of all parameters and gradients when it began
+    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
+    void: bool = False  # its rows died with a worker: it is dealt again
+
+
+def innermost(courses: list[Course]) -> Turn | None:
+    """The turn under way that no other is inside of. One that was left by `break` counts only where no other is."""
+    if len(courses) < 2:
+        return courses[0].turn if courses else None
+    return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
+
+
+def explain(error: BaseException | None, courses: list[Course]) -> None:
+    """Note on an error of the script that it happened on a batch of no rows, which scripts for one process never see."""
+    found = next(
+        (course for course in courses if course.turn is not None and course.turn.share == 0 and not course.loader.terms.ghosts), None
+    )
+    if found is None or found.turn is None or not isinstance(error, Exception) or isinstance(error, PacelineError):
+        return
+    error.add_note(
+        f"This worker's share of the evaluation batch was empty: {found.turn.global_batch} samples for "
+        f"{found.loader.terms.agreement.group.size} workers, so its tensors have 0 rows, of which x.view(x.size(0), -1), max() and the "
+        "like can't be had. Write x.flatten(1); or say run.prepare(loader, train=False, pad=True), and such a worker gets the batch's "
+        "first sample, which run.gather, run.mean and run.log leave out"
+    )
+
+
+def parts(course: Course) -> tuple[float, ...]:
+    """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
+    turn, terms = course.turn, course.loader.terms
+    assert turn is not None
+    if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
+        return (turn.scale,)
+    return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
+
+
+def check_beside(courses: list[Course]) -> None:
+    """Raise `UsageError` where training loaders under way side by side deal differently: one loss can't be weighted by both."""
+    side = [course for course in courses if course.loader.terms.training and course.loader.under_way]
+    for one, other in itertools.combinations(side, 2):
+        beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
+        if beside and parts(one) != parts(other):
+            raise UsageError(
+                f"two training loaders are under way at once, and deal their batches differently: {parts(one)} and {parts(other)} "
+                "of each batch to the workers, so one loss can't be weighted by both; let both batch sizes be multiples of the number "
+                "of workers, with drop_last=True, or finish one loop before the other"
+            )

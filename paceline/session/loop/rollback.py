@@ -1,0 +1,109 @@
+"""What a turn that failed has changed goes back: buffers, generators, what is kept, and the whole state where something had stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.errors import WorkerLost
+from paceline.state.snapshot import Snapshot, pack
+from paceline.state.versioned import Randomness, Stateful
+from paceline.sync.autograd import Backward
+
+TRIED = 2  # turns at the beginning that have a copy of everything, before it is known how a turn goes
+
+
+class Undo:
+    """Goes back to where a turn began. `parts` are the names and objects that are state; of these `kept.` are the user's own.
+
+    A turn may step before its last exchange (GANs). Then a copy of everything is made before the first step of each turn; which turns are
+    such is seen when the first one comes.
+    """
+
+    def __init__(
+        self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: Backward
+    ) -> None:
+        self._parts, self._models, self._randomness, self._backward = parts, models, randomness, backward
+        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each, its version, and what it held then
+        self._random: dict[str, Any] | None = None
+        self._kept: Snapshot | None = None
+        self._whole: Snapshot | None = None
+        self._passes = 0  # of this turn, when something stepped first
+        self._stepped = False
+        self._split = False  # turns have exchanges after a step
+        self._turns = 0
+        self._again = False
+
+    def begin(self, passes: int) -> None:
+        """A turn begins; if it is one that failed, generators stand now where they stood when it began first.
+
+        `passes`: how many exchanges of gradients the turn before had.
+        """
+        if self._again and self._random is not None:
+            self._randomness.load_state_dict(self._random)
+        else:
+            self._split = self._split or (self._stepped and passes > self._passes)
+            self._turns += 1
+            self._random = self._randomness.state_dict()
+        self._again = self._stepped = False
+        self._whole = None
+        known = {id(buffer): (version, values) for buffer, version, values in self._buffers}
+        self._buffers = []
+        for module in (module for model in self._models for module in model.modules()):
+            counted = not isinstance(module, _NormBase)  # torch's own statistics change without being counted
+            for buffer in module.buffers(recurse=False):
+                version, values = known.get(id(buffer), (None, buffer))
+                if version is None or version != _version(buffer):  # masks and tables stay as they are: one copy is enough
+                    version, values = _version(buffer) if counted else None, buffer.detach().clone()
+                self._buffers.append((buffer, version, values))
+        kept = {name: part for name, part in self._parts().items() if name.startswith("kept.")}
+        self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
+
+    def stepping(self, *, elsewhere: bool = False) -> None:
+        """An optimizer is about to step; `elsewhere`, where that may fail: `stepped` is called once it hasn't."""
+        if self._stepped:
+            self._split = self._split or elsewhere
+            return
+        if self._split or self._turns <= TRIED:
+            self._whole = pack({name: part.state_dict() for name, part in self._parts().items()})
+        if not elsewhere:
+            self.stepped()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        if not self._stepped:
+            self._stepped, self._passes = True, self._backward.passes
+
+    def back(self) -> None:
+        """The turn has failed."""
+        self._again = True
+        self._backward.back()
+        if self._stepped:
+            if self._whole is None:
+                raise WorkerLost(
+                    "a worker was lost between two exchanges of a turn, after an optimizer had stepped, and no copy was made before, as no "
+                    "turn had been like that: resume from a checkpoint"
+                )
+            self._load(self._whole)
+        with torch.no_grad():
+            for buffer, version, values in self._buffers:
+                if version is None or version != _version(buffer):
+                    buffer.copy_(values)
+        if self._kept is not None:
+            self._load(self._kept)
+        if self._random is not None:
+            self._randomness.load_state_dict(self._random)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        parts = self._parts()
+        for name, state in snapshot.unpack().items():
+            parts[name].load_state_dict(state)
+
+
+def _version(buffer: Tensor) -> int | None:
+    """How often it was changed in place, where torch counts that."""
+    return None if buffer.is_inference() else buffer._version

@@ -1,0 +1,1 @@
+"""What `Run.prepare` does to the user's own objects."""

@@ -1,0 +1,224 @@
+"""What can't be prepared is refused here, on every worker."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.group import Group
+from paceline.data.loader import ShareLoader
+from paceline.errors import UsageError
+from paceline.session.prepare.metrics import is_metric
+from paceline.sync.abilities import Steps
+from paceline.sync.base import Slot, Sync
+
+WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+_DEEPEST = 6  # calls between a scaler's step and ours
+
+
+Scaler = torch.amp.GradScaler
+
+
+def kind(value: Any) -> str:
+    """ "model", "optimizer", "loader", "scheduler", "scaler" or "metric"; `UsageError` for anything else."""
+    if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        name = type(value).__name__
+        raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")
+    if isinstance(value, nn.Module):
+        return "metric" if is_metric(value) else "model"
+    if isinstance(value, LBFGS):
+        raise UsageError("LBFGS judges its steps by the loss of one worker's share, which differs on each; use another optimizer")
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if isinstance(value, ShareLoader):
+        raise UsageError("this loader has been prepared before; give the DataLoader itself, once")
+    if isinstance(value, DataLoader):
+        return "loader"
+    if isinstance(value, LRScheduler | ReduceLROnPlateau):
+        return "scheduler"
+    if isinstance(value, Scaler):
+        return "scaler"
+    raise UsageError(
+        f"run.prepare got a {type(value).__module__}.{type(value).__qualname__}; it takes models (nn.Module), optimizers, DataLoaders, "
+        "schedulers, GradScalers and metrics of torchmetrics. Keep other state with run.keep(name, object)"
+    )
+
+
+def _made_by(value: Any, module: str, name: str) -> bool:
+    """Whether `value` is an instance of `module.name`, without importing the module: it takes a second, and who has one has imported it."""
+    home = sys.modules.get(module)
+    return home is not None and isinstance(value, getattr(home, name))
+
+
+def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
+    """Every parameter of the models, once, and those that only an optimizer knows."""
+    owner = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    scripts = [part for _, model in models for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
+    scripted, seen = {id(p) for script in scripts for p in script.parameters()}, set[int]()
+    for prefix, model in models:
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield Slot(prefix + name, parameter, owner.get(id(parameter)), scripted=id(parameter) in scripted)
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield Slot(f"optimizer{number}.group{place}.{index}", parameter, optimizer)
+
+
+def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
+    """Those of `found` whose parameters are not among `known`."""
+    there = {id(slot.parameter) for slot in known}
+    return (slot for slot in found if id(slot.parameter) not in there)
+
+
+def check_known(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], known: list[Slot]) -> None:
+    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: nobody would exchange its gradient."""
+    for slot in unknown(slots(models, optimizers), known):
+        if slot.optimizer is not None and slot.name.startswith("optimizer"):
+            how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
+        else:
+            how = "the model after run.prepare (a new layer, or load_state_dict(assign=True))"
+        raise UsageError(
+            f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare again, on every worker, before it is "
+            "trained"
+        )
+
+
+def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
+    """Raise `UsageError` for an optimizer with a scheduler that wasn't prepared: it would step again in a turn that is dealt again."""
+    known = [getattr(part, "optimizer", None) for part in prepared]
+    for optimizer in optimizers:
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # as torch's schedulers leave there
+        if scheduled and not any(optimizer is other for other in known):
+            raise UsageError(
+                f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not given to run.prepare: when a "
+                "worker is lost, it would step twice for one step; give it to run.prepare, too"
+            )
+
+
+def check_scaler(known: list[Any]) -> None:
+    """Raise `UsageError` if a scaler that wasn't prepared has called us: it would count a turn that is dealt again twice."""
+    frame = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        if frame.f_code is Scaler.step.__code__ and not any(frame.f_locals.get("self") is scaler for scaler in known):
+            raise UsageError(
+                "a GradScaler steps that was not given to run.prepare: when a worker is lost, it would count one step twice; give it to "
+                "run.prepare, too"
+            )
+
+
+def check_elsewhere(thing: Any, sync: Sync) -> None:
+    """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide for itself whether a step is skipped."""
+    if isinstance(sync, Steps) and isinstance(thing, Scaler) and thing.is_enabled():
+        raise UsageError(
+            "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is one worker's share: use bfloat16, which "
+            "needs no scaler, or AllReduce"
+        )
+
+
+def check_owner(known: list[Slot], optimizers: list[Optimizer], sync: Sync) -> None:
+    """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go on with the first one."""
+    owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
+    for optimizer in optimizers if isinstance(sync, Steps) else ():
+        for group in optimizer.param_groups:
+            first = next((owner[id(p)] for p in group["params"] if owner.get(id(p), optimizer) is not optimizer), None)
+            if first is not None:
+                raise UsageError(
+                    f"the {type(optimizer).__qualname__} has parameters that a {type(first).__qualname__} was prepared for, and with "
+                    "ParameterServer servers keep the first optimizer of each: change the settings in its param_groups, or use AllReduce"
+                )
+
+
+def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
+    """Raise `UsageError` where an optimizer that steps on servers was told here what it remembers; of `tables` (ids) it does that here."""
+    if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in tables):
+        raise UsageError(
+            f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and with ParameterServer that lies on "
+            "servers, which wouldn't hear of it: load it before run.prepare, or use run.save and run.resume"
+        )
+
+
+def check_parameters(found: list[Slot]) -> None:
+    """Raise `UsageError` for parameters that can't be replicated yet."""
+    for slot in found:
+        if isinstance(slot.parameter, UninitializedParameter | UninitializedBuffer):
+            raise UsageError(f"{slot.name} is not initialised yet (a lazy module): run one batch through the model before run.prepare")
+        if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
+            raise UsageError(
+                f"{slot.name} is a DTensor (fully_shard or tensor parallel): sharded parameters are not supported yet, give the plain model"
+            )
+
+
+def same_everywhere(
+    agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], optimizers: list[Optimizer], say: Callable[[str], None]
+) -> None:
+    """Compare what is prepared with all workers, and give everybody the first worker's values, said if they differed."""
+    names = {id(x): name for name, x in tensors}
+    layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}" for name, x in tensors]
+    _same_layout(agreement, [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))])
+    digest = hashlib.sha256()
+    for _, x in tensors:
+        digest.update(x.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data if x.numel() else b"")
+    digests = agreement.meet("values of prepare", digest.digest())
+    different = [rank for rank, found in enumerate(digests) if found != digests[0]]
+    if not different:
+        return
+    say(
+        f"parameters or buffers of rank {', '.join(map(str, different))} differed from rank 0's and were replaced by them "
+        "(seed all workers alike to avoid it)"
+    )
+    with torch.no_grad():
+        for name, x in tensors:
+            group.broadcast(x.detach(), name=name).wait()
+
+
+def _frozen(x: Tensor) -> str:
+    return ", frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
+
+
+def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+    """A line for each parameter group, which tells settings that would let replicas part."""
+    for number, group in enumerate(optimizer.param_groups):
+        plain = {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
+        settings = ", ".join(f"{key}={value!r}" for key, value in plain.items() if isinstance(value, int | float | str | bool | tuple))
+        members = hashlib.sha256("".join(names.get(id(p), "?") for p in group["params"]).encode()).hexdigest()[:8]
+        yield f"group {number} of {type(optimizer).__qualname__} ({settings}, {len(group['params'])} parameters {members})"
+
+
+def _same_layout(agreement: Agreement, layout: list[str]) -> None:
+    digests = agreement.meet("prepare", hashlib.sha256("\n".join(layout).encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    layouts = [msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))]
+    first = layouts[0]
+    for rank, other in enumerate(layouts):
+        for mine, theirs in zip(first, other, strict=False):
+            if mine != theirs:
+                raise UsageError(
+                    f"workers prepare different things: rank 0 has {mine} where rank {rank} has {theirs}; "
+                    "build the same model and optimizer on every worker"
+                )
+        if len(other) != len(first):
+            longer = max(first, other, key=len)
+            counts = f"rank 0 has {len(first)} tensors and parameter groups and rank {rank} has {len(other)}"
+            raise UsageError(f"workers prepare different things: {counts}, the first extra one is {longer[min(len(other), len(first))]}")

@@ -1,0 +1,168 @@
+"""Makes a script's own objects ready for many workers: models, optimizers, loaders, schedulers and scalers, each in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+
+from paceline.comm.agreement import Agreement
+from paceline.errors import UsageError
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare.binding import rebind
+from paceline.session.prepare.checks import check_memory, check_scaler
+
+SEEN = 2  # steps in which it is looked who calls optimizers
+
+
+# ---- rebinding a user's own objects
+
+
+class Follower:
+    """A forward hook that tells `turns`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
+
+    def __init__(self, turns: Turns | None = None) -> None:
+        self._turns = turns
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self._turns is not None:
+            self._turns.forward(args, options)
+
+    def follows(self, turns: Turns) -> bool:
+        """Whether it is `turns` that is told."""
+        return self._turns is turns
+
+    def __reduce__(self) -> tuple[type[Follower], tuple[()]]:
+        return Follower, ()
+
+
+def follow(model: nn.Module, turns: Turns) -> None:
+    """Tell `turns` before each forward, until the run ends; a second time is harmless."""
+    if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
+        hook = nn.Module.register_forward_pre_hook(model, Follower(turns), with_kwargs=True)  # torch.jit hides the method, and calls hooks
+        turns.bound.append(hook.remove)
+
+
+def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
+    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
+
+    `begins` is told of each call of `step` that acts, and whether gradients are there.
+    """
+
+    def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._opt_called = True  # type: ignore[attr-defined]
+            closure = kwargs.get("closure", args[0] if args else None)
+            if closure is None:
+                turns.ready("optimizer.step")
+            if not turns.acting:
+                return None if closure is None else _called(closure)
+            begins(self, closure is None)
+            if turns.undo is not None and turns.steps < SEEN:
+                check_scaler(turns.scalers)
+            elsewhere = turns.elsewhere(self)
+            turns.stepping(elsewhere=elsewhere or (turns.tables.lasting is not None and turns.tables.has(self)))
+            if elsewhere or turns.tables.has(self):
+                result = None if closure is None else _called(closure)
+                turns.ready("optimizer.step")
+                _step(self, own, turns, elsewhere=elsewhere)
+                if not turns.acting:
+                    return result
+            else:
+                result = own(self, *args, **kwargs)
+            turns.stepped(self)
+            return result
+
+        return step
+
+    rebind(optimizer, "step", stepping, turns)
+    if accumulate:
+        bind_zero_grad(optimizer, turns)
+
+
+def _step(optimizer: Optimizer, own: Callable[..., Any], turns: Turns, *, elsewhere: bool) -> None:
+    """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
+    if elsewhere:
+        turns.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
+    if elsewhere and optimizer.state:
+        check_memory(optimizer, turns.tables.handles())
+    turns.give(optimizer, whole=not elsewhere)
+    if turns.acting:
+        with turns.tables.hidden(optimizer):
+            turns.step_elsewhere(optimizer) if elsewhere else own(optimizer)
+    if turns.acting:
+        turns.tables.make(optimizer)
+
+
+def _called(closure: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+def bind_zero_grad(thing: nn.Module | Optimizer, turns: Turns) -> None:
+    """With micro-batches, `zero_grad` of a model or an optimizer acts on the first, or after the last."""
+
+    def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, **kwargs) if turns.clearing else None
+
+        return zero_grad
+
+    rebind(thing, "zero_grad", clearing, turns)
+
+
+def bind_scheduler(scheduler: Any, turns: Turns) -> None:
+    """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers.
+
+    Out of lockstep quick workers have more turns than an epoch has batches: a schedule that has come to its end stays there.
+    """
+
+    def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not (turns.acting or turns.broken):
+                return None
+            if isinstance(self, ReduceLROnPlateau):
+                _same_metric(turns.scene.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
+            if turns.apart and isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+                return None
+            return own(self, *args, **kwargs)
+
+        return step
+
+    def stating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = own(self, *args, **kwargs)  # all that the object has, the methods set here included
+            return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
+
+        return state_dict
+
+    rebind(scheduler, "step", stepping, turns)
+    rebind(scheduler, "state_dict", stating, turns)
+
+
+def _same_metric(agreement: Agreement, metric: float) -> None:
+    found = [msgpack.unpackb(answer) for answer in agreement.meet("scheduler.step", msgpack.packb(metric))]
+    if len(set(map(repr, found))) > 1:
+        sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(found))
+        raise UsageError(f"scheduler.step got different metrics ({sides}), and learning rates would part; give it run.mean(metric)")
+
+
+def bind_scaler(scaler: Any, turns: Turns) -> None:
+    """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
+    turns.scalers.append(scaler)
+    for name in ("unscale_", "step", "update"):
+
+        def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
+            def act(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if name != "update":
+                    turns.ready(f"scaler.{name}")
+                return own(self, *args, **kwargs) if turns.acting else None
+
+            return act
+
+        rebind(scaler, name, acting, turns)

@@ -1,0 +1,54 @@
+"""Before modules use parameters that may be on their way still (`ParameterServer(pull="forward")`) where torch may not ask these.
+
+A parameter on its way waits for itself in whatever torch does with it in Python's sight. Two things are out of it: C++ code of the user's
+that a module hands its parameters to, and the transformations of torch.func, which wrap them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.session.loop.turns import Turns
+from paceline.sync.abilities import Arriving
+
+
+class User:
+    """A forward hook that has parameters there: those of a module of the user's own class (`own`), or of all where a model is transformed.
+
+    A copy of the module, or an unpickled one, is not the run's, and its hook does nothing.
+    """
+
+    def __init__(self, arriving: Arriving | None = None, *, own: bool = False) -> None:
+        self.arriving, self.own = arriving, own
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self.arriving is None:
+            return
+        if self.own:
+            self.arriving.use(list(module._parameters.values()))
+        elif torch._C._are_functorch_transforms_active():
+            self.arriving.use()
+
+    def __reduce__(self) -> tuple[type[User], tuple[()]]:
+        return User, ()
+
+
+def announce(models: list[nn.Module], arriving: Arriving, turns: Turns) -> None:
+    """Hook these models until the run ends; a second time is harmless."""
+    for model in models:
+        _hook(model, User(arriving), turns)
+        for module in model.modules():
+            foreign = not type(module).__module__.startswith("torch.nn.")
+            if module._parameters and foreign and not isinstance(module, torch.jit.ScriptModule):
+                _hook(module, User(arriving, own=True), turns)
+    if not any(undo == arriving.end for undo in turns.bound):
+        turns.bound.append(arriving.end)
+
+
+def _hook(module: nn.Module, user: User, turns: Turns) -> None:
+    known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, User)]
+    if not any(hook.arriving is user.arriving and hook.own is user.own for hook in known):
+        turns.bound.append(module.register_forward_pre_hook(user).remove)

@@ -1,0 +1,75 @@
+"""Metrics of torchmetrics that take part: what they are given in a ghost turn doesn't count, as nothing of a ghost does.
+
+torchmetrics is never imported here; who has a metric has done that.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare.binding import rebind
+
+HOME = "torchmetrics"
+
+
+def is_metric(value: Any) -> bool:
+    """Whether it is a metric, a collection of metrics, or a tracker of them."""
+    home = sys.modules.get(HOME)
+    return home is not None and isinstance(value, (home.Metric, home.MetricCollection, home.MetricTracker))
+
+
+def within(module: nn.Module) -> Iterator[nn.Module]:
+    """The metrics in a model; a collection is one."""
+    if is_metric(module):
+        yield module
+    else:
+        for child in module.children() if HOME in sys.modules else ():
+            yield from within(child)
+
+
+def bind(metric: nn.Module, turns: Turns) -> None:
+    """Let `update` and `forward` count nothing in a ghost turn; `forward` gives what the ghost alone comes to, for who logs it.
+
+    Raises `UsageError` for a metric that would exchange in each step, where a ghost would count on the other workers.
+    """
+    if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
+        raise UsageError(
+            f"the {type(metric).__qualname__} has dist_sync_on_step=True, and would count the samples of ghosts in each step; leave that "
+            "out: compute() brings all workers together"
+        )
+
+    def updating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return None if _ghost(turns) else own(self, *args, **kwargs)
+
+        return update
+
+    def running(own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return type(self).forward(_fresh(self), *args, **kwargs) if _ghost(turns) else own(self, *args, **kwargs)
+
+        return forward
+
+    rebind(metric, "update", updating, turns)
+    rebind(metric, "forward", running, turns)
+
+
+def _fresh(metric: nn.Module) -> nn.Module:
+    """A copy of it that isn't bound."""
+    found = copy.deepcopy(metric)
+    for name in ("update", "forward"):
+        if getattr(found.__dict__.get(name), "__self__", None) is found:
+            delattr(found, name)
+    return found
+
+
+def _ghost(turns: Turns) -> bool:
+    turn = turns.turn
+    return turn is not None and turn.ghost

@@ -1,0 +1,143 @@
+"""Every optimizer of this process is seen before it steps, prepared or not: what can't be right is refused before it changes anything.
+
+torch calls one hook for all optimizers. Each run has its `Watch`, which knows its own by their parameters.
+
+    optimizer.step()    not prepared, where steps on its gradients are wrong         raises
+                        inside of loss.backward()                                    raises
+                        not prepared                                                 `strange` is told, once
+                        the run's                                                    counted (`Tally`), looked at (`ByHand`)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import UsageError
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare.registry import Cast
+from paceline.session.replicas.manual_gradients import ByHand
+from paceline.session.replicas.step_count import Tally
+from paceline.sync.abilities import Steps
+
+_REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
+
+
+class Known(NamedTuple):
+    """What was found out of an optimizer, as long as nothing was added to it or to the run."""
+
+    optimizer: weakref.ref[Optimizer]
+    groups: int
+    slots: int
+    ours: bool  # some of its parameters are the run's
+    prepared: bool
+
+
+class Watch:
+    """Sees optimizers step on behalf of one run, from `begin` to `end`.
+
+    `strange` is told once of each that was not prepared, and whether it has parameters of the run.
+    """
+
+    def __init__(self, cast: Cast, turns: Turns, by_hand: ByHand) -> None:
+        self._cast, self._turns, self._by_hand = cast, turns, by_hand
+        self._alike = False  # all workers take the same steps
+        self._known: dict[int, Known] = {}
+        self._ours: set[int] = set()
+        self._thread = threading.get_ident()
+        self.tally = Tally(lambda: turns.steps)
+        self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
+
+    def begin(self) -> None:
+        """Be called from now on, and have counts compared where all take the same steps."""
+        sync = self._turns.backward.sync
+        self._alike = sync.meets and not sync.apart and not isinstance(sync, Steps)
+        if self._alike:
+            self._cast.scene.agreement.tally = self.tally.told
+        with _REGISTRY:
+            hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _Hook)), None)
+            if hook is None:
+                hook = _Hook()
+                hook.handle = register_optimizer_step_pre_hook(hook)
+            hook.watches = (*hook.watches, self)
+
+    def end(self) -> None:
+        """Be called no longer; twice is harmless."""
+        with _REGISTRY:
+            for hook in [hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _Hook)]:
+                hook.watches = tuple(watch for watch in hook.watches if watch is not self)
+                if not hook.watches and hook.handle is not None:
+                    hook.handle.remove()
+
+    def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
+        """An optimizer is about to step; `alone`: no other run is watched in this process; `closure`: its gradients are made inside."""
+        known = self._known.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._cast.slots)):
+            known = self._meet(optimizer, known, alone=alone)
+        if not known.ours:
+            return
+        self._turns.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
+        if not known.prepared:
+            self._check(optimizer)
+        self.tally.add()
+        if self._alike and not closure and self._turns.backward.taps and self._cast.scene.group.size > 1:
+            self._by_hand.look(optimizer)
+
+    def _meet(self, optimizer: Optimizer, before: Known | None, *, alone: bool) -> Known:
+        self._ours = {id(slot.parameter) for slot in self._cast.slots}
+        prepared = any(optimizer is other for other in self._cast.optimizers)
+        ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
+        found = Known(weakref.ref(optimizer), len(optimizer.param_groups), len(self._cast.slots), ours, prepared)
+        self._known[id(optimizer)] = found
+        new = before is None or before.optimizer() is not optimizer
+        if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
+            self.strange(optimizer, ours)
+        return found
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
+        turns, name, turn = self._turns, type(optimizer).__qualname__, self._turns.training
+        sync, partial = turns.backward.sync, turn is not None and turn.train and not turn.last_micro
+        watched, handles = bool(turns.backward.taps), self._cast.tables.handles()
+        why = ""
+        if partial:
+            why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
+        elif watched and isinstance(sync, Steps):
+            why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
+        elif turns.undo is not None:
+            why = "when a worker is lost (--min-workers), it would step twice for one step"
+        elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
+            why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
+        if why and not self._within_prepared():
+            raise UsageError(
+                f"{name} steps on parameters of a prepared model and was not given to run.prepare: {why}; give it to run.prepare"
+            )
+
+    def _within_prepared(self) -> bool:
+        """Whether a prepared optimizer is stepping, which has this one inside (SAM, Lookahead)."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if any(frame.f_locals.get("self") is optimizer for optimizer in self._cast.optimizers):
+                return True
+        return False
+
+
+class _Hook:
+    """What torch calls before each step. There is one for all runs, as torch's own list may not change while it is gone through."""
+
+    def __init__(self) -> None:
+        self.watches: tuple[Watch, ...] = ()
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        watches = self.watches
+        for watch in watches:
+            watch.see(optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs))

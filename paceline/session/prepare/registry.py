@@ -1,0 +1,264 @@
+"""What takes part in a run: the models, optimizers, loaders, schedulers and scalers that were prepared, and the groups that they need."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.comm.group import Finished, Op, Work
+from paceline.comm.sample_queue import Desk
+from paceline.data.loader import ShareLoader, deal
+from paceline.errors import UsageError
+from paceline.parallel.batchnorm import desynchronise, synchronise
+from paceline.session.groups import Subgroups
+from paceline.session.loop import forward_turn
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare import checks, hooks, lazy, metrics
+from paceline.session.prepare.device import mover
+from paceline.session.prepare.options import Wishes
+from paceline.state.versioned import Stateful, Versioned
+from paceline.sync.abilities import Steps
+from paceline.sync.autograd import Backward
+from paceline.sync.base import Slot
+from paceline.sync.context import Scene
+
+BatchNorm = Literal["sync", "local"]
+
+
+class Cast:
+    """All that was prepared. `survives`: whether the group may become another."""
+
+    def __init__(self, scene: Scene, backward: Backward, turns: Turns, device: torch.device, subgroups: Subgroups) -> None:
+        self.models: list[tuple[str, nn.Module]] = []
+        self.optimizers: list[Optimizer] = []
+        self.loaders: list[ShareLoader] = []
+        self.slots: list[Slot] = []
+        self.state = Versioned()
+        self.survives = False
+        self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
+        self._synchronous: list[nn.Module] = []
+        self._wishes = Wishes()
+        self.measured = False  # some metric was prepared
+        self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
+        self._unstepped: set[int] = set()  # the ids of optimizers
+        self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
+        self.tables = turns.tables
+
+    def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+        """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
+        kinds = [checks.kind(value) for value in objects]
+        by_kind: dict[str, list[Any]] = defaultdict(list)
+        for value, kind in zip(objects, kinds, strict=True):
+            if not any(value is other for other in by_kind[kind]):
+                by_kind[kind].append(value)
+        loaders, models = bool(by_kind["loader"]), bool(by_kind["model"])
+        options = self._wishes.hear(given, self.scene.group.size, loaders=loaders, models=models)
+        if by_kind["model"] or by_kind["optimizer"]:
+            self._replicate(by_kind["model"], by_kind["optimizer"], options["batchnorm"])
+        for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
+            self._count_in(metric)
+        for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", hooks.bind_scaler)):
+            for thing in self._fresh(by_kind[kind]):
+                checks.check_elsewhere(thing, self._backward.sync)
+                bind(thing, self._turns)
+                self._add(kind, thing)
+        if any(scaler.is_enabled() for scaler in self._turns.scalers):
+            self.tables.check_scaler()
+        ready = [
+            self._deal(value, self._wishes.of(value.dataset, options, given)) if kind == "loader" else value
+            for value, kind in zip(objects, kinds, strict=True)
+        ]
+        self._bind()
+        return ready
+
+    def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: BatchNorm) -> None:
+        scene, fresh = self.scene, self._fresh(models)
+        for model in models if self._device.type == "cuda" else ():
+            model.to(self._device)
+        for model in fresh:
+            prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
+            self.models.append((prefix, model))
+            self._add("model", model)
+        slots = list(checks.slots(self.models, optimizers))
+        checks.check_owner(self.slots, optimizers, self._backward.sync)
+        owners = {id(slot.parameter): slot.optimizer for slot in slots}
+        self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
+        found = list(checks.unknown(slots, self.slots))
+        checks.check_parameters(found)
+        self.slots += found
+        if scene.group.size > 1:
+            tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
+            tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
+            checks.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.say)
+        if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
+            if self._desk is not None:
+                raise UsageError(
+                    "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
+                    "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
+                )
+            self._synchronous += [model for model in models if model not in self._synchronous]
+            self._synchronise(models)
+        for optimizer in self._fresh(optimizers):
+            if self._device.type == "cuda" and optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())  # its state follows the parameters
+            self._add("optimizer", optimizer)
+            self.optimizers.append(optimizer)
+            self._unstepped.add(id(optimizer))
+        self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
+        self._turns.models += fresh
+        self._open_tables()
+
+    def _count_in(self, metric: nn.Module) -> None:
+        if self.survives:
+            raise UsageError(
+                f"a {type(metric).__qualname__} would count a turn twice that is dealt again when a worker is lost, and asks nobody else "
+                "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
+            )
+        if self._device.type == "cuda":
+            metric.to(self._device)
+        metrics.bind(metric, self._turns)
+        self.measured = True
+
+    def check_known(self) -> None:
+        """Raise `UsageError` for a parameter that came into a model or an optimizer after it was prepared."""
+        checks.check_known(self.models, self.optimizers, self.slots)
+
+    def _begins(self, optimizer: Optimizer, graded: bool) -> None:
+        """An optimizer steps: nothing may have come into it that isn't exchanged. A copy of one is not looked at."""
+        if graded and id(optimizer) in self._unstepped:
+            self._unstepped.remove(id(optimizer))
+            self.first(optimizer)
+        if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
+            return
+        self.check_known()
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        orphans = [slot.name for slot in self.slots if slot.optimizer is None and id(slot.parameter) in mine]
+        if orphans and isinstance(self._backward.sync, Steps):
+            raise UsageError(
+                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after run.prepare (add_param_group), and "
+                "optimizers step on servers here; give the optimizer to run.prepare again, on every worker"
+            )
+        self._groups[id(optimizer)] = len(optimizer.param_groups)
+
+    def _open_tables(self) -> None:
+        """Bring servers in for the sparse tables that have come."""
+        found, sync = self.tables.find(self.models), self._backward.sync
+        if found and self.survives and self._desk is not None:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
+                "they aren't: leave those out, or leave out --min-workers"
+            )
+        handles = {id(module.weight) for _, module in found} | self.tables.handles()
+        others = [slot for slot in self.slots if slot.optimizer is not None and id(slot.parameter) not in handles]
+        if found and self._desk is not None and not any(slot.parameter.requires_grad for slot in others):
+            raise UsageError(
+                f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or backup_workers the servers of other "
+                "parameters keep the clocks: leave those out, or train some other parameter with them"
+            )
+        if found and self.survives and self._backward.sync.apart:
+            raise UsageError(
+                f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
+                "replicas part between two steps: use one of those, or leave out --min-workers"
+            )
+        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, Steps) and sync.desk is not None else None)
+
+    def _bind(self) -> None:
+        """Follow all that is prepared; again when there is more."""
+        turns = self._turns
+        accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
+        for optimizer in self.optimizers:
+            hooks.bind_optimizer(optimizer, turns, self._begins, accumulate=accumulate)
+        if self.scene.group.size == 1 and not accumulate and not self.survives:
+            return
+        handles = self.tables.handles()
+        slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
+        self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
+        turns.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
+        sync = self._backward.sync
+        if isinstance(sync, Steps) and sync.arriving is not None:
+            lazy.announce([model for _, model in self.models], sync.arriving, turns)
+        for _, model in self.models:
+            hooks.follow(model, turns)
+            forward_turn.remember(model, turns)
+            if accumulate:
+                hooks.bind_zero_grad(model, turns)
+
+    def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
+        local = self.subgroups.within_host() if options["readers"] == "host" else None
+        turns, say, move = self._turns, self.scene.say, mover(self._device)
+        dealt = deal(loader, self.scene.agreement, local=local, hooks=turns, say=say, move=move, desk=self._desk, **options)
+        self.loaders.append(dealt)
+        self._add("loader", dealt)
+        return dealt
+
+    @property
+    def _desk(self) -> Desk | None:
+        sync = self._backward.sync
+        return sync.desk if isinstance(sync, Steps) else None
+
+    def _synchronise(self, models: list[nn.Module]) -> None:
+        """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""
+        scene = self.scene
+        if scene.group.size == 1:
+            return
+        self.subgroups.everyone()
+        norms: Any = _Watched(self)
+        for model in models:
+            synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale, copies=self._in_loop)
+
+    def _in_loop(self) -> bool:
+        """Whether this is the loop over a prepared loader, which all workers run, each on its share."""
+        return self._turns.turn is not None
+
+    def regroup(self) -> None:
+        """The workers are others now: make those groups again that there were."""
+        had_local = self.subgroups.host is not None
+        self.subgroups.forget()
+        self._synchronise(self._synchronous)
+        if had_local:
+            local = self.subgroups.within_host()
+            for loader in self.loaders:
+                loader.terms.local = None if loader.terms.local is None else local
+
+    def release(self, *, failed: bool) -> None:
+        """The run is over, here at least: models are plain ones again, and tables have no servers."""
+        for _, model in self.models:
+            desynchronise(model)
+        self.tables.close(failed=failed)
+
+    def _fresh(self, things: list[Any]) -> list[Any]:
+        """Those that were not prepared before."""
+        return [thing for thing in things if not any(thing is part for part in self.state.parts)]
+
+    def _add(self, kind: str, thing: Stateful) -> None:
+        taken = sum(name.startswith(kind) for name in self.state.names)
+        self.state.add(f"{kind}{taken}" if taken else kind, thing)
+
+
+class _Watched:
+    """A group whose sums are seen from outside while they last, and survive the loss of a worker where losses are survived."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self.size = cast.scene.group.size
+
+    def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
+        """See `Group.all_reduce`."""
+
+        agreement, norms = self._cast.scene.agreement, self._cast.subgroups.norms
+        if agreement.recovery is None and norms is not None:
+            return Finished(agreement.wait(lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(), name or "BatchNorm"))
+
+        def act() -> Tensor:
+            norms = self._cast.subgroups.norms
+            return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
+
+        total = agreement.attempt(act, name or "BatchNorm")
+        return Finished(total if out is None else out.copy_(total))

@@ -1,0 +1,1 @@
+"""What a run writes down and says: metrics, status line, summary, timeline."""

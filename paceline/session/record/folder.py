@@ -1,0 +1,199 @@
+"""The folder of a run: where it is, and the summary that ends it.
+
+runs/NAME/
+  metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
+  summary.json    written when the run ends   checkpoints/  what it can go on from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgpack
+
+from paceline.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:  # so that reading a run's folder doesn't import torch
+    from paceline.comm.agreement import Agreement
+
+PARTS: Final = ("compute", "exchange", "wait", "data")  # of a step, in this order everywhere
+_NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+
+
+def prove(name: str) -> None:
+    """Raise UsageError if no run can be called so."""
+    if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise UsageError(f"a run can't be called {name!r}: give a name without slashes that doesn't start with a dot, or none")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first. `named`: by who started it."""
+
+    path: Path
+    earlier: tuple[Path, ...] = ()
+    named: bool = True
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.path.name
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one for each step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """All ranks on one clock, in Chrome's trace format."""
+        return self.path / "trace.json"
+
+    @property
+    def summary(self) -> Path:
+        """What came out of the run; there once it has ended."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are saved."""
+        return self.path / "checkpoints"
+
+    @staticmethod
+    def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+        """Make the folder of a new run in `root`. A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
+
+        Without a name it is the date and time. A name that is none, and a place that can't be written, raise UsageError.
+        """
+        wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
+        prove(wanted)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            earlier = _earlier(root, wanted) if name is not None else ()
+            path = _made(root, wanted)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder {root / wanted} can't be made ({_reason(root, error)}); give start(folder=...) a place for it"
+            ) from error
+        if path.name != wanted and name is not None:
+            say(f"there is a run {wanted} already: this one is {path.name}")
+        return Folder(path, earlier, name is not None)
+
+    @staticmethod
+    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+        """`create` by the first worker, told to all: the path is the same everywhere, a failure ends all. Collective."""
+
+        def make() -> bytes:
+            folder = Folder.create(root, name, say=say)
+            return bytes(msgpack.packb([str(folder.path), [str(path) for path in folder.earlier]]))
+
+        path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
+        return Folder(Path(path), tuple(map(Path, earlier)), name is not None)
+
+
+def _made(root: Path, wanted: str) -> Path:
+    """A new folder in `root`, which is there: of that name, or with a number behind it. Raises OSError."""
+    for number in itertools.count(1):
+        path = root / (wanted if number == 1 else f"{wanted}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("numbers never end")
+
+
+def _reason(root: Path, error: OSError) -> str:
+    """Why a folder can't be made in there, in words."""
+    if root.is_symlink() and not root.exists():
+        return f"{root} is a link to {os.readlink(root)}, which is not there"
+    return "Not a directory" if isinstance(error, FileExistsError) else str(error.strerror)
+
+
+def _earlier(root: Path, name: str) -> tuple[Path, ...]:
+    numbers = {1: root / name} if (root / name).is_dir() else {}
+    for path in root.glob(f"{glob.escape(name)}-*"):
+        match = _NUMBERED.fullmatch(path.name)
+        if match and match[1] == name and path.is_dir():
+            numbers[int(match[2])] = path
+    return tuple(numbers[number] for number in sorted(numbers, reverse=True))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all steps of a run come to. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
+
+    steps: int  # taken in this run, those before a resume not counted
+    samples: int
+    seconds: float  # of the whole run, with what lay between steps
+    samples_per_second: float | None  # inside steps; None without a step
+    final_loss: float | None
+    step_seconds: dict[str, float]
+    rank_seconds: list[dict[str, float]]  # step_seconds of each rank
+    rank_work: list[dict[str, float]] = field(default_factory=list)  # of each rank, see `paceline.session.record.stragglers.unequal`
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`summary.json`."""
+
+    sync: str  # in the notation
+    workers: int
+    hosts: int
+    totals: Totals
+    bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
+    codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.Verdict`
+    parameters_sha256: str
+    checkpoints: dict[str, float]  # the fields of `paceline.session.checkpoint.saving.Tally`
+    events: list[dict[str, Any]]  # joins, losses, recoveries: at least {"time": seconds since the start, "what": text}
+    servers: list[dict[str, Any]] = field(default_factory=list)  # messages, bytes, staleness, what was dropped (`paceline.server.main`)
+    loader: dict[str, Any] | None = None  # how the training loader was dealt: num_workers, and the shares of a usual batch
+    results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the file, those of `totals` among them."""
+        fields = asdict(self)
+        totals = fields.pop("totals")
+        return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
+
+    def write(self, folder: Folder) -> None:
+        """Write it in full or not at all."""
+        write_whole(folder.summary, json.dumps(tame(self.fields()), indent=2) + "\n")
+
+
+def tame(value: Any) -> Any:
+    """`value` as strict JSON allows it: numbers that are none (nan, inf) become their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {key: tame(item) for key, item in value.items()}
+    return [tame(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader finds the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing can be removed
+            temporary.unlink()
+        raise unwritten(path, error) from error
+
+
+def unwritten(path: Path, error: OSError) -> ResourceError:
+    """What to say when a file of a run can't be written."""
+    return ResourceError(f"{path} could not be written ({error.strerror}); free some space, or give start(folder=...) another place")

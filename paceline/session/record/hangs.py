@@ -1,0 +1,101 @@
+"""Notices that this worker waits for others far longer than it ever did, and tells its launcher, which finds out who doesn't come.
+
+thread    looks at the call under way, four times a second          main thread   says when a call begins and ends (`Agreement`)
+          answers when the launcher asks where this worker is
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from itertools import pairwise
+
+from paceline.cluster.control import commands, events
+from paceline.cluster.discover import Place
+from paceline.comm.agreement import Agreement
+from paceline.errors import UsageError
+
+LEAST_SECONDS = 5.0
+FACTOR, WIDEST = 10.0, 3.0  # times the median of what calls took to come, and times the longest
+BORNE = 2.0  # times the longest wait that was told, and came to an end after all
+KNOWN = 8  # calls that have to be known
+MARGIN = 4.0  # seconds before the deadline
+LOOK_SECONDS = 0.25
+
+
+class Watching:
+    """A thread that looks at how long the present call takes, and says where this worker is when its launcher asks.
+
+    `deadline` is when waits are given up, `late_after` how long one may last before it is told (None: as is learnt from the run's own
+    calls), both in seconds.
+    """
+
+    def __init__(self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None) -> None:
+        self._place, self._agreement, self._late_after = place, agreement, late_after
+        self._given_up = giving_up(deadline)
+        self._listens = place.worker is None  # else it hears of views, too, and another thread listens (`orders.Orders`)
+        self._borne = 0.0  # seconds
+        self._over = threading.Event()
+        if place.stack_fd is not None:  # other launchers than `paceline run` ask nobody
+            events.show(place)
+            threading.Thread(target=self._watch, name="paceline watching", daemon=True).start()
+
+    def answer(self) -> None:
+        """Say where this worker is."""
+        agreement = self._agreement
+        seconds = time.monotonic() - (agreement.ended[-1] if agreement.ended else time.monotonic())
+        events.where(self._place, agreement.calls, agreement.what, seconds, waits=agreement.since is not None)
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._over.set()
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a wait is told: ten times what is usual, as learnt from the run's own calls."""
+        if self._late_after is not None:
+            return self._late_after
+        moments = list(self._agreement.ended)
+        intervals = [after - before for before, after in pairwise(moments)]
+        if len(intervals) < KNOWN:
+            return self._given_up
+        usual = max(FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne)
+        return min(max(LEAST_SECONDS, usual), self._given_up)
+
+    def _watch(self) -> None:
+        agreement, told, lasting = self._agreement, (-1, 0), 0.0
+        while not self._pause():
+            calls, since = agreement.calls, agreement.since
+            if since is None or agreement.calls != calls:  # or it may have begun just now
+                continue
+            waited = time.monotonic() - since
+            if calls > told[0]:
+                self._borne, lasting = max(self._borne, lasting), 0.0
+            due = 2 if waited > self._given_up else 1 if waited > self.limit else 0
+            lasting = waited if due == 1 else 0.0
+            if due and (calls, due) > told:
+                told = (calls, due)
+                events.late(self._place, calls, agreement.what, given_up=due == 2)
+
+    def _pause(self) -> bool:
+        """Until the next look, answering if that is asked for; whether the run is over."""
+        if not self._listens or self._place.orders_fd is None:
+            return self._over.wait(LOOK_SECONDS)
+        if commands.asked(self._place.orders_fd, LOOK_SECONDS):
+            self.answer()
+        return self._over.is_set()
+
+
+def giving_up(deadline: float) -> float:
+    """How many seconds a wait may last before its launcher gives up who doesn't come: those who wait give up at the deadline."""
+    return max(deadline / 2, deadline - MARGIN)
+
+
+def check_lateness(late_after: float | None, deadline: float) -> None:
+    """Raise `UsageError` if this is no time after which a wait can be told before it ends."""
+    if late_after is not None and not 0 < late_after <= giving_up(deadline):
+        raise UsageError(
+            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {giving_up(deadline):g} (waits are given up "
+            f"after deadline={deadline:g}), or leave it out"
+        )

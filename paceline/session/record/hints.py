@@ -1,0 +1,136 @@
+"""What a script has joined, said when it has; and what it lacks, said at its first step: workers may train each for itself.
+
+first optimizer that steps     nothing prepared         loops over     its gradients
+  is not the run's             said                     -              -
+  is the run's                 -                        no loader, or not the prepared one: said
+  was prepared                 -                        the same       none, and of no prepared model: said
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.optim import Optimizer
+
+from paceline.comm.group import Traffic
+from paceline.session.loop.turns import Turns
+from paceline.session.prepare.metrics import HOME
+from paceline.session.prepare.registry import Cast
+
+_PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
+
+
+class Lacking:
+    """Says what `cast` is, and what it lacks where there are several workers; each thing once."""
+
+    def __init__(self, cast: Cast, turns: Turns) -> None:
+        self._cast, self._turns = cast, turns
+        self._said: set[str] = set()
+        self._introduced = False
+        self._before = self._together()
+
+    def begin(self) -> None:
+        """The script goes on from here, until `ended`."""
+        self._before = self._together()
+
+    def introduce(self, hosts: int, strategy: str) -> None:
+        """Say in one line what was joined, once there is a loader to tell the global batch."""
+        loader = next((loader for loader in self._cast.loaders if loader.terms.train is not False), None)
+        if not self._introduced and loader is not None:
+            self._introduced = True
+            batch = loader.terms.loader.batch_size
+            shares = None if batch is None else loader.terms.shares(batch)
+            self._cast.scene.say(introduction(self._size, hosts, strategy, shares))
+
+    # ---- an optimizer's first step
+
+    def strange(self, optimizer: Optimizer, ours: bool) -> None:
+        """One steps that wasn't prepared, and has parameters of the run (`ours`) or none."""
+        if ours:
+            self.ours()
+        elif not (self._cast.models or self._cast.optimizers):
+            self._nothing()
+        else:
+            self._say(
+                f"the {type(optimizer).__qualname__} steps on parameters that were not given to run.prepare: each of the {self._size} "
+                "workers trains them for itself; unless that is meant, give their model and it to run.prepare"
+            )
+
+    def ours(self) -> None:
+        """One steps on parameters that were prepared."""
+        training = [loader for loader in self._cast.loaders if loader.terms.train is not False]
+        count = f"each of the {self._size} workers takes batches of its own, whole, and counts as 1/{self._size} of a step"
+        if not training:
+            self._say(f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they take different samples")
+        elif self._turns.turn is None and not self._turns.steps:
+            self._say(
+                f"an optimizer steps outside of a loop over the prepared loader: {count}; loop over what run.prepare gives back: {_PREPARE}"
+            )
+        if self._cast.survives and HOME in sys.modules:
+            self._say(
+                f"with --min-workers torch.distributed has no default process group, so {HOME} sees one worker alone: use run.mean and "
+                "run.gather"
+            )
+
+    def prepared(self, optimizer: Optimizer) -> None:
+        """One steps that was prepared, and its gradients are there."""
+        self.ours()
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        models = {id(p) for _, model in self._cast.models for p in model.parameters()}
+        if models and not any(p.grad is not None or id(p) in models for p in mine):
+            self._say(
+                f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its {len(mine)} parameters has a gradient, or is "
+                "in a model that was given to run.prepare; make it with the parameters of that model"
+            )
+
+    # ---- elsewhere
+
+    def haunted(self) -> None:
+        """A step of training is over in which some workers had no samples."""
+        if HOME in sys.modules and not self._cast.measured:
+            self._say(
+                f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
+                "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
+            )
+
+    def logged(self) -> None:
+        """The script logs numbers, without a loader."""
+        if not (self._cast.models or self._cast.optimizers):
+            self._nothing()
+        self._say("run.log writes a line for each turn of a loader that was given to run.prepare, and there is none: all is one line")
+
+    def ended(self) -> None:
+        """An epoch, or the run, has ended."""
+        cast = self._cast
+        if not (cast.models or cast.optimizers or cast.loaders) and self._together() == self._before:
+            self._nothing()
+
+    def _together(self) -> tuple[int, Traffic]:
+        """What workers have made and sent together."""
+        scene = self._cast.scene
+        return scene.agreement.calls, scene.traffic
+
+    def _nothing(self) -> None:
+        loader = "but a loader " if self._cast.loaders else ""
+        self._say(
+            f"nothing {loader}was given to run.prepare: if this script trains, each of the {self._size} workers does it for itself; "
+            f"write {_PREPARE}"
+        )
+
+    @property
+    def _size(self) -> int:
+        return self._cast.scene.group.size
+
+    def _say(self, text: str) -> None:
+        if self._size > 1 and text not in self._said:
+            self._said.add(text)
+            self._cast.scene.say(text)
+
+
+def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:
+    """What was joined, in one line; `shares` are those of a usual batch."""
+    batch = ""
+    if shares is not None:
+        cut = f"{workers} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))
+        batch = f", global batch {sum(shares)}" + (f" = {cut}" if workers > 1 else "")
+    return f"{workers} worker{'s' if workers > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, {strategy}{batch}"

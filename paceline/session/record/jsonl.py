@@ -1,0 +1,68 @@
+"""A file that grows by whole lines: what could not be written in full is taken off again, so that a reader never finds a part of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from paceline.session.record.folder import unwritten
+
+
+class Lines:
+    """One JSON object a line. A disk that refuses raises `ResourceError`, and what was there stays."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+
+    def append(self, lines: list[str]) -> None:
+        """Write these, all or none."""
+        try:
+            file = self._file = self._file or self._open()
+            before = os.fstat(file.fileno()).st_size
+            data = memoryview("".join(f"{line}\n" for line in lines).encode())
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
+        except OSError as error:
+            raise unwritten(self._path, error) from error
+
+    def last(self) -> dict[str, Any] | None:
+        """The last one that is whole, of what another process may have been killed over; what follows it is taken off."""
+        try:
+            data = self._path.read_bytes() if self._path.exists() else b""
+            lines, found = data.split(b"\n")[:-1], None
+            while lines and found is None:
+                found = _read(lines[-1])
+                lines = lines if found is not None else lines[:-1]
+            whole = sum(len(line) + 1 for line in lines)
+            if whole < len(data):
+                os.truncate(self._path, whole)
+        except OSError as error:
+            raise unwritten(self._path, error) from error
+        return found
+
+    def close(self) -> None:
+        """Let go of the file. Twice is harmless."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _open(self) -> FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return FileIO(self._path, "ab")
+
+
+def _read(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else None
+    return None

@@ -1,0 +1,292 @@
+"""What is logged on each worker, and how it comes together on the first without anyone waiting.
+
+    each worker   log, log, ... step      numbers of the step under way, then the step is over
+                  drain -> bytes          what was finished since the last drain; travels with a meeting that takes place anyway
+    all workers   absorb(all bytes)       the first merges them by step and writes the means; all learn of a loss that is no number
+
+Records are msgpack: [upto, bad, [[number, step, time, samples, [seconds of PARTS] or None, {name: [weighted sum, weight]}], ...]].
+Every record up to the number `upto` has been handed over, so a step is complete once the smallest `upto` of all workers reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.comm.agreement import Agreement
+from paceline.errors import PacelineError, UsageError
+from paceline.session.record.folder import PARTS, Totals
+from paceline.session.record.status_line import Line
+from paceline.session.record.stragglers import Slowness
+from paceline.session.record.writer import Book
+
+OnNan = Literal["warn", "stop"]
+RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
+_APART = 1.0  # seconds between two drains, about
+_MOST = 1000  # steps between two drains
+
+
+@dataclass
+class _Sums:
+    """The weighted sum of one value in one step. Numbers on a device are added up there, as one float64 scalar."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    device: Tensor | None = None
+
+
+@dataclass
+class _Entry:
+    """A finished step, or what was logged of it after it was finished."""
+
+    number: int
+    step: int
+    time: float
+    samples: int = 0
+    seconds: list[float] | None = None
+    sums: dict[str, _Sums] = field(default_factory=dict)
+    copies: list[_Copy] = field(default_factory=list)
+
+
+class Log:
+    """The numbers that a script logs, on every worker.
+
+    `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
+    "stop" has `absorb` give the reason to stop too. `say` is told warnings, on every worker.
+    """
+
+    def __init__(
+        self,
+        book: Book | None,
+        *,
+        on_nan: OnNan = "warn",
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if on_nan not in ("warn", "stop"):
+            raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
+        self._book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
+        self._began = clock()
+        self._open: dict[int, dict[str, _Sums]] = {}  # by step
+        self._queue: deque[_Entry] = deque()
+        self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
+        self._drained = (0, clock())
+        self._ahead = 1
+        self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
+        self._reason: str | None = None  # the first of all workers, in words
+        self._slowness = Slowness()
+        self.note: Callable[[str], None] = say  # told who makes the others wait
+        self.total_steps: int | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether the samples of a step are each worker's own, and not those of all."""
+        return self._book is not None and self._book.adds
+
+    @adds.setter
+    def adds(self, adds: bool) -> None:
+        if self._book is not None:
+            self._book.adds = adds
+
+    # ---- while a step is under way: never waits
+
+    def log(self, step: int, values: Mapping[str, Any], weight: float = 1.0) -> None:
+        """Add `values` (tensors of one element, or numbers) to what is known of `step`; the mean goes by weight over all calls and workers.
+
+        With weight 0 nothing is logged. Never waits for a device. `step` may be over already (a result of an evaluation).
+        """
+        for name, value in values.items():
+            if name in RESERVED:
+                raise UsageError(f"run.log({name}=...): a line of metrics.jsonl has a field {name!r} of its own; give it another name")
+            tensor = _scalar(name, value)
+            if weight == 0:
+                continue
+            sums = self._open.setdefault(step, {}).setdefault(name, _Sums())
+            sums.weight += weight
+            if isinstance(tensor, float):
+                sums.total += tensor * weight
+            else:
+                sums.device = tensor * weight if sums.device is None else sums.device + tensor.to(sums.device.device) * weight
+
+    def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
+        """Step number `step` is over: it had `samples` over all workers (or mine: `adds`), and `seconds` in each part on this one."""
+        self._number += 1
+        now = self._clock() - self._began
+        for late in sorted(number for number in self._open if number != step):
+            self._enqueue(_Entry(self._number, late, now, sums=self._open.pop(late)))
+        split = [seconds.get(part, 0.0) for part in PARTS]
+        self._enqueue(_Entry(self._number, step, now, samples, split, self._open.pop(step, {})))
+
+    def fold(self, step: int) -> None:
+        """What was logged of later steps, of which none is over, belongs to `step`."""
+        for later in sorted(number for number in self._open if number > step):
+            for name, sums in self._open.pop(later).items():
+                into = self._open.setdefault(step, {}).setdefault(name, _Sums())
+                into.total, into.weight = into.total + sums.total, into.weight + sums.weight
+                if sums.device is not None:
+                    into.device = sums.device if into.device is None else into.device + sums.device
+
+    def undo(self) -> None:
+        """The step under way is void: forget what was logged since the last one was over."""
+        self._open.clear()
+
+    def place(self, number: int) -> None:
+        """So many steps were finished in the logs of the others before this one began."""
+        self._number = number
+        self._drained = (number, self._clock())
+
+    @property
+    def number(self) -> int:
+        """How many steps were finished."""
+        return self._number
+
+    def take_over(self, line: Line) -> None:
+        """Write from now on, where another worker did that."""
+        if self._book is not None:
+            self._book.take_over(line)
+
+    def _enqueue(self, entry: _Entry) -> None:
+        by_device: dict[torch.device, list[_Sums]] = {}
+        for sums in entry.sums.values():
+            if sums.device is not None:
+                by_device.setdefault(sums.device.device, []).append(sums)
+        entry.copies = [_Copy(group) for group in by_device.values()]
+        self._queue.append(entry)
+
+    # ---- at a meeting
+
+    def drain(self, *, last: bool = False) -> bytes:
+        """What was finished since the last drain, for `absorb`. Numbers still on their way from a device stay for the next, unless `last`.
+
+        With `last` it waits for devices, and what was logged after the last step goes too.
+        """
+        if last:
+            self._number += 1  # on every worker, whether it has logged something or not
+            for step in sorted(self._open):
+                self._enqueue(_Entry(self._number, step, self._clock() - self._began, sums=self._open.pop(step)))
+        records = []
+        while self._queue and (last or all(copy.done() for copy in self._queue[0].copies)):
+            records.append(self._record(self._queue.popleft()))
+        upto = self._queue[0].number - 1 if self._queue else self._number
+        self._pace()
+        return bytes(msgpack.packb([upto, self._bad, records]))
+
+    def steps_ahead(self) -> int:
+        """In how many steps to drain again, so that drains are about a second apart: judged at the last one, at most doubled each time."""
+        return self._ahead
+
+    def _pace(self) -> None:
+        now = self._clock()
+        number, before = self._drained
+        steps, seconds = max(self._number - number, 1), max(now - before, 1e-9)
+        self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
+        self._drained = (self._number, now)
+
+    def _record(self, entry: _Entry) -> list[Any]:
+        for copy in entry.copies:
+            copy.read()
+        for name, sums in entry.sums.items():
+            if self._bad is None and "loss" in name and not math.isfinite(sums.total):
+                self._bad = (entry.number, entry.step, name, repr(sums.total))
+        means = {name: [sums.total, sums.weight] for name, sums in entry.sums.items()}
+        return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means]
+
+    def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> str | None:
+        """Take in what every rank has drained, in rank order; gives the reason to stop, if there is one: the same on all workers.
+
+        `names`: what the workers are called where ranks may change. `hosts`: of each rank, to name who makes the others wait.
+        """
+        parts = [msgpack.unpackb(body) for body in bodies]
+        self._judge([(upto, bad) for upto, bad, _ in parts])
+        if self._book is not None:
+            self._book.enter([(upto, records) for upto, _, records in parts], self.total_steps, names)
+            seconds = [[record[4] for record in records if record[4] is not None] for _, _, records in parts]
+            slow = self._slowness.take(names or range(len(parts)), seconds, hosts) if hosts else None
+            if slow is not None:
+                self.note(slow)
+        return self._reason if self._on_nan == "stop" else None
+
+    def _judge(self, heads: list[tuple[int, Any]]) -> None:
+        found = [(bad[0], rank, *bad[1:]) for rank, (_, bad) in enumerate(heads) if bad]
+        if self._reason is not None or not found or min(found)[0] > min(upto for upto, _ in heads):
+            return  # said already, nothing to say, or another rank may still come with an earlier one
+        _, rank, step, name, what = min(found)
+        self._reason = f"{name} was {what} first on rank {rank}, at step {step}"
+        option = "" if self._on_nan == "stop" else "; start(on_nan='stop') would have stopped"
+        self._say(
+            f"{self._reason}. The weights are likely lost from there on: lower the learning rate or clip gradients (run.clip), "
+            f"and go on from a checkpoint before it{option}"
+        )
+
+    def finish(self, agreement: Agreement) -> str | None:
+        """Hand over the rest and close; waits for devices. Collective. Gives what `absorb` gives."""
+        last = self.drain(last=True)
+        reason = self.absorb(agreement.meet("the end of the log", last), agreement.origins)
+        self.close()
+        return reason
+
+    def close(self) -> None:
+        """Let go of files and terminal, without the others. Twice is harmless."""
+        if self._book is not None:
+            self._book.close(self.total_steps)
+
+    def leave(self) -> None:
+        """`close` after an error, which nothing that happens now may hide."""
+        with contextlib.suppress(PacelineError, OSError):
+            self.close()
+
+    def totals(self) -> Totals | None:
+        """What the run comes to so far; None where there is no book."""
+        return None if self._book is None or self._book.stands_by else self._book.totals(self._clock() - self._began)
+
+
+class _Copy:
+    """Sums on one device on their way to the host; nobody waits for them before they are there."""
+
+    def __init__(self, sums: list[_Sums]) -> None:
+        self._sums = sums
+        there = torch.stack([each.device for each in sums if each.device is not None])
+        self._event: torch.cuda.Event | None = None
+        if there.is_cuda:
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(there.device))
+        else:
+            self._here = there.cpu()
+
+    def done(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> None:
+        """Add what has come to the sums on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        for sums, number in zip(self._sums, self._here.tolist(), strict=True):
+            sums.total += number
+            sums.device = None
+
+
+def _scalar(name: str, value: Any) -> float | Tensor:
+    """`value` as a float, or as a float64 scalar where it is, if reading it could mean to wait."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise UsageError(
+                f"run.log({name}=...) got a {value.dtype} tensor of shape {tuple(value.shape)}; give one real number, e.g. its mean"
+            )
+        value = value.detach()
+        return float(value) if value.device.type == "cpu" else value.reshape(()).to(torch.float64)
+    if isinstance(value, numbers.Real | np.bool_):
+        return float(value)
+    raise UsageError(f"run.log({name}=...) got a {type(value).__qualname__}; give a number or a tensor of one element")

@@ -1,0 +1,124 @@
+"""Notices, while a run is under way, who makes the others wait: a worker, or a few, that have more to do in each step than most.
+
+seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the log:
+
+flush   -4   -3   -2   -1    0        who is late in four of five flushes is named: neither who evaluates
+rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
+rank 1  51   49   50   90   51
+rank 2  84   85   86   85   84   ->   35 ms late
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.session.record.folder import PARTS
+
+LATE, STILL_LATE = 0.2, 0.1  # of a step: for who is named, and for who has been, until it is not late any more
+LEAST = 1e-3  # seconds: less is not worth a line
+FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
+PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between two that name the same
+WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
+
+
+class _Flush(NamedTuple):
+    """Means over the steps of one flush."""
+
+    steps: int
+    seconds: float  # of all these steps, on the worker whose steps are the longest
+    work: tuple[float, ...]  # seconds in a step, of each rank
+
+    @property
+    def lateness(self) -> tuple[float, ...]:
+        """How much more than usual each rank has to do: at least half of them aren't late."""
+        usual = statistics.median_low(self.work)
+        return tuple(mine - usual for mine in self.work)
+
+
+class Slowness:
+    """What is known of the last flushes. It is the same on all workers that are told the same: time is that of the steps."""
+
+    def __init__(self) -> None:
+        self._names: tuple[int, ...] = ()
+        self._flushes: deque[_Flush] = deque()
+        self._clock = 0.0
+        self._said = -PAUSE
+        self._named: frozenset[int] = frozenset()
+
+    def take(self, names: Sequence[int], steps: Sequence[list[list[float]]], hosts: Sequence[str]) -> str | None:
+        """Take in the seconds of PARTS of each step since the last flush, of each rank; a line to be said, if there is one.
+
+        `names` tells when the workers are others: all begins anew then. `hosts`: of each rank.
+        """
+        if tuple(names) != self._names:
+            self._names, self._named = tuple(names), frozenset()
+            self._flushes.clear()
+        if len(steps) < 2 or not all(steps):
+            return None
+        length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
+        work = tuple(sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps)
+        self._flushes.append(_Flush(len(steps[0]), length * len(steps[0]), work))
+        self._clock += self._flushes[-1].seconds
+        if not _enough([*self._flushes]):
+            return None
+        while _enough([*self._flushes][1:]):
+            self._flushes.popleft()
+        return self._judge(hosts)
+
+    def _judge(self, hosts: Sequence[str]) -> str | None:
+        step = statistics.median(flush.seconds / flush.steps for flush in self._flushes)
+        columns = zip(*(flush.lateness for flush in self._flushes), strict=True)
+        sure = [sorted(column)[len(column) // 5] for column in columns]
+        limits = [max(LEAST, (STILL_LATE if rank in self._named else LATE) * step) for rank in range(len(sure))]
+        late = frozenset(rank for rank, limit in enumerate(limits) if sure[rank] > limit)
+        since = self._clock - self._said
+        if not late:
+            self._named = late
+        elif since >= PAUSE and (late != self._named or since >= AGAIN):
+            self._named, self._said = late, self._clock
+            work = [statistics.median(column) for column in zip(*(flush.work for flush in self._flushes), strict=True)]
+            return describe(work, late, step, hosts)
+        return None
+
+
+def _enough(flushes: Sequence[_Flush]) -> bool:
+    steps, seconds = sum(flush.steps for flush in flushes), sum(flush.seconds for flush in flushes)
+    return len(flushes) >= FLUSHES and steps >= STEPS and seconds >= SECONDS
+
+
+def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str]) -> str:
+    """Who makes the others wait, for how long, and what to do: `work` are the seconds of each rank in a step of so many."""
+    others = [mine for rank, mine in enumerate(work) if rank not in late]
+    lateness = statistics.median(work[rank] for rank in late) - statistics.median(others)
+    where = dict.fromkeys(hosts[rank] for rank in sorted(late))
+    who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, sorted(late)))} on {', '.join(where)}"
+    if len(late) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == late:
+        who = f"the workers of {', '.join(where)} (ranks {', '.join(map(str, sorted(late)))})"
+    make = "makes" if len(late) == 1 else "make"
+    return f"{who} {make} the others wait: {lateness * 1e3:.1f} ms in each step, {lateness / step:.0%} of it. {remedy(work)}"
+
+
+def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
+    """For each rank the median of its seconds of own work in these steps, and in which share of them it was a tenth above the usual.
+
+    A step has the seconds of each rank that took part; who has not been in the last ones has left, and is left out.
+    """
+    there = {rank for step in list(steps)[-STEPS:] for rank in step}
+    usual = [1.1 * statistics.median_low(step.values()) for step in steps]
+    found = []
+    for rank in sorted(there):
+        mine = [(step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step]
+        late = sum(seconds > limit for seconds, limit in mine)
+        found.append({"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)})
+    return found
+
+
+def remedy(work: Sequence[float]) -> str:
+    """What to do about workers that have so many seconds (above 0) of own work in a step."""
+    speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
+    return (
+        f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: prepare(..., shares=[{speeds}])"
+    )

@@ -1,0 +1,133 @@
+"""What is left of a run when it ends well: summary.json and trace.json, written by the first worker."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+from torch import nn
+
+from paceline.cluster.topology import Cluster
+from paceline.comm.group import Traffic
+from paceline.data.loader import ShareLoader
+from paceline.formatting import counted, spell
+from paceline.session.prepare.registry import Cast
+from paceline.session.record import timeline
+from paceline.session.record.folder import Folder, Summary, Totals
+from paceline.session.record.log import Log
+from paceline.session.record.status_line import spoken
+from paceline.state.snapshot import raw
+from paceline.sync.base import Strategy
+from paceline.sync.codec_cost import judge
+from paceline.sync.context import Scene
+from paceline.trace import Served, Span
+
+
+class Outcome(NamedTuple):
+    """What a run was and has come to."""
+
+    strategy: Strategy
+    cluster: Cluster
+    cast: Cast
+    sent: Traffic  # by this worker, in all steps
+    event: Callable[[str], None]
+    events: list[dict[str, Any]]
+    checkpoints: dict[str, float]
+    servers: list[dict[str, Any]]  # what each has done
+    served: list[Served]  # and when, on the first worker
+    results: dict[str, Any]
+
+
+class Gathered(NamedTuple):
+    """What the workers have told each other at the end."""
+
+    sent: list[list[int]]  # by each worker, within hosts and between them
+    ahead: list[int]  # how far each one's clock is, in nanoseconds
+    spans: dict[int, list[Span]]
+    digest: str  # of the parameters here
+    different: list[int]  # ranks that have other ones
+    codecs: list[Any]
+
+
+def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
+    """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
+    found = _gather(outcome, scene)
+    scene.agreement.tell("the summary", lambda: _write(outcome, scene, folder, log.totals(), found))
+
+
+def _gather(outcome: Outcome, scene: Scene) -> Gathered:
+    agreement, cluster = scene.agreement, outcome.cluster
+    mine = [outcome.sent.within, outcome.sent.between]
+    sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
+    ahead = timeline.compare(agreement, cluster.where())
+    spans = timeline.gather(agreement, scene.trace.spans())
+    digest = outcome.cast.tables.fingerprint(fingerprint(model for _, model in outcome.cast.models))
+    different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
+    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
+    return Gathered(sent, ahead, spans, digest, different, codecs)
+
+
+def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None, found: Gathered) -> bytes:
+    """What the first worker does."""
+    assert totals is not None, "the first worker keeps the book"
+    cluster = outcome.cluster
+    if found.different:
+        different = ", ".join(map(str, found.different))
+        text = f"replicas have parted: the parameters of rank {different} are not those of rank {scene.group.rank}"
+        outcome.event(text)
+        scene.say(f"{text} at the end; was something changed on some workers only?")
+    steps = max(totals.steps, 1)
+    step = sum(totals.step_seconds.values())
+    verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
+    Summary(
+        sync=spell(outcome.strategy),
+        workers=scene.group.size,
+        hosts=len(cluster.hosts),
+        totals=totals,
+        bytes_sent={"within": sum(s[0] for s in found.sent) / steps, "between": sum(s[1] for s in found.sent) / steps},
+        codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
+        parameters_sha256=found.digest,
+        events=outcome.events,
+        checkpoints=outcome.checkpoints,
+        servers=outcome.servers,
+        loader=_dealt(outcome.cast.loaders),
+        results=outcome.results,
+    ).write(folder)
+    if any(found.spans.values()):
+        events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
+        timeline.write(folder.trace, events, offsets=found.ahead)
+    if totals.steps and not (folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())):  # goes with who asked for it
+        scene.say(told(folder.path, totals))
+    return b""
+
+
+def told(path: Path, totals: Totals) -> str:
+    """A run in a line: where its folder is, what came of it, and how to learn more."""
+    loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
+    took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
+    return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
+
+
+def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
+    """How the first loader that trains is dealt; None where there is none."""
+    terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
+    if terms is None:
+        return None
+    batch = terms.loader.batch_size
+    return {"num_workers": terms.loader.num_workers, "shares": [] if batch is None else list(terms.shares(batch))}
+
+
+def fingerprint(models: Iterable[nn.Module]) -> str:
+    """SHA-256 of all parameters, names and bits."""
+    digest = hashlib.sha256()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            digest.update(raw(parameter.detach()).numpy().data)
+    return digest.hexdigest()

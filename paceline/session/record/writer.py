@@ -1,0 +1,118 @@
+"""The book of a run, kept by the first worker: records of all ranks merged by step, a line for each in metrics.jsonl, and totals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.session.record.folder import PARTS, Folder, Totals, tame
+from paceline.session.record.jsonl import Lines
+from paceline.session.record.status_line import Beat, Line
+from paceline.session.record.stragglers import WORK, unequal
+
+LAST = 1000  # steps that are looked at for who makes the others wait
+Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
+
+
+class Book:
+    """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
+
+    One that `stands_by` only adds up, until `take_over`.
+    """
+
+    def __init__(self, folder: Folder, line: Line | None = None, *, stands_by: bool = False) -> None:
+        self._lines, self._line = Lines(folder.metrics), line
+        self.stands_by = stands_by
+        self.adds = False  # the samples of a record are its worker's own
+        self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
+        self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
+        self._steps = self._samples = 0
+        self._final_loss: float | None = None
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)  # of all steps, means over ranks
+        self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
+        self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
+
+    def take_over(self, line: Line) -> None:
+        """The worker that wrote is lost: write from now on, and first what it had not written of the last lines."""
+        if not self.stands_by:
+            return
+        self.stands_by, self._line = False, line
+        last = self._lines.last() or {"step": 0}
+        self._write([found for found in self._recent if found["step"] > last["step"]])
+
+    def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
+        """Take in (upto, records) of each rank and write what is complete; `names` tells whose they are (None: in rank order).
+
+        A full disk raises ResourceError.
+        """
+        for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
+            for record in records:
+                self._groups[record[0], record[1]][rank] = record
+        complete = min(upto for upto, _ in parts)
+        ready = sorted(key for key in self._groups if key[0] <= complete)
+        self._write([self._merge(key[1], self._groups.pop(key), total) for key in ready])
+
+    def totals(self, seconds: float) -> Totals:
+        """What it all comes to, after `seconds` of running."""
+        inside = sum(self._seconds.values())
+        if self.adds:  # workers have taken different numbers of steps: the time is that of the one who trained longest
+            inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
+        return Totals(
+            steps=self._steps,
+            samples=self._samples,
+            seconds=seconds,
+            samples_per_second=self._samples / inside if inside > 0 else None,
+            final_loss=self._final_loss,
+            step_seconds={part: spent / max(self._steps, 1) for part, spent in self._seconds.items()},
+            rank_seconds=[{part: ranks[part] / ranks["steps"] for part in PARTS} for _, ranks in sorted(self._ranks.items())],
+            rank_work=unequal(self._work),
+        )
+
+    def close(self, total: int | None) -> None:
+        """Show the last step and let go of the file. Twice is harmless."""
+        self._lines.close()
+        if self._line is not None:
+            self._line.close(total)
+
+    def _merge(self, step: int, records: dict[int, Record], total: int | None) -> dict[str, Any]:
+        """The line of one step, which is counted and shown, or of what was logged of it later."""
+        sums: dict[str, list[float]] = {}
+        for rank in sorted(records):
+            for name, (value, weight) in records[rank][5].items():
+                whole = sums.setdefault(name, [0.0, 0.0])
+                whole[0] += value
+                whole[1] += weight
+        values = {name: value / weight for name, (value, weight) in sums.items()}
+        self._final_loss = values.get("loss", self._final_loss)
+        first = records[min(records)]
+        line = {"step": step, "time": round(first[2], 6), **values}
+        if first[4] is None:
+            return line
+        samples = sum(record[3] for record in records.values()) if self.adds else first[3]
+        seconds = self._count(samples, {rank: record[4] for rank, record in records.items() if record[4] is not None})
+        if self._line is not None:
+            self._line.step(Beat(step, first[2], samples, values, seconds), total)
+        return {**line, "samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
+
+    def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:
+        self._steps += 1
+        self._samples += samples
+        self._work.append({rank: seconds[WORK[0]] + seconds[WORK[1]] for rank, seconds in spent.items()})
+        for rank, seconds in spent.items():
+            self._ranks[rank].update({"steps": 1})
+            for part, value in zip(PARTS, seconds, strict=True):
+                self._ranks[rank][part] += value  # type: ignore[assignment]
+        means = {part: sum(column) / len(spent) for part, column in zip(PARTS, zip(*spent.values(), strict=True), strict=True)}
+        for part, value in means.items():
+            self._seconds[part] += value
+        return means
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        if self.stands_by:
+            self._recent = lines
+        else:
+            self._lines.append([json.dumps(tame(line)) for line in lines])

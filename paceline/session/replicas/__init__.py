@@ -1,0 +1,1 @@
+"""Whether replicas are equal, and what to do if they aren't."""

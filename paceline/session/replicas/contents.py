@@ -1,0 +1,216 @@
+"""What ought to be the same on all workers, by name, and what it comes to here.
+
+    parameters       all, frozen ones too                        "blocks.3.attn.weight"
+    optimizers       state and settings                          "exp_avg of blocks.3.attn.weight", "lr of group 0 of AdamW"
+                     (where replicas differ between steps, what optimizers remember is each worker's own)
+    the strategy's   what it says is the same, such as           "where all last agreed to be, 0"
+                     the momentum of an outer optimizer
+    buffers          of synchronous BatchNorm                    "norm.running_mean"
+                     that nobody has changed (masks, tables)     "mask"
+
+A buffer that the script's own modules change is each worker's own: they may take it from samples that only this worker has seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.parallel.batchnorm import is_synchronous
+from paceline.session.prepare.registry import Cast
+from paceline.state.checksum import checksums
+from paceline.state.snapshot import Snapshot, pack
+
+PLAIN: Final = (bool, int, float, str, complex, bytes, type(None))
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm
+SAME, ALTERED, CHANGED = range(3)  # a buffer since training began: the same; others have appeared in it by themselves; it was changed
+Entry = list[Any]  # [form, number] of a tensor, ["plain", JSON] of another value, ["buffer", SAME, ALTERED or CHANGED]
+DIGEST: Final = 16  # bytes
+
+
+class Part(NamedTuple):
+    """A tensor or a plain value, and how it becomes another."""
+
+    value: Any
+    become: Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the parts come to: `entries` by name, as the others have to see them."""
+
+    parts: Mapping[str, Part]
+    entries: Mapping[str, Entry]
+
+    def head(self) -> bytes:
+        """In short: a digest of what has to be the same, and how each of the other buffers is."""
+        strict = [[name, *entry] for name, entry in self.entries.items() if entry[0] != "buffer"]
+        buffers = {name: entry[1] for name, entry in self.entries.items() if entry[0] == "buffer"}
+        return bytes(msgpack.packb([hashlib.blake2b(msgpack.packb(strict), digest_size=DIGEST).digest(), buffers]))
+
+
+@dataclass
+class _Known:
+    """A buffer as it was when training began."""
+
+    tensor: weakref.ref[Tensor]
+    version: int | None
+    number: int
+
+    def state(self, buffer: Tensor, number: int) -> int:
+        if self.tensor() is not buffer or self.version != _version(buffer):
+            return CHANGED
+        return SAME if self.number == number else ALTERED
+
+
+class Mirrored:
+    """Looks at what was prepared. `apart`: whether replicas may differ between two steps."""
+
+    def __init__(self, cast: Cast, *, apart: bool) -> None:
+        self._cast, self._apart = cast, apart
+        self._known: dict[str, _Known] = {}
+
+    def begin(self) -> None:
+        """Training begins, or goes on: buffers are the same on all workers."""
+        fresh = {name: buffer for name, buffer in self._buffers(synchronous=False) if name not in self._known}
+        for (name, buffer), number in zip(fresh.items(), checksums(list(fresh.values())), strict=True):
+            self._known[name] = _Known(weakref.ref(buffer), _version(buffer), number)
+
+    def own(self) -> dict[str, int]:
+        """What those buffers come to that were changed since training began."""
+        found = {name: buffer for name, buffer in self._buffers(synchronous=False) if self._changed(name, buffer)}
+        return dict(zip(found, checksums(list(found.values())), strict=True))
+
+    def _changed(self, name: str, buffer: Tensor) -> bool:
+        known = self._known.get(name)
+        return known is None or known.state(buffer, known.number) == CHANGED
+
+    @property
+    def watches(self) -> bool:
+        """Whether there are buffers that may be each worker's own; the same on all."""
+        return bool(self._known)
+
+    def look(self, more: Mapping[str, Tensor]) -> Look:
+        """All of it as it is now; `more` are the strategy's own."""
+        parts: dict[str, Part] = {}
+        for name, part in self._parts(more):
+            while name in parts:
+                name += "'"
+            parts[name] = part
+        buffers = {name: buffer for name, buffer in self._buffers(synchronous=False) if name in self._known}
+        tensors = {name: part.value for name, part in parts.items() if isinstance(part.value, Tensor)}
+        numbers = checksums([*tensors.values(), *buffers.values()])
+        found = dict(zip(tensors, numbers, strict=False))
+        entries = {name: [form(part.value), found[name] if name in found else _json(part.value)] for name, part in parts.items()}
+        for (name, buffer), number in zip(buffers.items(), numbers[len(tensors) :], strict=True):
+            entries[name] = ["buffer", self._known[name].state(buffer, number)]
+            parts[name] = Part(buffer, self._healing(name, buffer))
+        return Look(parts, entries)
+
+    def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, Part]]:
+        for slot in self._cast.slots:
+            if _dense(slot.parameter):
+                yield slot.name, _tensor(slot.parameter)
+        for name, buffer in self._buffers(synchronous=True):
+            yield name, _tensor(buffer)
+        for name, tensor in more.items():
+            yield name, _tensor(tensor)
+        names = {id(slot.parameter): slot.name for slot in self._cast.slots}
+        for number, optimizer in enumerate([] if self._apart else self._cast.optimizers):
+            kind = type(optimizer).__name__ + (f" {number}" if len(self._cast.optimizers) > 1 else "")
+            for place, group in enumerate(optimizer.param_groups):
+                for key in group:
+                    yield from _leaves(f"{key} of group {place} of {kind}", group, key) if key != "params" else ()
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    for key in state:
+                        yield from _leaves(f"{key} of {names.get(id(parameter), '?')}", state, key)
+
+    def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
+        """Those of synchronous BatchNorm, or all but those of any BatchNorm; each once."""
+        seen: set[int] = set()
+        for prefix, model in self._cast.models:
+            for place, module in model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is None or id(buffer) in seen or not _dense(buffer):
+                        continue
+                    seen.add(id(buffer))
+                    if _summed(module, name) if synchronous else not _statistic(module, name):
+                        yield f"{prefix}{place}{'.' if place else ''}{name}", buffer
+
+    def _healing(self, name: str, buffer: Tensor) -> Callable[[Tensor], None]:
+        def become(values: Tensor) -> None:
+            _copy(buffer, values)
+            self._known[name].version = _version(buffer)
+
+        return become
+
+
+def own_buffers(model: nn.Module) -> set[str]:
+    """The buffers of a model that may be each worker's own: all but those of synchronous BatchNorm."""
+    places = [(f"{place}." if place else "", module) for place, module in model.named_modules()]
+    return {prefix + name for prefix, module in places for name in module._buffers if not _summed(module, name)}
+
+
+def _statistic(module: nn.Module, name: str) -> bool:
+    return isinstance(module, _BatchNorm) and name in STATISTICS
+
+
+def _summed(module: nn.Module, name: str) -> bool:
+    """Whether this buffer is a statistic of the batches of all workers."""
+    return _statistic(module, name) and is_synchronous(module)
+
+
+def form(value: Any) -> str:
+    """What a part has to be like to become another's."""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else "plain"
+
+
+def plain(text: str) -> Any:
+    """The value of a plain part's entry."""
+    return Snapshot(0, json.loads(text), {}).unpack()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(pack(value).tree)
+
+
+def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, Part]]:
+    """The tensors and plain values of nested state; what is neither is left out."""
+    value = holder[key]
+    if isinstance(value, Tensor):
+        if _dense(value):
+            yield name, _tensor(value)
+    elif type(value) in PLAIN or (type(value) is tuple and all(type(item) in PLAIN for item in value)):
+        if not isinstance(holder, tuple):
+            yield name, Part(value, lambda new: holder.__setitem__(key, new))
+    elif isinstance(value, dict | list | tuple):
+        for inner in value if isinstance(value, dict) else range(len(value)):
+            yield from _leaves(f"{name}.{inner}", value, inner)
+
+
+def _tensor(tensor: Tensor) -> Part:
+    return Part(tensor.detach(), lambda values: _copy(tensor, values))
+
+
+def _copy(tensor: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+
+
+def _version(buffer: Tensor) -> int | None:
+    """How often it was changed in place, where torch counts that."""
+    return None if buffer.is_inference() else buffer._version

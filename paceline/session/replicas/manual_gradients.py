@@ -1,0 +1,83 @@
+"""Gradients that a script sets itself (p.grad = torch.autograd.grad(...)) are not exchanged: it is looked whether replicas part by them.
+
+    the first steps, and about once a second    whose p.grad is not what backward has left there?       all, before an optimizer steps
+    somebody has one                            its norm and its sum on each worker                     the same, but for rounding: go on
+
+What was changed in place (clipped, decayed) is what backward has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgpack
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.session.loop.turns import Turns
+
+FIRST: Final = 2  # steps that are looked at
+OFTEN: Final = 256  # of so many steps one is looked at, where no loader counts them
+NEAR: Final = 1e-3  # relative difference of what replicas compute alike
+
+
+class ByHand:
+    """Looks at the gradients of an optimizer that is about to step. `soon`: the step after which workers meet anyway."""
+
+    def __init__(self, turns: Turns, soon: Callable[[], int]) -> None:
+        self._turns, self._soon = turns, soon
+        self._calls = 0  # outside of loops over a loader
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Raise `UsageError` on all workers if gradients were set that are not the same on all. Collective, where it is time."""
+        if not self._due():
+            return
+        backward, meet = self._turns.backward, self._turns.scene.agreement.meet
+        mine = backward.foreign([p for group in optimizer.param_groups for p in group["params"]])
+        found = [msgpack.unpackb(body) for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"") if body]
+        numbers = sorted({number for theirs in found for number in theirs})
+        if not numbers:
+            return
+        figures = [_figures(backward.taps[number].parameter.grad) for number in numbers]
+        theirs = [msgpack.unpackb(body) for body in meet("gradients set by the script", msgpack.packb(figures))]
+        for number, *values in zip(numbers, *theirs, strict=True):
+            if any(not _near(values[0], other) for other in values):
+                sides = "; ".join(f"rank {rank}: {_worded(value)}" for rank, value in enumerate(values))
+                raise UsageError(
+                    f"p.grad of {backward.taps[number].name} was set by the script, and differs between workers ({sides}): only what "
+                    "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = run.mean(g) on every worker"
+                )
+
+    def _due(self) -> bool:
+        turns = self._turns
+        if turns.led is not None:
+            return turns.steps < FIRST or turns.steps + 1 >= self._soon()
+        self._calls += 1
+        return turns.undo is None and (self._calls <= FIRST or self._calls % OFTEN == 0)
+
+
+def _figures(grad: Tensor | None) -> list[float] | None:
+    """The norm and the sum of a gradient, and how far sums may lie apart."""
+    if grad is None:
+        return None
+    values = grad.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    values = torch.view_as_real(values) if values.is_complex() else values
+    norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return [norm, float(values.sum(dtype=torch.float64)), NEAR * norm * math.sqrt(max(values.numel(), 1))]
+
+
+def _near(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    if not all(map(math.isfinite, (*one, *other))):
+        return repr(one) == repr(other)
+    return bool(abs(one[0] - other[0]) <= NEAR * max(one[0], other[0]) and abs(one[1] - other[1]) <= max(one[2], other[2]))
+
+
+def _worded(value: Any) -> str:
+    return "None" if value is None else f"norm {value[0]:.6g}"

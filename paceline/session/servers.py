@@ -1,0 +1,240 @@
+"""Starts servers: programs beside the first worker of each host.
+
+They end with the worker that has started them, or, where losses are survived, with the launcher of their host: then others may come to
+them (`join`), and what is lost is started anew in the background (`spawn`, `add`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import msgpack
+
+from paceline.cluster.launcher.worker import ending
+from paceline.cluster.secret import missing
+from paceline.cluster.store import address
+from paceline.comm.agreement import Agreement
+from paceline.comm.rpc import keys
+from paceline.errors import PacelineError, ResourceError, WorkerLost
+from paceline.server.endpoints import Room
+from paceline.session.groups import Surroundings
+
+
+class Known(NamedTuple):
+    """A server: its number, never used twice, the shard that it keeps, its host (`Serving.here`), its name, and where it listens."""
+
+    number: int
+    shard: int
+    host: str
+    name: str
+    addresses: tuple[str, ...]  # between hosts, if it does there; and inside of its own
+
+
+class Serving:
+    """Servers of a job, as one worker starts and reaches them (a `House`). `what` they serve, and what one is called, are for messages."""
+
+    def __init__(self, around: Surroundings, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
+        self._around, self._agreement, self._what, self._kind = around, agreement, what, kind
+        self._outlive = around.place.worker is not None
+        self.here = around.home if self._outlive else str(around.cluster.where()[around.place.rank])
+        self._known: list[Known] = []
+        self._job = self._secret = ""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
+        self._found: dict[int, Any] = {}  # what came of it
+        self._folders: list[str] = []
+        self._told: list[Callable[[PacelineError], None]] = []
+        self._closing = False
+        self.next = 0  # number
+
+    def begin(self, asked: int | None, copies: int = 1) -> Room:
+        """Start so many servers, each so many times, dealt to hosts in turn; gives where all of them are. Collective.
+
+        None: as many as the launcher was asked for, else one on each host. Copies are on different hosts, if there are enough.
+
+        Raises `SecretError` where several hosts have no secret of the job.
+        """
+        around, cluster = self._around, self._around.cluster
+        if around.place.joining:
+            return self._room()
+        count, hosts, me = asked or around.place.servers or len(cluster.hosts), len(cluster.hosts), around.place.rank
+        secret = around.place.secret
+        if secret is None and hosts > 1:
+            raise missing(f"{self._what} listens on {hosts} hosts, and this job has no secret")
+        shown = secrets.token_hex(32) if secret is None else ""
+        facts = json.loads(self._agreement.tell("servers begin", lambda: json.dumps([secrets.token_hex(8), shown]).encode()))
+        self._job, self._secret = facts[0], facts[1] if secret is None else secret.hex()
+        where = [(copy * count + shard, (shard + copy) % hosts) for copy in range(copies) for shard in range(count)]
+        mine = cluster.where()[me] if cluster.of(me).ranks[0] == me else -1  # others of my host start none
+        started = [(number, self._start()) for number, host in where if host == mine]
+        begun = [(number, self._begun(process)) for number, process in started]
+        answers = self._agreement.meet("servers", msgpack.packb([self.here, begun]))
+        self._known = []
+        for host, found in map(msgpack.unpackb, answers):
+            for number, addresses in found:
+                place = cluster.hosts[where[number][1]].name
+                name = self._name(number % count, place, copy=number >= count)
+                self._known.append(Known(number, number % count, host, name, tuple(addresses)))
+        self._known.sort()
+        self.next = count * copies
+        self._watch([number for number, _ in begun])
+        return self._room()
+
+    def _name(self, shard: int, place: str, *, copy: bool) -> str:
+        return f"{'the copy of ' if copy else ''}{self._kind} {shard} on {place}"
+
+    def _room(self, known: list[Known] | None = None) -> Room:
+        known = self._known if known is None else known
+        near = [each.host == self.here or len(each.addresses) == 1 for each in known]
+        return Room(
+            addresses=tuple(each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)),
+            names=tuple(each.name for each in known),
+            keys=keys(bytes.fromhex(self._secret), self._job),
+            watch=self._told.append,
+            close=self.close,
+            numbers=tuple(each.number for each in known),
+            shards=tuple(each.shard for each in known),
+            house=self if self._outlive else None,
+        )
+
+    # ---- the programs
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A server that begins. One that outlives this worker is in a process group of its own, or would be killed with it."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.server.main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0 if self._outlive else None,
+        )
+        self._processes.append(process)
+        between = len(self._around.cluster.hosts) > 1 or (self._outlive and self._around.place.secret is not None)
+        asked: dict[str, Any] = {"job": self._job, "secret": self._secret, "hosts": [address(self._around.place)] if between else []}
+        asked |= {"launcher": os.getppid()} if self._outlive else {"parent": os.getpid()}
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: who waits for it finds out
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _begun(self, process: subprocess.Popen[bytes]) -> list[str]:
+        """Where it listens: between hosts, if there are several, and in this one."""
+        poll, seconds = select.poll(), self._around.deadline
+        assert process.stdout is not None
+        poll.register(process.stdout, select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            raise ResourceError(f"a server has not begun within {seconds:g} s")
+        line = process.stdout.readline()
+        if not line:
+            raise ResourceError(f"a server could not begin: it {_ended(process)}; its own output says more")
+        found: list[str] = json.loads(line)
+        self._folders.append(os.path.dirname(found[-1].removeprefix("ipc://")))
+        return found
+
+    def _watch(self, numbers: list[int]) -> None:
+        """Tell who wants to know when one of mine ends."""
+        names = [each.name for each in self._known if each.number in numbers]
+        for name, process in zip(names, self._processes[-len(names) :] if names else [], strict=True):
+            threading.Thread(target=self._wait, args=(name, process), name="paceline server watch", daemon=True).start()
+
+    def _wait(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        if process.wait() != 0 and not self._closing and not self._outlive:  # one that was told to end does so with 0
+            error = WorkerLost(f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint")
+            for told in self._told:
+                told(error)
+
+    def close(self) -> None:
+        """End them, at once: what they keep is nobody's any more, and a worker that has failed has a second for its last words."""
+        self._closing = True
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self.leave()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- where losses are survived (`House`)
+
+    def leave(self) -> None:
+        """See `House`."""
+        for process in self._processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+        self._processes = []
+
+    def layout(self) -> Any:
+        """See `House`."""
+        return [self._job, self._secret if self._around.place.secret is None else "", self.next, self._known]
+
+    def join(self, told: Any) -> Room:
+        """See `House`."""
+        self._job, shown, self.next, known = told
+        own = self._around.place.secret
+        self._secret = shown if own is None else own.hex()
+        self._known = [_known(each) for each in known]
+        return self._room()
+
+    def lose(self, numbers: Collection[int]) -> Room:
+        """See `House`."""
+        self._known = [each for each in self._known if each.number not in numbers]
+        return self._room()
+
+    def spawn(self, shard: int, *, mine: bool) -> int:
+        """See `House`."""
+        number, self.next = self.next, self.next + 1
+        if mine:
+            self._beginning[number] = shard, self._start()
+        return number
+
+    def spawned(self, number: int) -> Any:
+        """See `House`."""
+        shard, process = self._beginning[number]
+        assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN | select.POLLHUP)
+        if number not in self._found and poll.poll(0):
+            try:
+                name = self._name(shard, self._agreement.host, copy=True)
+                self._found[number] = list(Known(number, shard, self.here, name, tuple(self._begun(process))))
+            except ResourceError:
+                self._found[number] = False
+        return self._found.get(number)
+
+    def add(self, told: Any) -> Room:
+        """See `House`."""
+        self._known.append(_known(told))
+        return self._room()
+
+    def at(self, told: Any) -> Room:
+        """See `House`."""
+        return self._room([_known(told)])
+
+    def homes(self) -> list[tuple[str, int]]:
+        """See `House`."""
+        return [(each.host, each.shard) for each in self._known]
+
+    def on(self, hosts: Collection[str]) -> list[int]:
+        """See `House`."""
+        return [each.number for each in self._known if each.host in hosts]
+
+
+def _known(told: Any) -> Known:
+    number, shard, host, name, addresses = told
+    return Known(number, shard, host, name, tuple(addresses))
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    code = process.wait()
+    return ending(code if code >= 0 else 128 - code)

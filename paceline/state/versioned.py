@@ -1,0 +1,171 @@
+"""What state is: named objects with state_dict and load_state_dict, one version for all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import CheckpointError, UsageError
+from paceline.state.snapshot import UNREADABLE, Snapshot, pack
+
+SHOWN = 5  # differences that a message lists
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can say what it is, and become that again."""
+
+    def state_dict(self) -> Any:
+        """The whole state, as nested dicts, lists, tensors, numbers and text."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Become what `state_dict` gave."""
+        ...
+
+
+class Versioned:
+    """Everything that a run is, under names, with the number of the version it is at.
+
+    The version moves when the state does: `advance` after each committed step. Two workers with the same version have the same
+    state, which `hash` proves.
+
+    Example: `state = Versioned(model=model, optimizer=optimizer)`; `before = state.snapshot()`; later `state.restore(before)`.
+    """
+
+    def __init__(self, **parts: Stateful) -> None:
+        self.version = 0
+        self._parts: dict[str, Stateful] = {}
+        for name, part in parts.items():
+            self.add(name, part)
+
+    def add(self, name: str, part: Stateful) -> None:
+        """Take `part` in under a new name."""
+        if not isinstance(part, Stateful):
+            raise UsageError(f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; give it both to have it kept")
+        if name in self._parts:
+            raise UsageError(f"there is a {name!r} already; names in use: {', '.join(self._parts)}")
+        self._parts[name] = part
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parts, in the order they were added."""
+        return tuple(self._parts)
+
+    @property
+    def parts(self) -> tuple[Stateful, ...]:
+        """The parts themselves, in the order they were added."""
+        return tuple(self._parts.values())
+
+    def advance(self) -> int:
+        """The state has changed as a whole; gives the new version."""
+        self.version += 1
+        return self.version
+
+    def snapshot(self, *, copy: bool = True) -> Snapshot:
+        """The state as it is now; without `copy` its tensors are the live ones, for who writes them out before they change."""
+        return pack({name: part.state_dict() for name, part in self._parts.items()}, self.version, copy=copy)
+
+    def hash(self) -> str:
+        """The SHA-256 of the state, equal where every bit is equal."""
+        return self.snapshot(copy=False).sha256()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become what the snapshot holds, and take its version; the snapshot stays usable.
+
+        A snapshot of something else (other parts, parameters or shapes) raises CheckpointError with the first differences, before
+        anything is changed.
+        """
+        state = snapshot.unpack()
+        try:
+            found = self.differences(state)
+        except UNREADABLE as error:
+            raise CheckpointError(f"this state is not what a run saves ({type(error).__name__}: {error}); use another one") from error
+        if found:
+            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            raise CheckpointError(
+                f"this state is not of what it is loaded into: {'; '.join(found[:SHOWN])}{more}. Build the same model and optimizers as "
+                f"in the run that saved it, or start from the beginning"
+            )
+        done: list[str] = []
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(state[name])
+                _check_settings(part)
+            except (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError) as error:
+                after = f" ({', '.join(done)} had been loaded before it)" if done else ""
+                raise CheckpointError(f"{name} ({type(part).__qualname__}) refused its state{after}: {error}") from error
+            done.append(name)
+        self.version = snapshot.version
+
+    def differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be told beforehand."""
+        found = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
+        found += [f"it has {name}, which is not here" for name in state if name not in self._parts]
+        for name, part in self._parts.items():
+            if name not in state:
+                continue
+            if isinstance(part, nn.Module):
+                found += _model_differences(name, part.state_dict(), state[name])
+            elif isinstance(part, Optimizer):
+                found += _optimizer_differences(name, part, state[name])
+        return found
+
+
+class Randomness:
+    """The random generators of this process, as state: torch's (CPU, and the given CUDA device), Python's and numpy's."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each generator stands."""
+        state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+        return state if self._device is None else {**state, "cuda": torch.cuda.get_rng_state(self._device)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on drawing where `state_dict` was called; a CUDA state is left out where there is no such device, and kept where it lacks."""
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        if self._device is not None and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self._device)
+
+
+def _model_differences(name: str, mine: Mapping[str, Any], theirs: Any) -> list[str]:
+    if not isinstance(theirs, Mapping):
+        return [f"{name} is a {type(theirs).__qualname__} in it, a model here"]
+    found = [f"{name}.{key} {_form(mine[key])} is not in it" for key in mine if key not in theirs]
+    found += [f"{name}.{key} {_form(theirs[key])} is not here" for key in theirs if key not in mine]
+    both = [key for key in mine if key in theirs and _form(mine[key]) != _form(theirs[key])]
+    return found + [f"{name}.{key} is {_form(theirs[key])} in it, {_form(mine[key])} here" for key in both]
+
+
+def _optimizer_differences(name: str, optimizer: Optimizer, theirs: Any) -> list[str]:
+    if not isinstance(theirs, Mapping) or "param_groups" not in theirs:
+        return [f"{name} is no optimizer in it, a {type(optimizer).__qualname__} here"]
+    mine, others = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, theirs["param_groups"]))
+    if mine == others:
+        return []
+    return [f"{name} has groups of {others} parameters in it, of {mine} here"]
+
+
+def _check_settings(part: Stateful) -> None:
+    """Raise ValueError if the state was another optimizer's, which torch takes and fails of in its next step."""
+    groups = part.param_groups if isinstance(part, Optimizer) else []
+    defaults = [name for name in part.defaults if name != "differentiable"] if groups else []  # type: ignore[attr-defined]
+    lacking = [name for group in groups for name in defaults if name not in group]  # torch adds that one to SparseAdam when it loads
+    if lacking:
+        raise ValueError(f"it is of another optimizer, without {', '.join(dict.fromkeys(lacking))}")
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__qualname__

@@ -1,0 +1,98 @@
+"""`codec="auto"`: begin exact, measure some steps, and take a codec only where it is predicted to gain.
+
+steps      0 1 2 3 | 4 ... 11          | 12
+           exact   | exact, measured   | every candidate sums one real bucket, for the time it takes; the prediction; the choice of all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Size, Tensor
+
+from paceline.codec.codec import Codec, Wire
+from paceline.comm.group import Group
+from paceline.sync.codec_cost import Cost, Rate, Trip, exposed, sent_by, timed
+
+SKIPPED, MEASURED = 4, 8  # steps before the measurement, and in it
+GAIN = 1.1  # times as fast as exact is what a codec has to promise
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a codec took for one bucket of `numel` elements: seconds of this processor before and after, and bytes that I sent."""
+
+    numel: int
+    before: float
+    after: float
+    sent: float
+    stages: int
+
+    def cost(self, numel: int, rate: Rate) -> Cost:
+        """Of a bucket with so many elements. A link takes as long for a byte of a codec as for one of an exact sum."""
+        part = numel / self.numel
+        link = self.stages * rate.latency + self.sent * part / rate.link
+        return Cost(self.before * part, link, self.after * part)
+
+
+def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) -> Trial:
+    """What a codec takes for a bucket, the quicker of two times. Collective; what comes out is dropped."""
+    tries = []
+    for _ in range(2):
+        trip, before = Trip(0, flat.numel()), sent_by(group)
+        going = timed(codec.sum(flat, shapes, codec.init(shapes, flat.device), Wire((group,) * codec.stages)), trip)
+        result: Any = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                result = going.send(result).wait()
+        first, *rest = trip.coding
+        tries.append(Trial(flat.numel(), first, sum(rest), sent_by(group) - before, len(rest)))
+    return min(tries, key=lambda trial: trial.before + trial.after)
+
+
+class Record:
+    """Exact steps, as one worker saw them."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []  # seconds from one to the next
+        self.shown: list[float] = []  # of the exchange
+        self.ready: list[list[tuple[int, float]]] = []  # (bucket, seconds before it was needed that it left) of each
+        self._shown = 0.0
+        self._ready: list[tuple[int, float]] = []
+        self._began: float | None = None
+
+    def exchanged(self, shown: float, ready: Sequence[tuple[int, float]]) -> None:
+        """A backward has waited for its buckets."""
+        self._shown += shown
+        self._ready += ready
+
+    def over(self) -> bool:
+        """A step is over; whether there are enough now. Those that sent nothing don't count."""
+        now = time.perf_counter()
+        if self._ready and self._began is not None:
+            self.steps.append(now - self._began)
+            self.shown.append(self._shown)
+            self.ready.append(self._ready)
+        self._shown, self._ready, self._began = 0.0, [], now
+        return len(self.steps) >= SKIPPED + MEASURED
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.steps[SKIPPED:])
+
+
+def predict(record: Record, trial: Trial, sizes: Sequence[int], rate: Rate) -> float:
+    """Seconds of a step with a codec. Coding takes the processor from the model, so none of it is taken to be hidden."""
+    found = []
+    for shown, ready in zip(record.shown[SKIPPED:], record.ready[SKIPPED:], strict=True):
+        costs = [trial.cost(sizes[index], rate) for index, _ in ready]
+        coding = sum(cost.before + cost.after for cost in costs)
+        later = exposed([-before for _, before in ready], costs, 0.0)
+        found.append(max(later, coding) - shown)
+    return record.step + statistics.median(found)

@@ -1,0 +1,278 @@
+"""Buckets that travel through a codec: which codec each has, what it keeps, and when that counts.
+
+A codec's state changes with every sum; the new one counts when the turn of the loader is over (`commit`), and is forgotten when the turn
+failed (`abort`). Between hosts only the leader of a host has one: inside the host sums are exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Container, Generator, Iterator, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Size, Tensor
+
+from paceline.codec.auto import auto
+from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
+from paceline.codec.coding import NARROWED, Coding
+from paceline.comm.buckets import Bucket, Shape
+from paceline.comm.group import Group, Traffic, Work
+from paceline.comm.hierarchy.coded import Relay
+from paceline.sync.base import Slot
+from paceline.sync.codec_auto import GAIN, Record, attempt, predict
+from paceline.sync.codec_cost import SAMPLE, Account, Cost, Rate, Trip, Turn, exposed, measure, sampled, timed
+from paceline.sync.context import Scene
+
+Kind = tuple[Codec, ...]
+
+
+class Coded:
+    """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
+
+    def __init__(self, scene: Scene, codec: Codec | Coding | auto, *, hosts: bool) -> None:
+        self._scene, self._hosts = scene, hosts
+        group = scene.group
+        chosen = codec.candidates if isinstance(codec, auto) else (codec,)
+        self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
+        self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
+        self._record = Record() if isinstance(codec, auto) else None
+        self._relay = Relay(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
+        scene.sides.append(self._relay)
+        self._narrowed = False  # something is float64, which has been said
+        self._buckets: Sequence[Bucket] = ()
+        self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
+        self._codecs: list[Codec | None] = []  # of each bucket, as of now
+        self._shapes: list[list[Size]] = []
+        self._states: list[State] = []  # as of the last turn that counted
+        self._next: dict[int, State] = {}  # of this turn
+        self._trips: dict[int, Trip] = {}  # of the buckets that have come through since they were last waited for
+        self._every = 1  # one element in so many is looked at
+        self._crossed = 0
+        self.account = Account(repr(codec))
+        scene.accounts.append(self.account)
+
+    def kind(self, slot: Slot) -> Kind | None:
+        """The codecs for a parameter; None where it is exact. What isn't real can't be coded."""
+        if not slot.parameter.dtype.is_floating_point:
+            self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            return None
+        chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
+        if all(isinstance(codec, plain) for codec in chosen):
+            return None
+        if slot.parameter.dtype == torch.float64 and not self._narrowed:
+            self._narrowed = True
+            self._scene.say(NARROWED)
+        return chosen
+
+    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[Shape], kinds: Sequence[Kind | None]) -> None:
+        """These are the buckets, of parameters with these shapes and kinds; all states begin anew. Collective."""
+        self._buckets = buckets
+        self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
+        self._shapes = [[Size(shapes[number].lying) for number in bucket.members] for bucket in buckets]
+        coded = [bucket.flat for bucket, kind in zip(buckets, self._kinds, strict=True) if kind is not None]
+        self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
+        beside = self._relay.beside
+        if coded and self.account.rate is None and beside is not None:
+            before = beside.traffic + Traffic()
+            self.account.rate = measure(beside, coded[0].device)
+            self._scene.aside += beside.traffic - before
+        self._take(self._taken)
+
+    def _take(self, option: int | None) -> None:
+        """Code by this option from now on; nothing has been kept yet."""
+        self._taken = option
+        self._codecs, self._states = [], []
+        self._next.clear()
+        for kind, sizes, bucket in zip(self._kinds, self._shapes, self._buckets, strict=True):
+            codec = None if kind is None or option is None or isinstance(kind[option], plain) else kind[option]
+            self._codecs.append(codec)
+            self._states.append(codec.init(sizes, bucket.flat.device) if codec is not None and self._relay.leads else {})
+
+    def takes(self, index: int) -> bool:
+        """Whether a bucket goes through a codec."""
+        return self._codecs[index] is not None
+
+    def all_reduce(self, index: int, flat: Tensor, name: str) -> Work[Tensor]:
+        """Start summing a bucket in place."""
+        codec, step, scale = self._codecs[index], self._scene.moment.step, self._scene.moment.loss_scale()
+        assert codec is not None
+
+        def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
+            draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._scene.group.rank)
+            wire = Wire(groups, scale=scale, step=step, draw=draw)
+            trip = Trip(index, x.numel(), given=sampled(x, self._every, step))
+            found = yield from timed(codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire), trip)
+            trip.total = sampled(found.total, self._every, step)
+            self._next[index], self._trips[index] = found.state, trip
+            return found.total
+
+        return self._relay.all_reduce(flat, way, name)
+
+    @contextlib.contextmanager
+    def awaited(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Around the wait for some buckets: (index, when it left in nanoseconds of the performance counter) of each; for the account."""
+        needed = time.perf_counter()
+        yield
+        shown = time.perf_counter() - needed
+        if self._taken is None and self._record is not None:
+            self._record.exchanged(shown, [(index, needed - when * 1e-9) for index, when in begun if self._kinds[index] is not None])
+            return
+        rate, beside, left = self.account.rate, self._relay.beside, dict(begun)
+        trips = [self._trips.pop(index) for index in sorted(left) if index in self._trips]
+        if not trips or rate is None or beside is None:
+            return
+        ready, costs = [left[trip.index] * 1e-9 for trip in trips], [Cost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips]
+        before, self._crossed = self._crossed, self._relay.crossed
+        self.account.add(
+            Turn(
+                sent=self._crossed - before,
+                exact=rate.sent * 4 * sum(trip.numel for trip in trips),
+                coding=sum(sum(trip.coding) for trip in trips),
+                shown=shown,
+                exact_shown=exposed(ready, costs, needed),
+            )
+        )
+        self.account.settle()
+        given, total = (torch.cat([side for trip in trips if (side := getattr(trip, name)) is not None]) for name in ("given", "total"))
+        self.account.compare(beside.all_reduce(given, out=given), total)
+
+    def commit(self) -> None:
+        """The turn counts. What is under way beyond it (streaming) may come through just now, and counts with the next one."""
+        for index in list(self._next):
+            self._states[index] = self._next[index]
+            del self._next[index]
+        if self._taken is None and self._record is not None and self._record.over():
+            record = self._record
+            self._scene.agreement.attempt(lambda: self._choose(record))
+
+    def _choose(self, record: Record) -> None:
+        """Take the option that promises most, if it is enough. Collective."""
+        largest = max((n for n, kind in enumerate(self._kinds) if kind is not None), key=lambda n: self._buckets[n].flat.numel())
+        kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.beside
+        mine = None
+        if rate is not None and beside is not None and kind is not None:
+            sizes, before = [bucket.flat.numel() for bucket in self._buckets], beside.traffic + Traffic()
+            flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
+            mine = [predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind]
+            self._scene.aside += beside.traffic - before
+        found = [msgpack.unpackb(body) for body in self._scene.agreement.meet("codec", msgpack.packb([record.step, mine]))]
+        self._record = None
+        now = max(step for step, _ in found)
+        promised = [max(step) for step in zip(*(steps for _, steps in found if steps is not None), strict=True)]
+        best = min(range(len(promised)), key=promised.__getitem__)
+        times = f"{now * 1e3:.0f} ms a step with exact sums, {promised[best] * 1e3:.0f} ms predicted with {self._names[best]}"
+        if now < GAIN * promised[best]:
+            self._scene.say(f"codec: {times}, so sums stay exact")
+            return
+        self._scene.say(f"codec: {times}, which is taken from step {self._scene.moment.step} on")
+        self.account.codec = self._names[best]
+        self._take(best)
+
+    def abort(self, index: int | None = None) -> None:
+        """It doesn't; or one bucket is void that was under way."""
+        for number in [*self._next] if index is None else [index]:
+            self._next.pop(number, None)
+        self._trips.clear()
+
+    def regroup(self) -> None:
+        """Another group, with other leaders perhaps."""
+        group = self._scene.group
+        relay = Relay(group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace)
+        self._relay = relay
+        self._crossed = 0
+        self.account.forget()
+        self._scene.sides.append(relay)
+        self._trips.clear()
+
+    def layout(self) -> list[Any]:
+        """Which codec was chosen, and the rate of the link: for who has just come."""
+        rate = self.account.rate
+        return [self._taken, self._record is None, None if rate is None else list(rate)]
+
+    def follow(self, layout: list[Any]) -> None:
+        """Take up what `layout` gave."""
+        taken, chosen, rate = layout
+        self._taken = taken
+        self._record = None if chosen else self._record
+        if self.account.rate is None and rate is not None:
+            self.account.rate = Rate(*rate)
+
+    @property
+    def kept(self) -> tuple[list[State], dict[int, State]]:
+        """What is kept of each bucket, and what this turn would make of it."""
+        return self._states, dict(self._next)
+
+    def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
+        """After `regroup` and `lay_out` of the same buckets: go on with what was kept. Who leads since then begins with nothing."""
+        states, following = found
+        if self._relay.leads and any(states):
+            self._states = [mine if mine else new for mine, new in zip(states, self._states, strict=True)]
+            self._next = following
+
+    def close(self) -> None:
+        """End threads and groups."""
+        self._scene.sides.remove(self._relay)
+        self._relay.close()
+        self._trips.clear()
+
+    # ---- state
+
+    @property
+    def states(self) -> list[State]:
+        """Of each bucket, as of the last turn that counted."""
+        return list(self._states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept here, the turn under way included; nothing where another worker leads this host."""
+        states = [self._next.get(index, state) for index, state in enumerate(self._states)]
+        return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
+
+    @property
+    def owns(self) -> bool:
+        """Whether anything is kept here and nowhere else."""
+        return self._relay.leads and any(map(keeps, self._states))
+
+    def own(self) -> dict[str, Any] | None:
+        """That; None if there is nothing."""
+        return {"residuals": [residuals(state) for state in self._states]} if self.owns else None
+
+    def take_over(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
+        """What `own` gave elsewhere, but for the `stale` buckets, is sent by me later, with what I have kept. False if it can't be."""
+        found, mine = state["residuals"], [residuals(state) for state in self._states]
+        if not self._relay.leads or len(found) != len(mine) or not all(map(alike, mine, found)):
+            return False
+        for index in (index for index in range(len(found)) if index not in stale):
+            self._states[index] = merge([self._states[index], found[index]])
+            if index in self._next:
+                self._next[index] = merge([self._next[index], found[index]])
+        return True
+
+    def _name(self, option: int | None) -> str:
+        return "exact" if option is None else self._names[option]
+
+    def adopt(self, found: Sequence[dict[str, Any]]) -> None:
+        """Take up what `state_dict` gave on each worker: who leads now sends later what one of those who led has kept, or several."""
+        kept = [state["states"] for state in found if state["states"]]
+        written = next((state["codec"] for state in found), self._name(self._taken))
+        if self._record is not None and written in self._names:
+            self._record, self.account.codec = None, written  # chosen before the checkpoint
+            self._take(self._names.index(written))
+        if written != self._name(self._taken):
+            self._scene.say(
+                f"the checkpoint was written with codec={written}, this is codec={self._name(self._taken)}: what that had kept is dropped"
+            )
+            return
+        place = self._relay.place
+        if place is None or not kept:
+            return
+        mine = kept[place.rank :: place.size] or [[fresh(state) for state in kept[0]]]
+        self._states = [merge(states) for states in zip(*mine, strict=True)]
+        self._next.clear()
+
+
+def _flat(group: Group) -> Group:
+    """All workers without regard to hosts."""
+    return getattr(group, "flat", group)

@@ -1,0 +1,93 @@
+"""All that a strategy works with: groups, the moment, and the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.comm.agreement import Agreement
+from paceline.comm.cancellation import Breaker
+from paceline.comm.group import Group, Traffic
+from paceline.server.endpoints import Room
+from paceline.sync.codec_cost import Account
+from paceline.trace import Trace
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass
+class Moment:
+    """Where training stands, as the strategies need it; the session keeps it up to date."""
+
+    step: int = 0
+    scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
+    ghost: bool = False  # my share is empty: my gradients count as zeros
+    loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
+    part: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
+    cut: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
+    silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+
+class Sending(Protocol):
+    """Whatever sends on behalf of a strategy."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Group.traffic`."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """See `Group.waited`."""
+        ...
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        ...
+
+    def abort(self) -> None:
+        """See `Group.abort`."""
+        ...
+
+
+@dataclass
+class Scene:
+    """All that a strategy works with: the group it exchanges in, the meeting of all workers, the moment, and the trace."""
+
+    group: Group
+    agreement: Agreement
+    moment: Moment = field(default_factory=Moment)
+    trace: Trace = field(default_factory=Trace)
+    hosts: tuple[int, ...] = ()  # the host of each rank
+    say: Callable[[str], None] = print  # how announcements are made, once each
+    native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
+    local: Callable[[], Group] | None = None  # the workers of my host; collective
+    servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
+    table_servers: Callable[[int | None, int], Room] | None = None  # the same, of sparse tables
+    deadline: float = 30.0  # seconds, of waits that are no call of all
+    survives: bool = False  # the run goes on when workers are lost
+    breaker: Breaker | None = None  # trips when the workers become others
+    sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
+    aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
+    past: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
+    past_waited: float = 0.0
+    pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
+
+    def leave(self) -> None:
+        """The groups have broken: forget them, but not what they sent."""
+        self.past, self.past_waited = self.traffic, self.waited
+        self.sides = []
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for workers that came later."""
+        return self.past_waited + self.group.waited + sum(group.waited for group in self.sides)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker has sent in all groups."""
+        found = [group.traffic for group in (self.group, *self.sides)]
+        return self.past + Traffic(sum(t.within for t in found), sum(t.between for t in found))

@@ -1,0 +1,1 @@
+"""Gossip: replicas that average with a neighbour of a graph."""

@@ -1,0 +1,363 @@
+"""Gossip: workers step by themselves and mix with neighbours only; nobody ever waits for all.
+
+x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then mix)
+known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019): neighbours know each other about,
+x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each message; the mean never changes
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.codec.coding import Coding, Message, exact, parts, room
+from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.group import Finished, Traffic, Work
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.sync.base import Slot, Sync
+from paceline.sync.codec_cost import SAMPLE, Account, Rate, Turn, measure, sampled
+from paceline.sync.context import Scene
+from paceline.sync.gossip.graph import Edges, check, prove, weights
+
+TAG = 70_000  # of messages between neighbours
+Near = Sequence[tuple[int, float]]  # neighbours: (rank, weight)
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """p.grad is my own share's contribution, times the number of workers; step moves my own replica, and mixes with neighbours after it.
+
+    `graph`: "ring", "exponential" (one neighbour a step), "matching" (random pairs), "full" (then plain SGD is AllReduce), or pairs of
+    ranks. `codec`: a coding such as `int8()` or `topk(0.01)`; what it loses is corrected later by itself (no error_feedback), and `gamma`
+    below 1 steps more carefully for those that lose much. `every`: steps between two messages.
+
+    Replicas differ all the time. They become equal, the mean of all, where they are looked at as one: before an evaluation, at `run.save`,
+    and at the end of the run.
+    """
+
+    graph: str | Edges = "exponential"
+    codec: Coding = field(default_factory=exact)
+    gamma: float = 1.0
+    every: int = 1
+    bucket_mb: float = 8.0
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        check(self.graph)
+        if not hasattr(self.codec, "layout"):
+            raise UsageError(f"{self!r}: gossip wants a coding, such as int8() or topk(0.01); it corrects what is lost itself")
+        if not 0 < self.gamma <= 1 or self.every < 1 or not self.bucket_mb > 0:
+            raise UsageError(f"{self!r}: gamma has to be above 0 and at most 1, every 1 or more, bucket_mb above 0")
+        if isinstance(self.codec, exact) and self.gamma != 1:
+            raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        found = prove(self.graph, scene.group.size)
+        if scene.group.size > 1:
+            shown = self.graph if isinstance(self.graph, str) else "this graph"
+            scene.say(f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})")
+        return Mixing(scene, self)
+
+
+@dataclass
+class _Turn:
+    """What a coded mixing sends and takes; how far what neighbours know of me is from what I am, on a sample."""
+
+    sent: int = 0
+    exact: list[int] = field(default_factory=list)  # bytes of each tensor that was sent, as it is
+    coding: float = 0.0
+    mine: list[Tensor] = field(default_factory=list)
+    known: list[Tensor] = field(default_factory=list)
+
+    def compare(self, mine: Tensor, known: Tensor) -> None:
+        """Keep a sample of both."""
+        every = max(1, mine.numel() // SAMPLE)
+        self.mine.append(sampled(mine, every, 0))
+        self.known.append(sampled(known, every, 0))
+
+    def tell(self, account: Account, shown: float) -> None:
+        """The mixing is over, and has taken so long."""
+        if not self.exact or account.rate is None:
+            return
+        exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
+        account.add(Turn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown))
+        account.compare(Finished(torch.cat(self.mine)), torch.cat(self.known))
+        account.settle()
+
+
+class Mixing:
+    """The running side of `Gossip`."""
+
+    apart = True
+    meets = False
+
+    def __init__(self, scene: Scene, plan: Gossip) -> None:
+        self._scene, self._plan = scene, plan
+        self._slots: list[Slot] = []
+        self._buckets: list[Bucket] = []
+        self._equal: list[Tensor] = []  # of each bucket: what all were when replicas were equal
+        self._known: dict[tuple[int, int, bool], Tensor] = {}  # by bucket, peer, and whether it is mine as that one knows it
+        self._grads: dict[int, Tensor] = {}
+        self._steps = 0
+        self._equals = True  # nothing has changed since replicas were equal
+        self._open = False  # a step is under way
+        self._others = False  # the workers have become others since replicas were equal
+        self._graph = plan.graph
+        self._account = None if isinstance(plan.codec, exact) else Account(repr(plan.codec), "what neighbours know")
+        if self._account is not None:
+            scene.accounts.append(self._account)
+        self._turn = _Turn()
+
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`."""
+        return False
+
+    # ---- layout
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """See `Sync.attach`."""
+        self.converge()
+        self._slots = list(slots)
+        shapes = [Shape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
+        runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
+        self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        if self._account is not None:
+            for slot in slots:
+                if not slot.parameter.dtype.is_floating_point:
+                    self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+        self._forget()
+        self._measure()
+
+    def _measure(self) -> None:
+        """How fast the links to my neighbours are. Collective."""
+        group, account = self._scene.group, self._account
+        if account is None or account.rate is not None or group.size == 1 or not self._buckets:
+            return
+        sources, targets = self._neighbours(0)
+
+        def send(x: Tensor) -> Work[None]:
+            return group.exchange([(rank, x) for rank, _ in targets], [(rank, torch.empty_like(x)) for rank, _ in sources], tag=TAG - 1)
+
+        before = group.traffic + Traffic()
+        account.rate = measure(group, self._buckets[0].flat.device, send)
+        self._scene.aside += group.traffic - before
+
+    def _forget(self) -> None:
+        """Replicas are equal: everybody knows everybody."""
+        self._known.clear()
+        coded = not isinstance(self._plan.codec, exact)
+        self._others = False
+        self._equal = [self._read(bucket).to(_wide(bucket.flat.dtype), copy=True) for bucket in self._buckets] if coded else []
+
+    def _read(self, bucket: Bucket) -> Tensor:
+        for number, view in zip(bucket.members, bucket.views, strict=True):
+            view.copy_(self._slots[number].parameter.detach())
+        return bucket.flat
+
+    def _write(self, bucket: Bucket) -> None:
+        for number, view in zip(bucket.members, bucket.views, strict=True):
+            self._slots[number].parameter.detach().copy_(view)
+
+    # ---- backward: nothing travels
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        factor = scale * self._scene.group.size
+        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        self._grads[number] = self._grads[number] + value if number in self._grads else value
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        self._open, self._equals = True, False
+        found, self._grads = list(self._grads.items()), {}
+        return found
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """See `Sync.stepped`."""
+        self._equals = False
+
+    # ---- mixing
+
+    def commit(self) -> None:
+        """See `Sync.commit`: a step is over; mix."""
+        self._steps += 1
+        self._open = False
+        if not self._equals and self._steps % self._plan.every == 0 and self._scene.group.size > 1:
+            begun = time.perf_counter_ns()
+            self._mix(self._steps // self._plan.every - 1)
+            self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
+
+    def _mix(self, turn: int) -> None:
+        begun, self._turn = time.perf_counter(), _Turn()
+        equal = self._scene.agreement.repeat(lambda: self._mixed(turn), what="mixing")
+        for bucket in self._buckets:
+            self._write(bucket)
+        if equal:
+            self._forget()
+            self._equals = True
+        elif self._account is not None:
+            self._turn.tell(self._account, time.perf_counter() - begun)
+
+    def _mixed(self, turn: int) -> bool:
+        """Every bucket holds what my replica is to be; whether all have the same there, as is done where the workers have become others."""
+        if self._others:
+            self._means()
+            return True
+        sources, targets = self._neighbours(turn)
+        for index, bucket in enumerate(self._buckets):
+            exactly = self._account is None or not bucket.flat.dtype.is_floating_point
+            (self._mix_exact if exactly else self._mix_coded)(index, sources, targets)
+        return False
+
+    def _means(self) -> None:
+        for index, bucket in enumerate(self._buckets):
+            flat = self._read(bucket)
+            self._scene.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
+            flat.div_(self._scene.group.size)
+
+    def _neighbours(self, turn: int) -> tuple[Near, Near]:
+        """(rank, weight) of those that I hear from, and of those that hear from me."""
+        me = self._scene.group.rank
+        w = weights(self._graph, self._scene.group.size, turn)
+        sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
+        return sources, [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
+
+    def _mix_exact(self, index: int, sources: Near, targets: Near) -> None:
+        bucket = self._buckets[index]
+        mine = self._read(bucket)
+        theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
+        self._scene.group.exchange([(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index).wait()
+        mine.mul_(1 - sum(weight for _, weight in sources))
+        for rank, weight in sources:
+            mine.add_(theirs[rank], alpha=weight)
+
+    def _mix_coded(self, index: int, sources: Near, targets: Near) -> None:
+        bucket, coding = self._buckets[index], self._plan.codec
+        mine = self._read(bucket).to(_wide(bucket.flat.dtype), copy=True)
+        sends, receives, began = [], [], time.thread_time()
+        for rank, _ in targets:
+            known = self._about(index, rank, own=True)
+            whole, message = room(coding, mine.numel(), mine.device)
+            seed = (self._steps * 1_000_003 + index) * 65_537 + self._scene.group.rank * 256 + rank
+            coding.encode((mine - known).float(), message, torch.Generator(device=mine.device).manual_seed(seed))
+            _learn(coding, message, known)
+            sends.append((rank, whole))
+            self._turn.sent += whole.nbytes
+            self._turn.exact.append(bucket.flat.nbytes)
+            self._turn.compare(mine, known)
+        for rank, _ in sources:
+            receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
+        self._turn.coding += time.thread_time() - began
+        self._scene.group.exchange(sends, receives, tag=TAG + index).wait()
+        began = time.thread_time()
+        for rank, whole in receives:
+            _learn(coding, parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
+        for rank, weight in sources:
+            mine.add_(self._known[index, rank, False], alpha=self._plan.gamma * weight)
+        for rank, weight in targets:
+            mine.sub_(self._known[index, rank, True], alpha=self._plan.gamma * weight)
+        self._turn.coding += time.thread_time() - began
+        bucket.flat.copy_(mine)
+
+    def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
+        """What that rank knows of me, or I of it; at first what all were when replicas were equal."""
+        key = (index, rank, own)
+        if key not in self._known:
+            self._known[key] = self._equal[index].clone()
+        return self._known[key]
+
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: replicas differ all the time."""
+        return None
+
+    def converge(self) -> None:
+        """See `Sync.converge`: the mean of all."""
+        if self._equals:
+            return
+        self._scene.agreement.repeat(self._means, what="the mean of replicas")
+        for bucket in self._buckets:
+            self._write(bucket)
+        self._forget()
+        self._equals = True
+
+    # ---- the rest of the life of a strategy
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._grads.clear()
+        self._open = False
+
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        rate = None if self._account is None else self._account.rate
+        return None if rate is None else list(rate)
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
+        self._scene = scene
+        if not isinstance(self._graph, str):
+            scene.say("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
+            self._graph = "exponential"
+        if self._account is not None and self._account.rate is None and layout is not None:
+            self._account.rate = Rate(*layout)
+        self._others, self._equals = True, False
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        self._steps = state["gossip"]
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return False
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what a replica has that its neighbours don't have yet is not copied."""
+        return None
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return False
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        self._buckets, self._known = [], {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`; replicas are equal then."""
+        return {"gossip": self._steps + self._open}
+
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.adopt`."""
+        found = [state for state in states if state]
+        if any("gossip" not in state for state in found):
+            raise UsageError("this checkpoint was written with another kind of strategy than Gossip; resume with that one")
+        self._steps = found[0]["gossip"] if found else self._steps
+        self._grads.clear()
+        self._forget()
+        self._equals = True
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """What a replica of this dtype is mixed in: nothing that it has may be rounded away."""
+    return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
+
+
+def _learn(coding: Coding, message: Message, known: Tensor) -> None:
+    """What is known becomes that and what the message says: the same bits on both sides."""
+    if known.dtype == torch.float32:
+        coding.add(message, known)
+        return
+    news = torch.empty(known.shape, dtype=torch.float32, device=known.device)
+    coding.decode(message, news)
+    known.add_(news)

@@ -1,0 +1,108 @@
+"""A part of the model whose changes travel together: where all last agreed to be, and how far its round has come (see `localsgd`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.buckets import Bucket
+from paceline.comm.group import Work
+from paceline.errors import UsageError
+from paceline.formatting import spell
+
+
+@dataclass(frozen=True)
+class adaptive:
+    """`first` steps in a round at the beginning; then twice as many while replicas stay together, half when they part.
+
+    They part when the root mean square of what each worker's change differs from the mean change by is more than `drift` times the mean
+    change; they stay together below half of that.
+    """
+
+    first: int = 8
+    least: int = 1
+    most: int = 128
+    drift: float = 1.0
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.first <= self.most or not self.drift > 0:
+            raise UsageError(f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold")
+
+    def next(self, every: int, found: float) -> int:
+        """The steps of the next round, after one of `every` whose drift was `found`."""
+        if found > self.drift:
+            return max(self.least, every // 2)
+        return min(self.most, every * 2) if found < self.drift / 2 else every
+
+
+@dataclass
+class Unit:
+    """A bucket of parameters that travel together, where all last agreed to be, and what the outer optimizer remembers."""
+
+    index: int
+    bucket: Bucket  # flat: what I have changed, then what all have
+    start: Tensor
+    memory: Tensor | None
+    work: Work[Tensor] | None = None
+    begun: int = 0  # when it left, nanoseconds
+    carried: Tensor | None = None  # what lost workers had changed, by their parts
+    copied: Tensor | None = None  # what I have changed, for a buddy
+
+    def weigh(self, change: Tensor, part: float) -> Tensor:
+        """My change by its part, in place, and what is carried with it."""
+        change.mul_(part)
+        return change if self.carried is None else change.add_(self.carried)
+
+
+@dataclass
+class Fragment:
+    """Some units that take turns with those of others, and how far their round has come."""
+
+    landed: int = 0  # the step after which all last agreed
+    units: list[Unit] = field(default_factory=list)
+    steps: int = 0  # since it was last sent
+    parts: float = 0.0  # my part of the samples of those, in steps
+    length: int = 1  # the steps of what is under way
+    mine: float = 0.0  # my part, for that
+    weights: float = 1.0  # of all workers, for that, those who were lost included
+    living: float = 1.0  # of all workers, without those
+    lost: float = 0.0  # the part of the samples that is in what is carried, in steps
+    flying: bool = False
+    here: bool = False  # what flew has come, and perhaps not everywhere
+    level: int = -1  # the step after which all replicas were what had come
+
+    def own(self, changed: Callable[[Unit, Tensor], Tensor]) -> dict[str, Any] | None:
+        """What I have changed, and carry, by its part of the samples, and that part, in steps; None if nothing has changed.
+
+        `changed` writes what I have changed in a unit into memory.
+        """
+        if not self.flying and not self.steps:
+            return None
+        part, steps = (self.mine, self.length) if self.flying else (self.parts / self.steps, self.steps)
+        changes = []
+        for unit in self.units:
+            unit.copied = torch.zeros_like(unit.start) if unit.copied is None else unit.copied
+            changes.append(unit.weigh(changed(unit, unit.copied), part))
+        return {"parts": part * steps + self.lost, "changes": changes}
+
+    def fits(self, theirs: dict[str, Any] | None) -> bool:
+        """Whether what another's `own` gave is of the same units."""
+        return theirs is None or [change.shape for change in theirs["changes"]] == [unit.start.shape for unit in self.units]
+
+    def carry(self, theirs: dict[str, Any]) -> None:
+        """From now on what a lost worker's `own` gave is sent with what I have changed."""
+        self.lost += theirs["parts"]
+        for unit, change in zip(self.units, theirs["changes"], strict=True):
+            unit.carried = change if unit.carried is None else unit.carried + change
+
+    def land(self, step: int) -> None:
+        """All have agreed, after this step."""
+        self.flying, self.here, self.landed, self.lost = False, False, step, 0.0
+        for unit in self.units:
+            unit.carried = None

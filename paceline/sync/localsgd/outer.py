@@ -1,0 +1,69 @@
+"""What is done with the mean change of the workers since they last agreed: taken as it is, or as a gradient for an optimizer of its own.
+
+average     x = x0 + change
+nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)      DiLoCo (Douillard et al. 2023)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.formatting import spell
+
+
+class Outer(Protocol):
+    """How replicas move from where they last agreed."""
+
+    def begin(self, like: Tensor) -> Tensor | None:
+        """What is remembered from round to round of a tensor like this, if anything is."""
+        ...
+
+    def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
+        """Move `start` by the mean `change` of all workers; `start` and `memory` are changed in place, `change` may be."""
+        ...
+
+
+@dataclass(frozen=True)
+class average:
+    """The mean of the replicas (local SGD, Stich 2018)."""
+
+    __repr__ = spell
+
+    def begin(self, like: Tensor) -> Tensor | None:
+        """See `Outer.begin`."""
+        return None
+
+    def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
+        """See `Outer.move`."""
+        start.add_(change)
+
+
+@dataclass(frozen=True)
+class nesterov:
+    """SGD with Nesterov momentum on the negative mean change (DiLoCo, Douillard et al. 2023: lr 0.7, momentum 0.9)."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise UsageError(f"{self!r}: lr has to be above 0 and momentum from 0 to below 1")
+
+    def begin(self, like: Tensor) -> Tensor | None:
+        """See `Outer.begin`."""
+        return torch.zeros_like(like) if self.momentum else None
+
+    def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
+        """See `Outer.move`."""
+        if memory is None:
+            start.add_(change, alpha=self.lr)
+            return
+        memory.mul_(self.momentum).sub_(change)
+        start.add_(change.sub_(memory, alpha=self.momentum), alpha=self.lr)

@@ -1,0 +1,425 @@
+"""The rounds of local SGD: what each worker has changed is sent, its mean taken, and all go on from there (see `localsgd`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.codec.codec import lift, plain
+from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.errors import LOSSES, UsageError, ViewChanged
+from paceline.sync.abilities import Lends
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.base import Slot
+from paceline.sync.compressed import Coded
+from paceline.sync.context import Scene
+from paceline.sync.localsgd.fragment import Fragment, Unit, adaptive
+from paceline.sync.routes import reducer
+
+if TYPE_CHECKING:
+    from paceline.sync.localsgd.strategy import LocalSGD
+
+
+class Rounds:
+    """The running side of `LocalSGD`."""
+
+    apart = True  # replicas differ between rounds, and so do their optimizers
+
+    def __init__(self, scene: Scene, plan: LocalSGD) -> None:
+        self._scene, self._plan = scene, plan
+        self._every = plan.every.first if isinstance(plan.every, adaptive) else plan.every
+        self._reducer = reducer("auto")(scene)
+        self._coded = None if isinstance(lift(plan.codec), plain) else Coded(scene, plan.codec, hosts=True)
+        self._warm = AllReduce().begin(scene) if plan.after else None
+        self._slots: list[Slot] = []
+        self._grads: dict[int, Tensor] = {}
+        self._steps = 0  # taken in all
+        self._part = 0.0  # mine of the samples of this step
+        self._open = self._counted = False  # a step is under way; its change is in a round already
+        self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
+        self._rounds = [Fragment() for _ in range(plan.fragments)]
+        self.meets = plan.fragments == 1 and not plan.alpha
+
+    @property
+    def together(self) -> bool:
+        """See `Sync.together`: while it warms up."""
+        return self._warm is not None
+
+    # ---- layout
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """See `Sync.attach`."""
+        self.converge()
+        self._release()
+        self._slots = list(slots)
+        if self._warm is not None:
+            self._warm.attach(slots)
+        else:
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Cut the model into fragments of about the same size, and those into buckets; all replicas are equal now. Collective."""
+        kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
+        shapes = [Shape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
+        whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._plan.fragments
+        members = [list[int]() for _ in range(count)]
+        for number, shape in enumerate(shapes):
+            members[min(before * count // whole, count - 1)].append(number)
+            before += shape.numel
+        runs = [(run, turn) for numbers, turn in zip(members, self._rounds, strict=True) for run in cut(shapes, numbers, self._limit)]
+        buckets = build(shapes, [run for run, _ in runs], self._empty)
+        for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
+            start = self._read(bucket, torch.zeros_like(bucket.flat))
+            turn.units.append(Unit(index, bucket, start, self._plan.outer.begin(start)))
+        if self._coded is not None:
+            self._coded.lay_out(buckets, shapes, kinds)
+
+    @property
+    def _limit(self) -> int:
+        return int(self._plan.bucket_mb * 1e6)
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for turn in self._rounds for unit in turn.units]
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device) if device.type != "cpu" else self._reducer.empty(numel, dtype)
+
+    def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
+        """The parameters as they are, laid out as the bucket is."""
+        for number, view in zip(bucket.members, bucket.over(into), strict=True):
+            view.copy_(self._slots[number].parameter.detach())
+        return into
+
+    def _release(self) -> None:
+        for unit in self._units:
+            self._reducer.release(unit.bucket.flat)
+        self._rounds = [Fragment(self._steps + self._open) for _ in range(self._plan.fragments)]
+
+    # ---- backward: nothing travels
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        if self._warm is not None:
+            self._warm.ready(number, grad, scale)
+            return
+        part = self._scene.moment.part
+        factor = scale / part if part else 0.0
+        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        self._grads[number] = self._grads[number] + value if number in self._grads else value
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """See `Lends.overwrites`."""
+        return isinstance(self._warm, Lends) and self._warm.overwrites(number, grad)
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        self._part, self._open = self._scene.moment.part, True
+        if self._warm is not None:
+            return self._warm.backward_done(where)
+        found, self._grads = list(self._grads.items()), {}
+        return found
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """See `Sync.stepped`."""
+        self._counted = False
+
+    # ---- rounds
+
+    def commit(self) -> None:
+        """See `Sync.commit`: a step is over, and with it perhaps a round."""
+        self._steps += 1
+        if self._warm is not None:
+            self._warm.commit()
+            if self._steps >= self._plan.after:
+                self._scene.agreement.attempt(self._end_warm_up)
+            return
+        self._count()
+        self._part, self._open, self._counted = 0.0, False, False
+        for number, turn in enumerate(self._rounds):
+            if turn.flying and turn.steps >= self._plan.delay:
+                self._land(number, self._plan.alpha)
+            if self._due(number):
+                self._send(number)
+                if not self._plan.delay:
+                    self._land(number, 0.0)
+        if self._coded is not None:
+            self._coded.commit()
+
+    def _count(self) -> None:
+        """The step under way has changed my replica."""
+        if not self._counted:
+            for turn in self._rounds:
+                turn.steps += 1
+                turn.parts += self._part
+        self._counted = True
+
+    def _end_warm_up(self) -> None:
+        if self._warm is not None:
+            self._warm.detach()
+            self._warm = None
+        if not self._units:  # or a worker was lost in between, and they were made since
+            self._lay_out()
+
+    def _due(self, number: int) -> bool:
+        """Fragments take turns within a round: the first time they come after parts of it, from then on after all of it."""
+        turn = self._rounds[number]
+        local = self._steps - self._plan.after
+        if local < self._every:  # the first round
+            return local == self._every * (number + 1) // len(self._rounds)
+        return turn.steps >= self._every
+
+    def _send(self, number: int) -> None:
+        """What I have changed in a fragment, weighted by my samples, is on its way."""
+        turn = self._rounds[number]
+        turn.mine, turn.length = turn.parts / turn.steps, turn.steps
+        turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
+        self._launch(number, adapt=True) if self._plan.delay else None
+
+    def _launch(self, number: int, *, adapt: bool) -> None:
+        turn, agreement = self._rounds[number], self._scene.agreement
+        mine = msgpack.packb([turn.mine, turn.lost / turn.length, self._drift])
+        found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", mine)]
+        turn.living = sum(weight for weight, _, _ in found)
+        turn.weights = turn.living + sum(lost for _, lost, _ in found) or 1.0
+        if adapt:
+            self._adapt([drift for _, _, drift in found])
+        for unit in turn.units:
+            flat = unit.weigh(self._changed(unit, unit.bucket.flat), turn.mine)
+            name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
+            try:
+                if self._coded is not None and self._coded.takes(unit.index):
+                    unit.work = self._coded.all_reduce(unit.index, flat, name)
+                else:
+                    unit.work = self._reducer.all_reduce(flat, name)
+            except LOSSES:
+                if agreement.recovery is None:
+                    raise
+                return  # it is sent anew when it is waited for
+
+    def _changed(self, unit: Unit, into: Tensor) -> Tensor:
+        """What I have changed since all last agreed."""
+        return self._read(unit.bucket, into).sub_(unit.start)
+
+    def _arrive(self, number: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """What all have changed, once it is there, and the means of what optimizers remember."""
+        turn = self._rounds[number]
+        if any(unit.work is None for unit in turn.units):
+            self._launch(number, adapt=not self._plan.delay)
+        works = [unit.work for unit in turn.units if unit.work is not None]
+        if len(works) < len(turn.units):
+            raise ViewChanged("a worker was lost while changes were sent")
+        with contextlib.nullcontext() if self._coded is None else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units]):
+            changes = [work.wait() for work in works]
+        turn.here = True
+        return changes, self._mean_memories(turn) if self._plan.momentum == "averaged" else []
+
+    def _void(self, number: int) -> None:
+        """A worker was lost before all had what they were sent: it is sent anew."""
+        turn = self._rounds[number]
+        turn.here = False
+        for unit in turn.units:
+            unit.work = None
+            if self._coded is not None:
+                self._coded.abort(unit.index)
+
+    def _land(self, number: int, alpha: float) -> None:
+        """What all have changed is there: go on from it."""
+        begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
+        changes, memories = self._scene.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
+        for unit, change in zip(turn.units, changes, strict=True):
+            unit.work = None
+            change.div_(turn.weights)
+            if isinstance(self._plan.every, adaptive):
+                mine = self._changed(unit, torch.zeros_like(change))
+                apart += float((mine - change).square().sum())
+                moved += float(change.square().sum())
+            self._plan.outer.move(unit.start, change, unit.memory)
+            for index, view in zip(unit.bucket.members, unit.bucket.over(unit.start), strict=True):
+                parameter = self._slots[index].parameter.detach()
+                parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
+        for memory, mean in memories:
+            memory.copy_(mean)
+        turn.land(self._steps + self._open)
+        turn.level = -1 if alpha else self._steps
+        self._drift = (apart, moved)
+        self._scene.trace.record("round", "exchange", begun, time.perf_counter_ns())
+
+    def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
+        """The length of the next round, from how far apart all were at the end of the last one."""
+        apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
+        if isinstance(self._plan.every, adaptive) and moved > 0:
+            self._every = max(self._plan.every.next(self._every, math.sqrt(apart / moved)), self._plan.delay + 1)
+
+    def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
+        """What optimizers remember of the parameters of a fragment, and the means of it."""
+        tensors, found = [], []
+        for unit in turn.units:
+            for slot in (self._slots[number] for number in unit.bucket.members):
+                state = {} if slot.optimizer is None else slot.optimizer.state.get(slot.parameter, {})
+                alike = [value for value in state.values() if isinstance(value, Tensor) and value.shape == slot.parameter.shape]
+                tensors += [value for value in alike if value.is_floating_point()]
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            kind = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in kind]).mul_(turn.mine)
+            means = self._reducer.all_reduce(flat, f"momentum {dtype}").wait().div_(turn.living or 1.0)
+            found += [(tensor, mean.view(tensor.shape)) for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)]
+        return found
+
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: right after a round; while it warms up, always."""
+        if self._warm is not None:
+            return {}
+        if any(turn.level != self._steps for turn in self._rounds if turn.units):
+            return None
+        memories = {f"momentum of rounds, {unit.index}": unit.memory for unit in self._units if unit.memory is not None}
+        return {f"where all last agreed to be, {unit.index}": unit.start for unit in self._units} | memories
+
+    def converge(self) -> None:
+        """See `Sync.converge`: a round that ends early; the step under way is part of it."""
+        if self._warm is not None:
+            return
+        if self._open:
+            self._count()
+        for number, turn in enumerate(self._rounds):
+            if turn.flying:
+                self._land(number, self._plan.alpha)
+                turn.steps = max(turn.steps, 1)
+            if turn.units and turn.steps:
+                self._send(number)
+                self._land(number, 0.0)
+        if self._coded is not None:
+            self._coded.commit()
+
+    # ---- the rest of the life of a strategy
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._grads.clear()
+        self._part, self._open = 0.0, False
+        if self._warm is not None:
+            self._warm.abort()
+        if self._coded is not None:
+            self._coded.abort()
+
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        warm = None if self._warm is None else self._warm.layout()
+        coded = None if self._coded is None or not self._units else self._coded.layout()
+        return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
+        layout = self.layout() if layout is None else layout
+        self._scene, self._reducer = scene, reducer("auto")(scene)
+        self._steps, self._every = layout["steps"], layout["every"]
+        if self._coded is not None:
+            self._coded.regroup()
+            if layout["coded"] is not None:
+                self._coded.follow(layout["coded"])
+        if self._warm is not None and self._steps >= self._plan.after:
+            self._warm = None
+        if self._warm is not None:
+            self._warm.regroup(scene, layout["warm"])
+            return
+        kept = None if self._coded is None else self._coded.kept
+        before = self._rounds
+        self._rounds = [Fragment() for _ in before]
+        self._lay_out()
+        for turn, old in zip(self._rounds, before, strict=True):
+            for new, unit in zip(turn.units, old.units, strict=False):  # who has just come had none perhaps
+                new.start, new.memory, new.carried, new.copied = unit.start, unit.memory, unit.carried, unit.copied
+                if not old.here and self._coded is not None and kept is not None:
+                    kept[1].pop(unit.index, None)
+            old.units = turn.units
+        self._rounds = before
+        if self._coded is not None and kept is not None:
+            self._coded.keep(kept)
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        for unit, memory in zip(self._units, state["memory"], strict=True):
+            unit.memory = memory
+            self._read(unit.bucket, unit.start)
+        for turn in self._rounds:
+            turn.steps, turn.parts = 0, 0.0
+            turn.land(self._steps)
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return self._warm is None and bool(self._units)
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what I have changed since the last rounds, and what a codec has kept."""
+        if not self.owns:
+            return None
+        coded = None if self._coded is None else self._coded.own()
+        return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`; a round that has ended since had it in it."""
+        fresh = [turn for turn in self._rounds if turn.landed <= step]
+        rounds = list(zip(self._rounds, state["rounds"], strict=False))
+        if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
+            return False
+        for turn, theirs in rounds:
+            if turn.landed <= step and theirs is not None:
+                turn.carry(theirs)
+        if self._coded is not None and state["coded"] is not None:
+            self._coded.take_over(state["coded"], {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units})
+        return True
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        self._release()
+        self._reducer.close()
+        for part in (self._warm, self._coded):
+            if isinstance(part, Coded):
+                part.close()
+            elif part is not None:
+                part.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`; replicas are equal then, so what counts is what is remembered from round to round."""
+        units = self._units
+        coded = {} if self._coded is None or not units else self._coded.state_dict()
+        return {
+            "steps": self._steps + self._open,
+            "every": self._every,
+            "memory": [unit.memory for unit in units],
+            "sizes": [unit.start.numel() for unit in units],
+            "coded": coded,
+        }
+
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.adopt`."""
+        found = [state for state in states if state]
+        if any("every" not in state for state in found):
+            raise UsageError("this checkpoint was written with another kind of strategy than LocalSGD; resume with that one")
+        if found:
+            self._steps, self._every = found[0]["steps"], found[0]["every"]
+            if self._warm is not None and self._steps >= self._plan.after:
+                self._end_warm_up()
+        units = self._units
+        if found and units:
+            if [unit.start.numel() for unit in units] != found[0]["sizes"]:
+                raise UsageError(
+                    "this checkpoint was written for another model, or with other fragments or bucket_mb; resume with the same"
+                )
+            for unit, memory in zip(units, found[0]["memory"], strict=True):
+                unit.memory = memory if unit.memory is not None else None
+            if self._coded is not None:
+                self._coded.adopt([state["coded"] for state in found if state["coded"]])
+        for unit in units:
+            self._read(unit.bucket, unit.start)
+        for turn in self._rounds:
+            turn.steps, turn.parts = 0, 0.0

@@ -1,0 +1,452 @@
+"""The parameter server, seen from a worker: gradients go to servers while backward runs, steps are taken there, parameters come back.
+
+    backward   g9 g8 | g7 g6 ... | g1 g0 |
+    push            ---- unit 0 ---- unit 1 ----     to the server that keeps it, as soon as a unit is complete
+    step                                       close | read unit 0, unit 1, ... -> parameters
+
+What counts is p.grad when the optimizer steps: what was changed after it had been pushed is pushed again, in place of the first.
+When workers wait for each other, and which gradients make a step, is a matter of the pace (`paces`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.rpc import Caller, Message
+from paceline.comm.sample_queue import Desk
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
+from paceline.server.endpoints import Room
+from paceline.server.main import write
+from paceline.server.shard import Plan
+from paceline.sync.base import Slot
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver import transfer
+from paceline.sync.parameterserver.clipping import Clip, covered, own_norm
+from paceline.sync.parameterserver.compression import Wrapper
+from paceline.sync.parameterserver.connections import Bill, Copies, Waiter, named
+from paceline.sync.parameterserver.consistency import Loose, Pace
+from paceline.sync.parameterserver.consistency_elastic import Lasting, paced
+from paceline.sync.parameterserver.prefetch import Coming
+from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.parameterserver.settled import Settled
+from paceline.sync.parameterserver.units import Layout, Parcel, packed
+from paceline.sync.tables.freerows import FreeRows
+from paceline.trace import Served
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.strategy import ParameterServer
+
+
+class Client:
+    """The running side of `ParameterServer`."""
+
+    together = False  # backward waits for nobody
+
+    def __init__(self, scene: Scene, plan: ParameterServer) -> None:
+        if scene.servers is None:
+            raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
+        self.scene, self._spec = scene, plan
+        self._room: Room | None = None
+        self._waiting = False  # to be told where servers are
+        self.wires = Copies()
+        scene.sides.append(Bill(self.wires))
+        self.slots: list[Slot] = []
+        self.optimizers: list[Optimizer] = []
+        self._dense = 0  # the first of them have parameters on servers, the others nothing but sparse tables
+        self.steps_taken: list[int] = []
+        self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
+        self._layout = Layout([], [], 1, 1)
+        self._at: dict[int, int] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._part = 0.0
+        self._lost: PacelineError | None = None  # in a backward of this turn
+        self.workers = list(range(scene.group.size))
+        self.clips: dict[int, Clip] = {}  # what was asked for, of those
+        self.pace: Pace = paced(self, plan)
+        self.rows = FreeRows(self)  # what else these optimizers step, where workers are not in lockstep
+        self.wrapper = Wrapper(scene, plan.codec, apart=self.pace.free)
+        self._leveled: list[int] = []  # steps taken when I had exactly what servers have
+        self.coming = Coming(self)
+        self.arriving = self.coming if plan.pull == "forward" else None  # see `Steps.arriving`
+
+    @property
+    def apart(self) -> bool:
+        """See `Sync.apart`."""
+        return self.free
+
+    @property
+    def meets(self) -> bool:
+        """See `Sync.meets`."""
+        return not self.free
+
+    @property
+    def free(self) -> bool:
+        """Whether workers are not in lockstep."""
+        return self.pace.free and (len(self.workers) > 1 or self.scene.survives)
+
+    @property
+    def desk(self) -> Desk | None:
+        """See `Steps.desk`."""
+        return self.pace.desk if self.free and isinstance(self.pace, Loose | Lasting) else None
+
+    @property
+    def lasting(self) -> Settled | Lasting | None:
+        """The pace, where losses are survived."""
+        return self.pace if isinstance(self.pace, Settled | Lasting) else None
+
+    @property
+    def callers(self) -> list[Caller]:
+        """The ends towards those servers that are asked, by shard."""
+        return self.wires.primaries
+
+    @property
+    def plans(self) -> list[Plan]:
+        """What is kept in each shard."""
+        return self._layout.plans
+
+    @property
+    def seconds(self) -> float:
+        """How long anything is waited for."""
+        return self.scene.deadline
+
+    # ---- what lies where
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        """See `Sync.attach`."""
+        self.coming.arrive()
+        if any(self.steps_taken):
+            raise UsageError(
+                "parameters that were frozen, or have come with another model, are trained now, and servers can't take in more of them "
+                "once they have stepped: prepare all of them before, and let them require gradients then, or use AllReduce"
+            )
+        if any(slot.parameter.device.type != "cpu" for slot in slots):
+            raise UsageError("ParameterServer can't serve models on GPUs yet; say start(device='cpu'), or use another strategy")
+        self.slots = [slot for slot in slots if slot.optimizer is not None]
+        self._at = {n: at for at, n in enumerate(n for n, slot in enumerate(slots) if slot.optimizer is not None)}  # n: as backward counts
+        dense = list({id(slot.optimizer): slot.optimizer for slot in self.slots if slot.optimizer is not None}.values())
+        self._dense = len(dense)
+        self.optimizers = dense + [known for known in self.optimizers if self.rows.has(known) and all(known is not one for one in dense)]
+        self.steps_taken = [0] * len(self.optimizers)
+        self.wires.dismiss(told=self.scene.group.rank == 0)
+        assert self.scene.servers is not None
+        room = self.scene.servers(self._spec.servers, self._spec.replicas)
+        if room.house is not None:
+            self.pace = self.pace if isinstance(self.pace, Lasting) else Settled(self)
+            filled = partial(transfer.copy, self)
+            self.pace.copies = Replacing(self.scene, room.house, self.wires, self._spec.replicas, fill=filled)
+        elif self._spec.replicas > 1:
+            raise UsageError(
+                f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
+                "N`, or leave it out"
+            )
+        self._waiting = room.house is not None and not room.addresses
+        if not self._waiting:
+            self._enter(room)
+            self.wrapper.measure(self.wires, self.seconds)
+            for server, plan in enumerate(self.plans):
+                self.wires.tell(server, "plan", {}, [packed(write(plan))], self.seconds)
+            self._hand_over(None)
+
+    def _enter(self, room: Room) -> None:
+        self._room = room
+        self.wires.follow(self.scene.breaker if self.free else None)
+        self.wires.open(room, self.workers[self.scene.group.rank])
+        ways = [self.wrapper.ways(slot) for slot in self.slots]
+        self._layout = Layout(self.slots, self.optimizers[: self._dense], len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
+        self.wrapper.lay_out(self._layout.parcels)
+        self.coming.lay_out()
+        self.pace.begin()
+
+    def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
+        """Servers begin with the first worker's parameters, and with `memories` (None: what its optimizers remember). Collective."""
+        mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in self.slots if slot.optimizer is not None]
+        if self.wires.of and self.scene.group.rank == 0:
+            transfer.fill(self, self._layout, mine if memories is None else memories)
+        self.scene.agreement.meet("servers")
+        self._leveled = [*self.steps_taken]
+
+    # ---- backward: what is complete leaves
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        self._part = self.scene.moment.part
+        factor = scale / self._part if self._part else 0.0
+        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        at = self._at.get(number, ~number)  # what no optimizer steps stays here
+        self._grads[at] = self._grads[at] + value if at in self._grads else value
+        for parcel in self._layout.of.get(at, ()):
+            if self._lost is None and not parcel.pushed and all(piece.slot in self._grads for piece, _ in parcel.members):
+                try:
+                    self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
+                except LOSSES as error:
+                    self._lost = error  # this backward won't be whole; or, if not in lockstep, it is pushed again when the optimizer steps
+                    if not isinstance(self.pace, Lasting):
+                        raise
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        self._part = self.scene.moment.part
+        found, self._grads = self._grads, {}
+        return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
+
+    def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
+        """These gradients, weighted, to the server; in place of what was pushed before."""
+        self.coming.arrive(parcel.optimizer)
+        self._await([parcel])  # its memory may be on its way still
+        self.pace.pushing(parcel.optimizer)
+        weight = self.pace.weight(self._part)
+        used = parcel.pack(self.slots, grads, weight)
+        sent = self.wrapper.encode(parcel, used, counts=weight > 0 or not self.pace.free)
+        step = self.steps_taken[parcel.optimizer] + 1
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "turn": self.scene.moment.step}
+        body |= {"keep": self.pace.free and not self.pace.drops}
+        callers = self.wires.of[parcel.server]
+        parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
+        parcel.sent = [(caller, caller.send("push", step=step, **parts)) for caller in callers]
+
+    def _await(self, parcels: Sequence[Parcel]) -> None:
+        """What was pushed of them has arrived."""
+        for parcel in parcels:
+            while parcel.sent:
+                caller, message = parcel.sent.pop()
+                caller.wait(message, self.seconds)
+
+    def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
+        """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
+
+        `wait`: until it has arrived, on all servers but the first, where it comes before what that is asked for after it; on all, where
+        losses are survived.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self.coming.check(optimizer)
+        parcels = self.units(optimizer)
+        for parcel in parcels:
+            grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in parcel.members}
+            if parcel.changed(grads):
+                if optimizer in self.factors:
+                    raise UsageError(
+                        "p.grad was changed after run.clip, when servers have the sum of all workers already: change it before that"
+                    )
+                self._push(parcel, grads)
+        if wait:
+            self._await([parcel for parcel in parcels if parcel.server or self.lasting is not None])
+        return parcels
+
+    # ---- a step
+
+    @property
+    def attached(self) -> bool:
+        """See `Steps.attached`."""
+        return bool(self.slots)
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer steps on servers."""
+        return any(known is optimizer for known in self.optimizers)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Instead of the optimizer's own step: see `ParameterServer`."""
+        self.coming.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer), self.pace.step)
+
+    def units(self, optimizer: int) -> list[Parcel]:
+        """Those in which the parameters of an optimizer travel."""
+        return [parcel for parcel in self._layout.parcels if parcel.optimizer == optimizer]
+
+    def norm(self, numbers: Sequence[int], kind: float) -> float:
+        """The norm of my own gradients, of the parameters of these optimizers."""
+        return own_norm([slot for slot, (owner, _) in zip(self.slots, self._layout.owners, strict=True) if owner in numbers], kind)
+
+    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[Caller, int]]:
+        """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
+
+        `ask`: of the copies of a shard to one alone.
+        """
+        body = {"optimizer": optimizer, "step": step, "turn": self.scene.moment.step, **body}
+        shards = sorted({parcel.server for parcel in self.units(optimizer)})
+        callers = [caller for shard in shards for caller in self.wires.of[shard][: 1 if ask else None]]
+        return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
+
+    def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
+        """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
+        messages = dict[int, int]()
+        for place, parcel in sorted(enumerate(parcels), key=lambda found: found[1].first):  # forward uses the first layers first
+            body = {"unit": parcel.number, "step": step, "copy": self.pace.free, **self.wrapper.asked(parcel)}
+            messages[place] = self.callers[parcel.server].send("read", step=step, body=body, seconds=self.seconds)
+        return [messages[place] for place in range(len(parcels))]
+
+    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
+        """Parameters are what was asked for. `stepped`: with what I had pushed of them, or void. `soon`: when they are used, perhaps."""
+        pulls = list(zip(parcels, messages, strict=True))
+        self._give(self.coming.expect(pulls) if soon and self.arriving is not None else pulls)
+        for parcel in parcels:
+            parcel.pushed = {}
+        self._await(parcels)
+        self.wrapper.over(parcels, stepped=stepped)
+
+    def _give(self, pulls: Sequence[tuple[Parcel, int]]) -> None:
+        with torch.no_grad():
+            for parcel, message in pulls:
+                parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
+
+    def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
+        """Parameters are what servers have now, or once they have taken so many `steps` of an optimizer. `exactly`: not through a codec."""
+        self.coming.arrive()
+        self.wrapper.unlearn(self._layout.parcels if exactly else ())
+        reads = [self.ask_for([parcel], steps.get(parcel.optimizer, 0))[0] for parcel in self._layout.parcels]
+        self.take_in(self._layout.parcels, reads, stepped=False, soon=False)
+
+    def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
+        """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
+
+        `who`: the message that is answered at once with those who are missing.
+        """
+        try:
+            return caller.wait(message, self.seconds)
+        except DeadlineExceeded as error:
+            raise named(error, caller, what, who, Waiter(self.scene.group.rank, self.workers, self.seconds)) from error
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
+        numbers = covered(parameters, self.slots, [owner for owner, _ in self._layout.owners])
+        self.clips |= dict.fromkeys(numbers, Clip(numbers, max_norm, norm_type))
+        return torch.tensor(self.clip_by(self.clips[numbers[0]], self.pace.norms(numbers, norm_type, max_norm)))
+
+    def clip_by(self, asked: Clip, norms: Sequence[float]) -> float:
+        """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
+        total, factor = asked.shrink(norms)
+        self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
+        return total
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """See `Sync.stepped`."""
+
+    def commit(self) -> None:
+        """See `Sync.commit`."""
+        self.wrapper.commit()
+        self.pace.commit()
+
+    # ---- the rest of the life of a strategy
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._grads.clear()
+        self.wrapper.forget()
+        if isinstance(self.pace, Settled):
+            self.release()
+            self.pace.abort()
+
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: in lockstep all workers read the same parameters after each step."""
+        return None if self.free else {}
+
+    def converge(self) -> None:
+        """See `Sync.converge`."""
+        self.coming.arrive()
+        if self.free and self.slots and isinstance(self.pace, Loose | Lasting) and self.pace.desk.open:
+            self.pace.desk.open = False
+            self.scene.agreement.meet("servers rest")  # nobody pushes any more
+            self.scene.agreement.lasting(lambda: self.catch_up({}, exactly=True))
+            self.scene.agreement.meet("servers are read")  # and nobody again before all have read
+        elif self.wrapper.coded and self._leveled != self.steps_taken:
+            self.scene.agreement.repeat(self._level, what="servers tell all")
+            self._leveled = [*self.steps_taken]
+
+    def _level(self) -> None:
+        """In lockstep, through a codec: all have, and go on from, exactly what servers have. Collective."""
+        self.scene.agreement.meet("servers are read")  # nobody waits for what was told before
+        for caller in self.wires.callers if self.scene.group.rank == 0 else ():
+            caller.call("level", seconds=self.seconds)
+        self.scene.agreement.meet("servers tell all")
+        with self.wrapper.uncounted():
+            self._give(list(zip(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0), strict=True)))
+
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        assert self.lasting is not None
+        copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, Lasting) else 0
+        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
+        self.scene, self.workers = scene, list(scene.agreement.origins)
+        scene.sides.append(Bill(self.wires))
+        if not self.slots:
+            return
+        assert self.lasting is not None
+        if self._waiting:
+            self._waiting = False
+            self._enter(self.lasting.copies.house.join(layout["room"]))
+            self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
+            if isinstance(self.pace, Lasting):
+                self.pace.desk.times = layout["times"]
+        self._lost = None
+        self.lasting.regroup()
+
+    def release(self) -> None:
+        """What was pushed and is in no step is void."""
+        for parcel in self._layout.parcels:
+            parcel.forget()
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`: all there is lies on servers, or came with the parameters."""
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`: what optimizers remember lies on servers."""
+        return False
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`."""
+        return None
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return False
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        left, house = self.wires.left, None if self._room is None else self._room.house
+        if self.copies is not None:
+            self.copies.close()
+        self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
+        if house is not None and left:
+            house.leave()
+        elif self._room is not None:
+            self._room.close()
+
+    @property
+    def copies(self) -> Replacing | None:
+        """See `Steps.copies`."""
+        return None if self.lasting is None or self._room is None else self.lasting.copies
+
+    def servers_begun(self) -> list[str]:
+        """See `Steps.servers_begun`."""
+        return self.pace.take_begun() if isinstance(self.pace, Lasting) else []
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each server has done so far, for the summary."""
+        return self.scene.agreement.lasting(lambda: self.wires.facts(self.seconds))
+
+    def served(self) -> list[Served]:
+        """See `Steps.served`."""
+        return self.wires.served(self.seconds) if self.scene.trace.kept else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""
+        kept = self.wrapper.state_dict(self.slots)
+        if not self.callers or self.scene.group.rank:
+            return {"memories": None, **kept}
+        return {"memories": transfer.memories(self, len(self.slots)), **kept}
+
+    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
+        self.coming.arrive()
+        found = [state for state in states if state]
+        self._hand_over(transfer.saved(found, len(self.slots)))
+        self.wrapper.adopt(found)

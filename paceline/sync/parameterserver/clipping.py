@@ -1,0 +1,56 @@
+"""Which steps are clipped together, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    pass
+
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from paceline.sync.base import Slot
+
+
+class Clip(NamedTuple):
+    """The next steps of these optimizers are clipped together: to at most this norm, of this kind."""
+
+    numbers: list[int]
+    most: float
+    kind: float
+
+    def shrink(self, norms: Sequence[float]) -> tuple[float, float]:
+        """The norm of the whole, from those of its parts; and what gradients are multiplied by."""
+        total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.kind))
+        return total, shrink(total, self.most)
+
+
+def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]) -> list[int]:
+    """The optimizers of these parameters, which are all that each of them has; `owners` are those of the slots. Raises `UsageError`."""
+    mine = {id(parameter) for parameter in parameters}
+    numbers = sorted({owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in mine})
+    theirs = {id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in numbers}
+    if not numbers or not theirs <= mine:
+        raise UsageError(
+            "with ParameterServer run.clip takes all parameters of an optimizer together, as only servers have the gradients of all "
+            "workers: give it the model that the optimizer was made for"
+        )
+    return numbers
+
+
+def own_norm(slots: Sequence[Slot], kind: float) -> float:
+    """The norm of this worker's own gradients of these parameters."""
+    return float(nn.utils.get_total_norm([slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind))
+
+
+def shrink(norm: float, limit: float) -> float:
+    """What gradients of such a norm are multiplied by, clipped (as `nn.utils.clip_grad_norm_` does it)."""
+    return min(1.0, limit / (norm + 1e-6))

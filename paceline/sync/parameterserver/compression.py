@@ -1,0 +1,331 @@
+"""What travels between a worker and servers through a codec, as the worker has it: what it keeps of what it sends, and what it was told.
+
+    worker                                                  server
+    push   gradient + residual  --encode-->  message  --->  decode, add to those of the others
+           residual = what of that did not arrive           step: value
+    pull   copy + decoded       <--- message  <-----------  encode(value - told);  told + decoded
+                                     the same for all       what is lost now is in the next difference (`telling`)
+                                     in lockstep
+
+Copies are bit for bit what the server has told, as both add the same (DoubleSqueeze, Tang et al. 2019, codes both ways, too). A residual
+counts when the turn is over (`commit`), and is forgotten when it failed (`forget`); what is pushed twice in a step is encoded from the
+same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.codec.codec import Codec, finite
+from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room
+from paceline.comm.group import Finished, Traffic
+from paceline.comm.rpc import Message
+from paceline.errors import Mismatch
+from paceline.server.codings import Phase, Phases, at, phases
+from paceline.sync.base import Slot
+from paceline.sync.codec_cost import SAMPLE, Account, Cost, Rate, Turn, exposed, measure, sampled
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.units import Parcel, Wires, rows
+
+Key = tuple[int, int]  # of a unit: its server, and its number there
+
+
+class Push(NamedTuple):
+    """When it left; bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
+
+    when: float
+    sent: int
+    exact: int
+    encoding: float
+    decoding: float
+
+
+@dataclass
+class Counted:
+    """What went through the codec."""
+
+    pushes: list[Push] = field(default_factory=list)
+    pulled: int = 0  # bytes
+    exact: int = 0  # that would have been pulled
+    decoding: float = 0.0  # seconds of this processor, for what was pulled
+
+
+class Wrapper:
+    """The codec of one worker. `apart`: it is told something else than the others, as it isn't in lockstep with them."""
+
+    def __init__(self, scene: Scene, codec: Codec | Coding | None, *, apart: bool) -> None:
+        self._scene, self._codec, self._apart = scene, codec, apart
+        self._parcels: dict[Key, Parcel] = {}  # that are coded
+        self._numbers: dict[Key, int] = {}  # of those
+        self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
+        self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
+        self._pushed: dict[Key, Tensor] = {}  # what a step would make of them
+        self._copies: dict[Key, Tensor] = {}  # what servers have told me
+        self._has: dict[Key, int] = {}  # the number of it
+        self._narrowed = False  # something is float64, which has been said
+        self._every = 1  # one element in so many is looked at
+        self._decoding: dict[int, float] = {}  # seconds that it takes, by unit
+        self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
+        self.account = Account(repr(codec), "what servers got of a gradient")
+
+    def ways(self, slot: Slot) -> Phases:
+        """The codings of a parameter. What isn't real can't be coded."""
+        found = phases(self._codec, slot.name, slot.parameter.shape)
+        if found and not slot.parameter.dtype.is_floating_point:
+            self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            return ()
+        if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
+            self._narrowed = True
+            self._scene.say(NARROWED)
+        return found
+
+    def lay_out(self, parcels: Sequence[Parcel]) -> None:
+        """These are the units; nothing has been kept of them, and nothing told."""
+        self._parcels = {(parcel.server, parcel.number): parcel for parcel in parcels if parcel.ways}
+        self._numbers = {key: number for number, key in enumerate(self._parcels)}
+        for kept in (self._kept, self._stepped, self._pushed, self._copies, self._has):
+            kept.clear()
+        self._every = max(1, sum(parcel.flat.numel() for parcel in self._parcels.values()) // SAMPLE)
+        if self._parcels and self.account not in self._scene.accounts:
+            self._scene.accounts.append(self.account)
+
+    def measure(self, wires: Wires, seconds: float) -> None:
+        """How fast the way to servers is, if anything is coded. Collective."""
+        if self._parcels and self.account.rate is None:
+            before = wires.traffic + Traffic()
+            found = measure(self._scene.group, torch.device("cpu"), lambda x: Echo(wires, x, seconds))
+            self.account.rate = Rate(found.latency, found.per_byte, 2.0)  # there and back
+            self._scene.aside += wires.traffic - before
+
+    @property
+    def coded(self) -> list[Parcel]:
+        """The units that are told all workers through the codec, as one."""
+        return [] if self._apart else list(self._parcels.values())
+
+    # ---- what is sent
+
+    def encode(self, parcel: Parcel, used: bytes, *, counts: bool) -> Tensor:
+        """What travels of a unit whose gradients are laid out: they, and what was kept of it but for pieces that were not `used`.
+
+        `counts`: whether the server will make anything of it; if not, all that was kept is kept on.
+        """
+        if not parcel.ways:
+            return parcel.flat
+        began, key, turn = time.thread_time(), (parcel.server, parcel.number), self._scene.moment.step
+        phase, base = at(parcel.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
+        self._pushed.pop(key, None)
+        held = None  # of what was kept: what stays here, as its piece is not used
+        given = parcel.flat if phase.coding is None else parcel.flat.float()
+        if base is not None:
+            held = _unused(parcel, used, base)
+            given = (given + (base if held is None else base - held)).to(given.dtype)
+        sent, left = given, None
+        if phase.coding is not None:
+            sent, left = self._code(phase, given, self._numbers[key], spare=given is not parcel.flat)
+        if left is None and base is not None:
+            self._pushed[key] = torch.zeros_like(base) if held is None else held
+        elif left is not None and counts and finite(left):
+            for view, reached in zip(parcel.over(left), used, strict=True):
+                if not reached:
+                    view.zero_()  # what the coding makes of zeros there, the server leaves out
+            self._pushed[key] = left if held is None else left.add_(held)
+        decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
+        took = time.thread_time() - began
+        self._counted.pushes.append(Push(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
+        return sent
+
+    def _code(self, phase: Phase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
+        """The message; and what is not in it, if that is kept. `spare`: nobody needs `given` any more."""
+        coding, turn = phase.coding, self._scene.moment.step
+        assert coding is not None
+        whole, message = room(coding, given.numel())
+        draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._scene.group.rank)
+        coding.encode(given, message, draw)
+        looked = index == turn % len(self._parcels)  # one unit in a turn
+        if not phase.feedback and not looked:
+            return whole, None
+        before = sampled(given, self._every, turn)
+        left = given if spare else given.clone()
+        began = time.thread_time()
+        coding.add(message, left, minus=True)
+        self._decoding[index] = time.thread_time() - began
+        if looked:
+            self.account.compare(Finished(before), before - sampled(left, self._every, turn))
+        return whole, left if phase.feedback else None
+
+    # ---- what comes back
+
+    def asked(self, parcel: Parcel) -> dict[str, Any]:
+        """What a request for the parameters of a unit says of what is here."""
+        if not parcel.ways:
+            return {}
+        mine = {"turn": self._scene.moment.step} if self._apart else {}
+        return {"has": self._has.get((parcel.server, parcel.number)), **mine}
+
+    def decode(self, parcel: Parcel, message: Message) -> Tensor:
+        """The parameters of a unit, from the answer. Raises `Mismatch` for one that doesn't fit."""
+        if not parcel.ways:
+            return message.tensors[0]
+        key, flat, began = (parcel.server, parcel.number), parcel.flat, time.thread_time()
+        self._counted.pulled += sum(x.nbytes for x in message.tensors)
+        self._counted.exact += flat.nbytes
+        number, turn = message.body["number"], message.body["turn"]
+        if turn is not None:
+            self._add(at(parcel.ways, turn).coding, message.tensors[0], self._copies[key])
+        elif message.tensors:
+            if message.tensors[0].shape != flat.shape or message.tensors[0].dtype != flat.dtype:
+                raise Mismatch(f"unit {parcel.number} came as {message.tensors[0].dtype} {list(message.tensors[0].shape)}")
+            self._copies[key] = message.tensors[0]
+        elif key not in self._copies or number != self._has[key]:
+            raise Mismatch(f"unit {parcel.number} came without anything, as number {number}")
+        self._has[key] = number
+        self._counted.decoding += time.thread_time() - began
+        return self._copies[key]
+
+    def _add(self, coding: Coding | None, given: Tensor, copy: Tensor) -> None:
+        """Let a copy become what the server has told, by the same operations."""
+        if coding is None or given.dtype != torch.uint8 or given.shape != (nbytes(coding, copy.numel()),):
+            raise Mismatch(f"what came is not {coding!r} of {copy.numel()} elements: {given.dtype} {list(given.shape)}")
+        message = parts(coding, copy.numel(), given)
+        if copy.dtype == torch.float32:
+            coding.add(message, copy)
+        else:
+            found = torch.empty(copy.numel(), dtype=torch.float32)
+            coding.decode(message, found)
+            copy.add_(found.to(copy.dtype))
+
+    # ---- what is kept
+
+    def over(self, parcels: Sequence[Parcel], *, stepped: bool) -> None:
+        """What was pushed of these units is in a step, or void."""
+        for key in {(parcel.server, parcel.number) for parcel in parcels}.intersection(self._pushed):
+            left = self._pushed.pop(key)
+            if stepped:
+                self._stepped[key] = left
+
+    def commit(self) -> None:
+        """The turn counts."""
+        self._kept |= self._stepped
+        self._stepped.clear()
+        if self._turn.exact:
+            self.account.settle()
+            self.account.add(self._turn)
+            self._turn = Turn(0, 0, 0, 0, 0)
+
+    def unlearn(self, parcels: Sequence[Parcel]) -> None:
+        """What servers have told of these units is void."""
+        for parcel in parcels:
+            self._has.pop((parcel.server, parcel.number), None)
+
+    def forget(self) -> None:
+        """It doesn't: what it made of residuals is void."""
+        self._stepped.clear()
+        self._pushed.clear()
+        self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
+
+    def residuals(self, slots: Sequence[Slot]) -> list[Tensor | None]:
+        """What is kept of the gradient of each slot, the turn under way included; in the shape of the parameter, however it is cut."""
+        found: list[Tensor | None] = [None] * len(slots)
+        for key, residual in (self._kept | self._stepped).items():
+            for (piece, _), view in zip(self._parcels[key].members, self._parcels[key].over(residual), strict=True):
+                whole = found[piece.slot]
+                if whole is None:
+                    whole = found[piece.slot] = torch.zeros_like(slots[piece.slot].parameter, dtype=torch.float32, requires_grad=False)
+                rows(whole, piece).copy_(view)
+        return found
+
+    def take_over(self, found: Sequence[Sequence[Tensor | None]]) -> None:
+        """What `residuals` gave on some workers, or before I left off, is sent by me later; instead of what I have kept."""
+        self.forget()
+        self._kept.clear()
+        for key, parcel in self._parcels.items():
+            numbers = {piece.slot for piece, _ in parcel.members}
+            if any(states[number] is not None for states in found for number in numbers):
+                self._kept[key] = torch.zeros(parcel.flat.numel(), dtype=torch.float32)
+                for (piece, _), view in zip(parcel.members, parcel.over(self._kept[key]), strict=True):
+                    for whole in (states[piece.slot] for states in found):
+                        if whole is not None:
+                            view.add_(rows(whole, piece))
+
+    def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
+        """What has to survive of this worker; nothing where there is no codec."""
+        return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._parcels else {}
+
+    def adopt(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `state_dict` gave on each worker, in rank order: the sum of all residuals stays what it was."""
+        written = next((state["codec"] for state in found if "codec" in state), None)
+        mine, group = repr(self._codec) if self._parcels else None, self._scene.group
+        if written is not None and written != mine:
+            self._scene.say(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
+            found = []
+        self.take_over([state["residuals"] for state in found[group.rank :: group.size] if "residuals" in state])
+
+    # ---- does it pay
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What comes through meanwhile is no part of a step."""
+        counted, self._counted = self._counted, Counted()
+        yield
+        self._counted = counted
+
+    def waited(self, needed: float, shown: float, servers: int) -> None:
+        """A step has been waited for, since `needed` (of the performance counter), for `shown` seconds in all.
+
+        What servers need to code is taken to be what I need.
+        """
+        found, self._counted, rate = self._counted, Counted(), self.account.rate
+        if rate is None or not found.exact:
+            return
+        pushes, half = found.pushes, rate.per_byte / 2
+        ready, each = [push.when for push in pushes], self._scene.group.size / servers  # a server decodes what all have pushed
+        coded = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
+        exact = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
+        encoding = sum(push.encoding for push in pushes)
+        theirs = encoding / servers
+        more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # mine is a part of backward
+        self._turn.sent += sum(push.sent for push in pushes) + found.pulled
+        self._turn.exact += sum(push.exact for push in pushes) + found.exact
+        self._turn.coding += encoding + found.decoding
+        self._turn.shown += shown
+        self._turn.exact_shown += max(shown - more, 0.0)
+
+
+class Echo:
+    """A tensor goes to all servers, a part to each, and comes back: what a link takes is measured with it."""
+
+    def __init__(self, wires: Wires, x: Tensor, seconds: float) -> None:
+        self._seconds = seconds
+        pieces = zip(wires.callers, x.tensor_split(len(wires.callers)), strict=True)
+        self._sent = [(caller, caller.send("echo", tensors=[piece], seconds=seconds)) for caller, piece in pieces]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it is back."""
+        for caller, message in self._sent:
+            caller.wait(message, self._seconds)
+
+    def done(self) -> bool:
+        """See `Work`."""
+        return not self._sent
+
+    def exception(self) -> BaseException | None:
+        """See `Work`."""
+        return None
+
+
+def _unused(parcel: Parcel, used: bytes, base: Tensor) -> Tensor | None:
+    """Of a residual the pieces that are not used, zeros elsewhere; None if all are used."""
+    if all(used):
+        return None
+    held = base.clone()
+    for view, reached in zip(parcel.over(held), used, strict=True):
+        if reached:
+            view.zero_()
+    return held

@@ -1,0 +1,195 @@
+"""Each shard on a primary and its copies: all are told the same, the primary is asked, and when one is lost the others go on.
+
+    worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on another host)
+               read         --->  primary of shard 0                becomes the primary when that is lost
+
+A push counts once all that live have it. What they keep is equal, as it depends on what they are told, not on the order of the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+from torch import Tensor
+
+from paceline.comm.cancellation import Breaker
+from paceline.comm.group import Traffic
+from paceline.comm.rpc import Caller, Message
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
+from paceline.server.endpoints import Room
+from paceline.sync.parameterserver.units import Wires
+from paceline.trace import Served, Span
+
+PINGS = 8  # by which a server's clock is compared
+SILENT_SECONDS = 4.0  # a server of which nothing has come for so long (its connection is asked four times meanwhile) is lost
+
+
+class Bill:
+    """What is sent to servers from now on (`Sending`). The connections outlive it."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires, self._sent, self._waited = wires, wires.traffic, wires.waited
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Sending`."""
+        return self._wires.traffic - self._sent
+
+    @property
+    def waited(self) -> float:
+        """See `Sending`."""
+        return self._wires.waited - self._waited
+
+    def close(self) -> None:
+        """See `Sending`."""
+
+    def abort(self) -> None:
+        """See `Sending`."""
+        self._wires.abort()
+
+
+def _ahead(caller: Caller, seconds: float) -> int:
+    """How far the clock of a server is ahead of mine, in nanoseconds: off by at most half of the fastest answer."""
+    found = []
+    for _ in range(PINGS):
+        before = time.perf_counter_ns()
+        there = int(caller.call("alive", seconds=seconds).body["clock"])
+        after = time.perf_counter_ns()
+        found.append((after - before, there - (before + after) // 2))
+    return min(found)[1]
+
+
+class Copies(Wires):
+    """Whom a worker tells what, of the servers that live. `of`: by shard, the primary first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[list[Caller]] = []
+        self.breaker: Breaker | None = None  # ends all waits when the workers become others
+        self._by_number: dict[int, Caller] = {}
+
+    @property
+    def primaries(self) -> list[Caller]:
+        """Who is asked, by shard."""
+        return [copies[0] for copies in self.of]
+
+    def open(self, room: Room, me: int) -> None:
+        """See `Wires.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
+        self._by_number.clear()
+        if room.house is None:
+            super().open(room, me)
+            self._by_number = dict(enumerate(self.callers))
+        self.reach(room, me)
+
+    def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor], seconds: float) -> None:
+        """Tell all copies of a shard."""
+        for caller in self.of[shard]:
+            caller.call(kind, body=body, tensors=tensors, seconds=seconds)
+
+    def ask(self, shard: int, kind: str, seconds: float) -> Message:
+        """Ask a shard, whichever of its copies answers."""
+        *others, last = self.of[shard]
+        for caller in others:
+            with contextlib.suppress(ServerLost):
+                return caller.call(kind, seconds=seconds)
+        return last.call(kind, seconds=seconds)
+
+    def reach(self, room: Room, me: int) -> None:
+        """The servers are these: who is new is called, who is not among them any more is left."""
+        numbers = room.numbers or tuple(range(len(room.addresses)))
+        for place, number in enumerate(numbers):
+            if number not in self._by_number:
+                self._by_number[number] = self.call(room, me, place)
+        for number in self._by_number.keys() - {*numbers}:
+            caller = self._by_number.pop(number)
+            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # what it was asked for is asked of another
+            self._hang_up(caller)
+        shards = room.shards or numbers
+        self.of = [[] for _ in range(max(shards, default=-1) + 1)]
+        for number, shard in sorted(zip(numbers, shards, strict=True)):
+            self.of[shard].append(self._by_number[number])
+        self.callers = list(self._by_number.values())
+
+    def call(self, room: Room, me: int, place: int = 0) -> Caller:
+        """An end to the server at this place of a room."""
+        found = Caller(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
+        found.breaker = self.breaker
+        return found
+
+    def follow(self, breaker: Breaker | None) -> None:
+        """All waits end when this one trips."""
+        self.breaker = breaker
+        for caller in self.callers:
+            caller.breaker = breaker
+
+    def know(self, number: int, caller: Caller | None) -> None:
+        """This end is there already, if it is, for when that server comes to be reached."""
+        if caller is not None:
+            self._by_number[number] = caller
+
+    def lost(self, seconds: float) -> list[int]:
+        """The numbers of the servers that don't answer, within so many seconds at most. What was under way is forgotten."""
+        end, asked, lost = time.monotonic() + seconds, dict[int, int](), list[int]()
+        for number, caller in self._by_number.items():
+            caller.forget()
+            try:
+                asked[number] = caller.send("alive", seconds=max(end - time.monotonic(), 0.0))
+            except (*LOSSES, DeadlineExceeded):
+                lost.append(number)
+        for number, message in asked.items():
+            try:
+                self._by_number[number].wait(message, max(end - time.monotonic(), 0.0))
+            except (*LOSSES, DeadlineExceeded):
+                lost.append(number)
+        return lost
+
+    def names(self, numbers: Collection[int]) -> list[str]:
+        """What these servers are called."""
+        return [self._by_number[number].who for number in sorted(numbers) if number in self._by_number]
+
+    def facts(self, seconds: float) -> list[dict[str, Any]]:
+        """What each primary is called and has done so far, for the summary."""
+        return [{"name": self.primaries[shard].who, **self.ask(shard, "facts", seconds).body} for shard in range(len(self.of))]
+
+    def served(self, seconds: float) -> list[Served]:
+        """When each primary did what, as far as it remembers."""
+        found = []
+        for caller in self.primaries:
+            with contextlib.suppress(*LOSSES):  # it takes what it has seen with it
+                packed = caller.call("timeline", seconds=seconds).tensors[0].numpy().tobytes()
+                ahead = 0 if caller.near else _ahead(caller, seconds)
+                spans, waiting = msgpack.unpackb(packed)
+                found.append(Served(caller.who, ahead, [Span(*span) for span in spans], [(when, count) for when, count in waiting]))
+        return found
+
+    def dismiss(self, *, told: bool = True) -> None:
+        """Hang up; with `told` all hear that they aren't needed any more. Who doesn't answer is ended by its launcher."""
+        for caller in self.callers if told else ():
+            with contextlib.suppress(*LOSSES, DeadlineExceeded):
+                caller.call("end", seconds=1.0)
+        self.close()
+
+
+class Waiter(NamedTuple):
+    """Who waits, among which workers (their numbers, by rank), and for how long."""
+
+    rank: int
+    workers: Sequence[int]
+    seconds: float
+
+
+def named(error: DeadlineExceeded, caller: Caller, what: str, who: tuple[str, dict[str, Any]], waiter: Waiter) -> DeadlineExceeded:
+    """The error with the names of those who are waited for, which the server is asked for with the message `who`."""
+    try:
+        found = caller.call(who[0], body=who[1], seconds=min(waiter.seconds, 2.0)).body["missing"]
+    except PacelineError:
+        return error  # the server itself doesn't answer
+    ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}
+    names = ", ".join(f"rank {ranks[worker]}, which has completed {turns} turns" for worker, turns in found if worker in ranks)
+    missing = tuple(ranks[worker] for worker, _ in found if worker in ranks)
+    text = f"{what}: rank {waiter.rank} waited {waiter.seconds:g} s in vain for {names or 'nobody who can be named'}"
+    return DeadlineExceeded(f"{text}. If it is only slow, raise start(deadline=seconds); else look at its own output", missing)

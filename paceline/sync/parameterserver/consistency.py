@@ -1,0 +1,404 @@
+"""When workers of a parameter server wait for each other, and which gradients make a step.
+
+    Lockstep    all push, all close: one step with the sum of all             everybody in the same step
+    Backup      all push; the first who come make the step                    who is late takes its result, and goes on with the next
+    Stale       all push; those who are on time make the step                 at most `staleness` turns ahead of the slowest;
+                                                                              who is late is in the next step, and goes on before it
+    Eager       each applies what it has pushed as a step of its own          nobody waits
+
+But for the first each worker takes its samples when it is ready for them (`counter`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.server import optimizers
+from paceline.sync.parameterserver.clipping import shrink
+from paceline.sync.parameterserver.counter import Counter
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.strategy import ParameterServer
+
+
+def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
+    """Whether a turn is late for the first of its optimizers, and so in no step of the others: or it would be in them twice, dealt again.
+
+    `decided`: who makes the steps that are still to come; `late`, `made`: what became of those before.
+    """
+    if late or made:
+        return late and not made
+    return bool(decided) and all("late" in found for found in decided.values())
+
+
+class Pace(Protocol):
+    """What differs between them. Optimizers are known by their numbers."""
+
+    free: bool  # workers are not in lockstep
+    drops: bool  # servers may leave out what is pushed too late
+
+    def begin(self) -> None:
+        """Servers have been started."""
+        ...
+
+    def weight(self, part: float) -> float:
+        """What my gradient is multiplied by when it is pushed; my part of the global batch is `part`."""
+        ...
+
+    def pushing(self, number: int) -> None:
+        """A gradient of an optimizer is about to be pushed."""
+        ...
+
+    def step(self, number: int) -> None:
+        """An optimizer steps."""
+        ...
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """The norms of parts of the gradients that will make the next steps of these optimizers, clipped to `limit` together."""
+        ...
+
+    def commit(self) -> None:
+        """A turn is over."""
+        ...
+
+
+class Lockstep:
+    """Bulk synchronous: every step is made by all workers."""
+
+    free = drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        self._client = client
+        self._told: list[optimizers.Settings] = []
+
+    def begin(self) -> None:
+        """See `Pace`."""
+        self._told = [optimizers.settings(optimizer) for optimizer in self._client.optimizers]
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        client = self._client
+        parcels = client.settle(number, wait=False)
+        now, step = optimizers.settings(client.optimizers[number]), client.steps_taken[number] + 1
+        changes = [[group, values] for group, values in optimizers.changed(self._told[number], now).items()]
+        factor = client.factors.pop(number, 1.0)
+        body = {"workers": client.workers, "factor": factor, "settings": changes}
+        closes = client.everywhere("close", number, step, body)
+        reads = client.ask_for(parcels, step)
+        began = time.perf_counter()
+        who = ("absent", {"optimizer": number, "step": step, "workers": client.workers})
+        for caller, message in closes:
+            client.wait(caller, message, f"optimizer.step {step}", who)
+        client.wires.waited += time.perf_counter() - began
+        client.take_in(parcels, reads)
+        self._told[number], client.steps_taken[number] = now, step
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`."""
+        client, found = self._client, []
+        for number in numbers:
+            client.settle(number)
+        for number in numbers:
+            step = client.steps_taken[number] + 1
+            body = {"workers": client.workers, "kind": None if kind == math.inf else kind}
+            who = ("absent", {"optimizer": number, "step": -step, "workers": client.workers})
+            sent = client.everywhere("norm", number, step, body)
+            found += [float(client.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
+        return found
+
+    def commit(self) -> None:
+        """See `Pace`."""
+
+
+class Loose:
+    """What those have in common that are not in lockstep."""
+
+    free = True
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.desk = Counter(client)
+        self.going: int | None = None  # which I have not waited for yet
+
+    def begin(self) -> None:
+        """See `Pace`."""
+
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
+    def _check(self) -> None:
+        if not self.desk.open and len(self._client.workers) > 1:
+            raise UsageError(
+                "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
+                "whoever is ready for them: prepare the loader too, or leave both out"
+            )
+
+    def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
+        client = self._client
+        said = {"part": client.scene.moment.part, "settings": list(enumerate(optimizers.settings(client.optimizers[number])))}
+        began = time.perf_counter()
+        asked = {"optimizer": number, "said": said, **body}
+        sent = client.callers[0].send(kind, step=step, body=asked, seconds=client.seconds)
+        who = ("missing", {"optimizer": number, "step": step})
+        found = client.wait(client.callers[0], sent, f"optimizer.step {count}", who).body
+        client.wires.waited += time.perf_counter() - began
+        return found
+
+    def _close(self, number: int, step: int, found: Mapping[str, Any], *, read: bool = True, **more: Any) -> None:
+        """This step of an optimizer is made by those who were found, with the mean of their gradients. `read`: what comes of it."""
+        client, parcels = self._client, self._client.units(number) if read else []
+        body = {
+            "workers": found["workers"],
+            "factor": client.factors.pop(number, 1.0) / found["parts"],
+            "settings": found["said"]["settings"],
+            "decided": True,
+            **more,
+        }
+        closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+        closes += client.rows.close(number, step, found, float(more.get("part", 1.0)))
+        for caller, message in closes:
+            caller.wait(message, client.seconds)
+        if read:
+            client.take_in(parcels, reads)
+        client.steps_taken[number] = step
+
+    def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
+        """Of the mean of their gradients."""
+        client = self._client
+        body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
+        sent = client.everywhere("norm", number, step, body)
+        norms = [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in sent]
+        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
+
+    def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
+        """My turn is over. `going` is the message that is answered when I may go on."""
+        client, desk = self._client, self.desk
+        if self.going is not None:
+            client.callers[0].wait(self.going, client.seconds)
+        desk.clock += 1
+        body = {"clock": desk.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
+        self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
+
+
+class Eager(Loose):
+    """Asynchronous: each gradient is a step of its own."""
+
+    drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+
+    def weight(self, part: float) -> float:
+        """See `Pace`: the servers step by my part instead."""
+        return 1.0 if part else 0.0
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client = self._client
+        parcels = client.settle(number, wait=False)
+        step = client.steps_taken[number] + 1
+        body = {
+            "factor": client.factors.pop(number, 1.0),
+            "part": client.scene.moment.part,
+            "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
+        }
+        sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
+        sent += client.rows.apply(number)
+        for caller, message in sent:
+            caller.wait(message, client.seconds)
+        client.take_in(parcels, reads)
+        client.steps_taken[number] = step
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`: of my own gradients."""
+        client = self._client
+        return [client.norm(numbers, kind)]
+
+    def commit(self) -> None:
+        """See `Pace`."""
+        if self.desk.open:
+            self._tick()
+
+
+class Stale(Loose):
+    """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before.
+
+    Who is late doesn't wait for the step that is open, but goes on with what there is; before it pushes more, that step has been made.
+    """
+
+    drops = False
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+        self._bound = int(spec.staleness)
+        self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
+        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
+        self._open: set[int] = set()  # optimizers of which the step of my last gradient had not been made when I went on
+        self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
+        count = self._asked[number]
+        return self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound, "part": part})
+
+    def _decide(self, number: int, *, part: bool = True) -> Mapping[str, Any]:
+        """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed.
+
+        With `part`, perhaps that it is "open" still, and the last "step" before it, where I go on.
+        """
+        if number not in self._decided:
+            self._client.settle(number)
+            self._client.rows.hold(number)
+            self._asked[number] = self._asked.get(number, 0) + 1
+            self._decided[number] = self._gather(number, part=part)
+        found: Mapping[str, Any] = self._decided[number]
+        return found
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client, found = self._client, self._decide(number)
+        client.settle(number)  # or p.grad was changed since
+        del self._decided[number]
+        if found["open"]:
+            self._open.add(number)
+            client.factors.pop(number, None)
+            parcels = client.units(number)
+            client.take_in(parcels, client.ask_for(parcels, found["step"]))
+            client.steps_taken[number] = found["step"]
+            client.rows.go(number, found["step"])
+        else:
+            self._close(number, found["step"], found, part=found["parts"], keep=True)
+        self._known[number] = found["slowest"]
+
+    def pushing(self, number: int) -> None:
+        """See `Pace`: what I had pushed before is in a step, and the servers have taken it."""
+        if number not in self._open:
+            return
+        client, found, clip = self._client, self._gather(number, part=False), self._clips.pop(number, None)
+        self._open.remove(number)
+        if found["mine"]:
+            if clip is not None:
+                client.factors[number] = shrink(self._norm(number, found["step"], found, clip[0]), clip[1])
+            self._close(number, found["step"], found, read=False, part=found["parts"], keep=True)
+        else:
+            for caller, message in client.everywhere("taken", number, found["step"], {}):
+                client.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
+            client.rows.go(number, found["step"])
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
+        norms = list[float]()
+        for number in numbers:
+            found = self._decide(number, part=len(numbers) == 1)
+            if found["open"]:
+                self._clips[number] = kind, limit
+                norms.append(self._client.norm([number], kind))
+            else:
+                norms.append(self._norm(number, found["step"], found, kind))
+        return norms
+
+    def commit(self) -> None:
+        """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
+        if not self.desk.open:
+            return
+        client = self._client
+        self._tick("", self._bound)
+        known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
+        if self.desk.clock - known > self._bound:
+            began = time.perf_counter()
+            assert self.going is not None
+            told = client.wait(client.callers[0], self.going, f"turn {self.desk.clock + 1}", ("behind", {})).body["made"]
+            self.going = None
+            client.wires.waited += time.perf_counter() - began
+            client.catch_up(dict(told))
+            for number, step in told:
+                client.rows.go(number, step)
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
+
+
+class Backup(Loose):
+    """With backup workers: a step is made by the first who come."""
+
+    drops = True
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        super().__init__(client)
+        self._spec = spec
+        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+        self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part
+
+    @property
+    def _again(self) -> bool:
+        """Whether my samples are dealt again."""
+        return self._spec.requeue and again(self._decided, late=self._late, made=self._made)
+
+    def _decide(self, number: int) -> dict[str, Any]:
+        """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
+        if number not in self._decided:
+            self._client.settle(number)
+            self._client.rows.hold(number)
+            step = 0 if self._again else self._client.steps_taken[number] + 1  # 0: late
+            self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._spec.backup_workers})
+        found: dict[str, Any] = self._decided[number]
+        return found
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        self._check()
+        client, found = self._client, self._decide(number)
+        client.settle(number)  # or p.grad was changed since
+        step = client.steps_taken[number] + 1
+        del self._decided[number]
+        if "late" in found:
+            client.factors.pop(number, None)
+            parcels, self._late, step = client.units(number), True, int(found["late"])
+            client.take_in(parcels, client.ask_for(parcels, step), stepped=False)
+            client.steps_taken[number] = step
+            client.rows.go(number, step)
+        else:
+            self._close(number, step, found)
+            self._made = True
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
+        client, norms = self._client, list[float]()
+        for number in numbers:
+            found, step = self._decide(number), client.steps_taken[number] + 1
+            if "late" in found:
+                norms.append(client.norm([number], kind))
+                continue
+            norms.append(self._norm(number, step, found, kind))
+        return norms
+
+    def commit(self) -> None:
+        """See `Pace`."""
+        if not self.desk.open:
+            return
+        dropped = "again" if self._again else "dropped" if self._late else ""
+        self._late = self._made = False
+        self._tick(dropped)

@@ -1,0 +1,298 @@
+"""Workers that are not in lockstep, where losses are survived: a loss is a meeting of all the living, after which everything goes on.
+
+    push to all copies, acknowledged  |  who makes step n: the keeper  |  close n on all copies, acknowledged  |  read
+      a loss here: pushed again          a loss here: pushed again        a loss here: n was made if any server   here: n was made
+                                                                          that lives has made it
+
+A worker goes on from a step once all servers have made it, so what a lost server alone had made nobody has built on. In the meeting
+
+    workers say     their clock, the pieces that they have taken      servers say     the steps that they have made
+    the first       has each server make the steps that another has made; what was pushed beyond is void on all of them; the keeper, on
+                    whichever server is first now, is told where all stand (`standing`), and what no step has is dealt again
+    each worker     knows then whether its gradient is in a step, and pushes it again if it isn't: nothing is computed twice
+
+A copy that was started in the place of a lost server is given what the others have in such a meeting, too, which is called for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+
+from paceline.comm.rpc import Caller
+from paceline.errors import ServerLost, UsageError
+from paceline.server import optimizers
+from paceline.server.journal import merged
+from paceline.server.reconcile import Report, latest, stand
+from paceline.sync.parameterserver.consistency import Backup, Eager, Lockstep, Pace, Stale, again
+from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.parameterserver.sample_queue import Turnstile
+from paceline.sync.parameterserver.units import packed
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.strategy import ParameterServer
+
+
+class Lasting:
+    """Stale, asynchronous, or with backup workers, as `spec` says."""
+
+    free = True
+    copies: Replacing
+
+    def __init__(self, client: Client, spec: ParameterServer) -> None:
+        self._client, self._spec = client, spec
+        self.drops = spec.backup_workers > 0
+        self._alone = spec.staleness == math.inf
+        self._bound = spec.staleness if spec.staleness and not self._alone else math.inf
+        self.desk = Turnstile(client, self._bound)
+        self._begun: list[str] = []  # copies that have begun, as they are called
+        self._count: dict[int, int] = {}  # by optimizer: my gradients that are in steps
+        self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
+        self._made: list[int] = []  # by optimizer: the steps that had been made then
+        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+        self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
+        self._late = self._stepped = False  # for any optimizer, and in a step of any, in this turn
+
+    def begin(self) -> None:
+        """See `Pace`."""
+
+    def weight(self, part: float) -> float:
+        """See `Pace`."""
+        return part if not self._alone else 1.0 if part else 0.0
+
+    def pushing(self, number: int) -> None:
+        """See `Pace`."""
+
+    # ---- a step
+
+    def step(self, number: int) -> None:
+        """See `Pace`."""
+        client = self._client
+        if not self.desk.open:
+            raise UsageError(
+                "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
+                "whoever is ready for them: prepare the loader too, or leave both out"
+            )
+        gradient = self._gradient(number)
+        client.scene.agreement.lasting(lambda: self._step(number))
+        self._count[number] = gradient
+        self._decided.pop(number, None)
+        for known in (client.factors, client.clips):
+            known.pop(number, None)
+        self.desk.stepped()
+
+    def _gradient(self, number: int) -> int:
+        """The number of the gradient that I come with; with backup workers that of the step."""
+        return (self._client.steps_taken[number] if self.drops else self._count.get(number, 0)) + 1
+
+    def _is_made(self, number: int) -> bool:
+        """Whether my gradient is in a step that others have made, as was found when somebody was lost."""
+        return self._counted.get(number, 0) >= self._gradient(number)
+
+    def _step(self, number: int) -> None:
+        client, parcels = self._client, self._client.units(number)
+        if number in client.clips and number not in client.factors and not self._is_made(number):
+            self._clip_again(number)
+        if self._is_made(number):
+            client.take_in(parcels, client.ask_for(parcels, self._made[number]))
+            client.steps_taken[number], self._stepped = self._made[number], True
+            return
+        found = self._decide(number)
+        client.settle(number)  # raises if p.grad has been changed since
+        if "late" in found:
+            self._skip(number, int(found["late"]))
+        else:
+            self._close(number, found)
+            self._stepped = True
+
+    @property
+    def _again(self) -> bool:
+        """See `paces.Backup`."""
+        return self._spec.requeue and again(self._decided, late=self._late, made=self._stepped)
+
+    def _decide(self, number: int) -> Mapping[str, Any]:
+        """Who makes the step that I am in: "workers", what the first of them "said", the sum of "parts"; or "late", the last step."""
+        if number not in self._decided:
+            self._client.settle(number)
+            self._decided[number] = self._ask(number)
+        found: Mapping[str, Any] = self._decided[number]
+        return found
+
+    def _ask(self, number: int) -> Mapping[str, Any]:
+        client, gradient, began = self._client, self._gradient(number), time.perf_counter()
+        settings = list(enumerate(optimizers.settings(client.optimizers[number])))
+        said = {"part": client.scene.moment.part, "settings": settings, "number": gradient, "pieces": self.desk.pieces()}
+        asked: dict[str, Any] = {"optimizer": number, "said": said}
+        if self.drops:
+            step = 0 if self._again else gradient  # 0: late
+            kind, more = "arrive", {"step": step, "backups": self._spec.backup_workers}
+        else:
+            bound = -1 if self._alone else int(self._bound)
+            kind, step, more = "gather", 0, {"number": gradient, "bound": bound, "alone": self._alone, "part": False}
+        keeper = client.callers[0]
+        sent = keeper.send(kind, step=step, body=asked | more, seconds=client.seconds)
+        found = client.wait(keeper, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
+        client.wires.waited += time.perf_counter() - began
+        return found
+
+    def _number(self, number: int, found: Mapping[str, Any]) -> int:
+        return int(found.get("step", self._gradient(number)))
+
+    def _close(self, number: int, found: Mapping[str, Any]) -> None:
+        """The step is made by those who were found, on all copies."""
+        client, parcels, step = self._client, self._client.units(number), self._number(number, found)
+        factor = client.factors.get(number, 1.0) / (1.0 if self._alone else found["parts"])
+        body = {"workers": found["workers"], "factor": factor, "settings": found["said"]["settings"], "decided": True}
+        body |= {"came": found["came"], "of": self.desk.part}
+        body |= {} if self.drops else {"part": found["parts"], "keep": True}
+        closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+        for caller, message in closes:
+            caller.wait(message, client.seconds)
+        client.take_in(parcels, reads)
+        client.steps_taken[number] = step
+        self._known[number] = found.get("slowest", 0)
+
+    def _skip(self, number: int, step: int) -> None:
+        """I am too late: go on from this step, once all copies have made it."""
+        client, parcels, pieces = self._client, self._client.units(number), self.desk.pieces()
+        made, reads = client.everywhere("taken", number, step, {}), client.ask_for(parcels, step)
+        for caller, message in made:
+            caller.wait(message, client.seconds)
+        if pieces and not self._again:
+            body = {"epoch": self.desk.part[0], "pieces": pieces}
+            told = [(caller, caller.send("drop", body=body, seconds=client.seconds)) for caller in client.wires.callers]
+            for caller, message in told:
+                caller.wait(message, client.seconds)
+        client.take_in(parcels, reads, stepped=False)
+        client.steps_taken[number] = step
+        self._late = self._late or bool(pieces)
+
+    # ---- clipping
+
+    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+        """See `Pace`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
+        return self._client.scene.agreement.lasting(lambda: self._ask_norms(numbers, kind))
+
+    def _clip_again(self, number: int) -> None:
+        """Who makes the step may be others now: clip by their norm. What has stepped since with this clip has the norm that it had."""
+        clips = self._client.clips
+        asked = clips[number]
+        due = [other for other in asked.numbers if clips.get(other) is asked]
+        self._ask_norms(due, asked.kind)
+        self._client.clip_by(asked, [self._norms[other] for other in asked.numbers])
+
+    def _ask_norms(self, numbers: Sequence[int], kind: float) -> list[float]:
+        for number in numbers:
+            mine = self._alone or self._is_made(number)
+            self._norms[number] = self._client.norm([number], kind) if mine else self._norm(number, self._decide(number), kind)
+        return [self._norms[number] for number in numbers]
+
+    def _norm(self, number: int, found: Mapping[str, Any], kind: float) -> float:
+        client = self._client
+        if "late" in found:
+            return client.norm([number], kind)
+        body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
+        sent = client.everywhere("norm", number, self._number(number, found), body, ask=True)
+        norms = [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in sent]
+        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
+
+    # ---- the end of a turn
+
+    def commit(self) -> None:
+        """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
+        if not self.desk.open:
+            return
+        client, dropped = self._client, "again" if self._again else "dropped" if self._late else ""
+        self._late = self._stepped = False
+        self.desk.tick(dropped)
+        known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
+        if self.desk.clock - known > self._bound:
+            self.desk.go()
+            client.scene.agreement.lasting(lambda: client.catch_up({}))
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - int(self._bound))
+        if self.copies.waits and self.copies.begun():
+            client.scene.agreement.call_all(ServerLost("a copy of a server has begun"))
+
+    # ---- losses
+
+    def regroup(self) -> None:
+        """The workers are others, or servers were lost, or copies of them have begun. Collective, and may be begun anew at any place.
+
+        Raises `StateLost` where nobody has a shard any more.
+        """
+        client, group = self._client, self._client.scene.group
+        client.wires.follow(client.scene.breaker)
+        client.release()
+        self._decided.clear()
+        client.factors.clear()
+        self.copies.survey(client.scene)
+        mine = {"report": asdict(self.desk.report()), "begun": self.copies.begun()}
+        told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
+        begun = [found for each in told for found in each["begun"]]
+        reports = {worker: Report.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
+        first = next(rank for rank, worker in enumerate(client.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
+        body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
+        found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)
+        self._made, gradients, filled, clocks, nobodys = found
+        self._begun += self.copies.take_in(begun, filled)
+        me = self.copies.me
+        self._counted = {optimizer: numbers.get(me, 0) for optimizer, numbers in enumerate(gradients)}
+        self.desk.resume(clocks[me])
+        if nobodys and group.rank == 0:
+            client.scene.say(f"{nobodys} samples of epoch {self.desk.part[0]} were lost with a worker, when all others had ended it")
+
+    def _settle(self, reports: Mapping[int, Report], begun: Sequence[Any]) -> list[Any]:
+        """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""
+        client = self._client
+        heads = self._tell_all(client.wires.callers, "reckon", {"workers": client.workers})
+        steps = {caller: head.body["steps"] for caller, head in heads.items()}
+        for optimizer in range(len(client.optimizers)):
+            self._even(optimizer, steps)
+        ledgers = self._tell_all(client.wires.callers, "void", {})
+        ledger = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in client.callers)
+        made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(client.optimizers))]
+        standing = stand(reports, self.desk.sizes, ledger, made, gathers=not self.drops)
+        client.callers[0].call("resume", tensors=[packed(standing.dump())], seconds=client.seconds)
+        filled = self.copies.fill(begun)
+        return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
+
+    def _tell_all(self, callers: Sequence[Caller], kind: str, body: dict[str, Any]) -> dict[Caller, Any]:
+        seconds = self._client.seconds
+        sent = [(caller, caller.send(kind, body=body, seconds=seconds)) for caller in callers]
+        return {caller: caller.wait(message, seconds) for caller, message in sent}
+
+    def _even(self, optimizer: int, steps: dict[Caller, list[int]]) -> None:
+        """Have each server that keeps parameters of an optimizer make the steps that another has made."""
+        client = self._client
+        shards = {parcel.server for parcel in client.units(optimizer)}
+        callers = [caller for shard in shards for caller in client.wires.of[shard]]
+        ahead = max(callers, key=lambda caller: steps[caller][optimizer])
+        for caller in callers:
+            lacks = steps[caller][optimizer]
+            if lacks == steps[ahead][optimizer]:
+                continue
+            answer = ahead.call("since", step=lacks, body={"optimizer": optimizer}, seconds=client.seconds)
+            for body in msgpack.unpackb(answer.tensors[0].numpy().tobytes(), strict_map_key=False):
+                caller.call("close", step=body["step"], body=body, seconds=client.seconds)
+
+    def take_begun(self) -> list[str]:
+        """The names of the copies that have begun since this was asked last."""
+        found, self._begun = self._begun, []
+        return found
+
+
+def paced(client: Client, plan: ParameterServer) -> Pace:
+    """The pace that a plan asks for, here."""
+    if client.scene.survives and (plan.backup_workers or plan.staleness):
+        return Lasting(client, plan)
+    kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
+    return kind(client, plan)

@@ -1,0 +1,264 @@
+"""Parameters that are on their way from servers: whoever uses one first waits for it there.
+
+    step       close | ask for units 2, 1, 0                    parameters are `Awaited` from here on, in the order that forward uses them
+    forward    p0 ............ p1 ............. p2 ....         the first use of each takes in its units: it is a plain one again
+    pull       -- unit 2 --|-- unit 1 --|-- unit 0 --|
+    backward   what nobody has used is taken in before the first push
+
+Awaited, a parameter is of a class of its own, and torch asks that class before it does anything with it (`__torch_function__`), whoever
+does, by whatever name: its module, a module that borrows it, state_dict, a copy, the user's own lines. What asks for no values (p.grad,
+p.shape) goes on at once. Nothing is written into a parameter that has been used since the step, so graphs stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paceline.comm.rpc import Caller
+from paceline.errors import DeadlineExceeded, PacelineError, UsageError
+from paceline.sync.base import Slot
+from paceline.sync.parameterserver.units import Parcel, version
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.client import Client
+
+LAST_SECONDS = 1.0  # that the end of a run which fails waits for what is on its way
+_COMING = "_paceline_coming"  # what an awaited parameter is taken in by
+_READ = ("requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse", "is_cuda")
+_ASKED = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex")
+_GRAD: Any = Tensor.grad
+VALUELESS = {  # what can be done with a parameter without its values
+    *(_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__),
+    *(getattr(Tensor, name).__get__ for name in _READ),
+    *(getattr(Tensor, name) for name in _ASKED),
+}
+
+
+class Awaited(nn.Parameter):
+    """A parameter that is on its way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VALUELESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for parameter in awaited((args, kwargs)):
+            land(parameter)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        land(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        land(self)
+        return self.__reduce_ex__(protocol)
+
+
+def awaited(found: Any) -> list[Awaited]:
+    """Those among the arguments of a call."""
+    if type(found) is Awaited:
+        return [found]
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+    return [parameter for part in parts for parameter in awaited(part)]
+
+
+def land(parameter: Awaited) -> None:
+    """Wait for it."""
+    coming: Coming | None = vars(parameter).get(_COMING)
+    if coming is not None:
+        coming.land(parameter)
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Torch does what it is told, whatever stands around a forward: transformations, modes, inference."""
+    outside = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), _disable_current_modes()
+    with outside[0], outside[1], outside[2], torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Pull(NamedTuple):
+    """A unit that was asked for."""
+
+    parcel: Parcel
+    caller: Caller
+    message: int
+    slots: frozenset[int]
+
+
+class Coming:
+    """What one worker has asked for and not taken in yet. From any thread."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.RLock()
+        self._home = os.getpid()
+        self._able: list[bool] = []  # by slot: whether its parameter can be awaited
+        self._pulls: dict[tuple[int, int], Pull] = {}  # by server and unit, in the order that they were asked for
+        self._units: dict[int, set[tuple[int, int]]] = {}  # by slot: those that are still to come
+        self._grads: dict[int, tuple[Tensor | None, int]] = {}  # what p.grad was when the parameter began to be awaited
+        self._numbers: dict[int, int] = {}  # slots, by id of their parameters
+        self._needed: float | None = None  # when the first step began whose parameters are awaited
+        self._shown = 0.0  # seconds that steps since, and what awaits their parameters, have taken
+
+    def lay_out(self) -> None:
+        """Parameters are those of the client's slots now."""
+        slots = self._client.slots
+        self._numbers = {id(slot.parameter): number for number, slot in enumerate(slots)}
+        homes = [slot.parameter.untyped_storage().data_ptr() for slot in slots]
+        shared = Counter(homes)
+        self._able = [_able(slot) and shared[home] == 1 for slot, home in zip(slots, homes, strict=True)]
+
+    # ---- what comes
+
+    def expect(self, pulls: Iterable[tuple[Parcel, int]]) -> list[tuple[Parcel, int]]:
+        """Units that have been asked for, and the messages; gives those that have to be taken in at once."""
+        client, rest, new = self._client, list[tuple[Parcel, int]](), set[int]()
+        for parcel, message in pulls:
+            slots = frozenset(piece.slot for piece, _ in parcel.members)
+            if not all(self._able[slot] for slot in slots):
+                rest.append((parcel, message))
+                continue
+            key = parcel.server, parcel.number
+            assert key not in self._pulls, "a unit is asked for once what was asked for before has come"
+            self._pulls[key] = Pull(parcel, client.callers[parcel.server], message, slots)
+            for slot in slots:
+                self._units.setdefault(slot, set()).add(key)
+            new |= slots
+        for slot in new:
+            parameter = client.slots[slot].parameter
+            self._grads[slot] = parameter.grad, version(parameter.grad)
+            increment_version(parameter)  # what was computed with it before has been overtaken, as by any step
+            setattr(parameter, _COMING, self)
+            parameter.__class__ = Awaited
+        return rest
+
+    def land(self, parameter: Tensor) -> None:
+        """This parameter is used now: take it in."""
+        if os.getpid() != self._home:
+            raise UsageError(
+                "a parameter that was on its way from a server when this process was forked is used in it: let the process that trains "
+                "read it before (p.detach()), or say ParameterServer(pull='step')"
+            )
+        with self._lock:
+            for key in sorted(self._units.get(self._numbers[id(parameter)], ()), reverse=True):
+                self._take(key, self._client.seconds)
+
+    def use(self, parameters: Collection[Any] | None = None) -> None:
+        """These parameters (None: all) are about to be used where torch may not ask them."""
+        if self._pulls:
+            for parameter in awaited([slot.parameter for slot in self._client.slots] if parameters is None else list(parameters)):
+                land(parameter)
+
+    def arrive(self, optimizer: int | None = None) -> None:
+        """All that is on its way (to parameters of one optimizer) is taken in."""
+        with self._lock:
+            for key, pull in list(self._pulls.items()):
+                if optimizer is None or pull.parcel.optimizer == optimizer:
+                    self._take(key, self._client.seconds)
+
+    def check(self, optimizer: int) -> None:
+        """Raise `UsageError` where p.grad was made with a parameter that nobody has waited for."""
+        for slot in {slot for pull in list(self._pulls.values()) if pull.parcel.optimizer == optimizer for slot in pull.slots}:
+            name, parameter = self._client.slots[slot].name, self._client.slots[slot].parameter
+            if _new(parameter.grad, *self._grads[slot]):
+                raise UsageError(
+                    f"{name} has a gradient, and was still on its way from its server when that was made: it was used where torch doesn't "
+                    "ask it (torch.func on bare parameters, a C++ extension). Take it by p.detach() there, or say "
+                    "ParameterServer(pull='step')"
+                )
+
+    def _take(self, key: tuple[int, int], seconds: float) -> None:
+        client, pull, began = self._client, self._pulls[key], time.perf_counter()
+        try:
+            answer = client.scene.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
+        except DeadlineExceeded as error:
+            names = ", ".join(sorted(client.slots[slot].name for slot in pull.slots))
+            raise DeadlineExceeded(f"{error}, and {names} is on its way from there", error.missing) from error
+        with plainly():
+            pull.parcel.give(client.slots, client.wrapper.decode(pull.parcel, answer))
+        del self._pulls[key]
+        for slot in pull.slots:
+            self._units[slot].discard(key)
+            if not self._units[slot]:
+                self._free(slot)
+        ended = time.perf_counter()
+        client.scene.pulling += ended - began
+        self._shown += ended - began
+        client.scene.trace.record("parameters", "exchange", int(began * 1e9), int(ended * 1e9))
+        self._conclude()
+
+    def _free(self, slot: int) -> None:
+        """It is a plain parameter."""
+        parameter = self._client.slots[slot].parameter
+        del self._units[slot], self._grads[slot]
+        parameter.__class__ = nn.Parameter
+        delattr(parameter, _COMING)
+
+    # ---- steps, and the end
+
+    def step(self, optimizer: int, act: Callable[[int], None]) -> None:
+        """A step of an optimizer: `act`, once what its last one has left on its way is there."""
+        scene = self._client.scene
+        pulling = scene.pulling
+        self.check(optimizer)
+        self.arrive(optimizer)
+        began = time.perf_counter()
+        act(optimizer)
+        scene.pulling = pulling  # whoever asked for the step counts its time
+        self._needed = began if self._needed is None else self._needed
+        self._shown += time.perf_counter() - began
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Once all is there: what the steps were waited for."""
+        if self._needed is not None and not self._pulls:
+            self._client.wrapper.waited(self._needed, self._shown, len(self._client.callers))
+            self._needed, self._shown = None, 0.0
+
+    def end(self) -> None:
+        """The run is over, here at least: what can still be had is waited for, and parameters are plain ones."""
+        with self._lock:
+            until = time.monotonic() + LAST_SECONDS
+            with contextlib.suppress(PacelineError):
+                for key in list(self._pulls):
+                    self._take(key, max(until - time.monotonic(), 0.0))
+            if self._units:
+                names = ", ".join(sorted(self._client.slots[slot].name for slot in self._units))
+                self._client.scene.say(f"what the last step made of {names} has not come: there are older values in the model")
+            self._pulls.clear()
+            for slot in list(self._units):
+                self._free(slot)
+
+
+def _new(grad: Tensor | None, before: Tensor | None, as_of: int) -> bool:
+    """Whether a gradient has come since p.grad was `before`, of that version: zeros and copies are none."""
+    if grad is None or (grad is before and version(grad) == as_of):
+        return False
+    copied = before is not None and grad is not before and version(before) == as_of and torch.equal(grad, before)
+    return not copied and bool(grad.any())
+
+
+def _able(slot: Slot) -> bool:
+    """Whether torch asks this parameter whenever anybody uses it: not if it is used in a scripted module, or lies in shared memory."""
+    parameter = slot.parameter
+    storage = parameter.untyped_storage()
+    return (
+        type(parameter) is nn.Parameter
+        and not slot.scripted
+        and not storage.is_shared()
+        and storage.nbytes() == parameter.numel() * parameter.element_size()
+    )

@@ -1,0 +1,53 @@
+"""Where copies of lost servers that have begun are filled and taken in, in lockstep: between two turns, when nobody tells servers anything.
+
+    first worker    gives a copy what others have ... on ... on ... filled
+    the others      wait, and meet with it now and then, as long as that takes
+
+Who starts them is decided in `replacing`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.sync.parameterserver.replication import Replacing
+
+SLICE_SECONDS = 1.0  # between two meetings while copies are filled
+
+
+def renew(copies: Replacing) -> None:
+    """Take in the copies that have begun since. Collective, if there are any about to be."""
+    if copies.waits:
+        copies.take_in(*copies.scene.agreement.repeat(lambda: _begun(copies), what=f"{copies.kind}s begin"))
+
+
+def _begun(copies: Replacing) -> tuple[list[Any], list[int]]:
+    """Those that have begun, with what all have to know of them, and the numbers of those that were filled."""
+    answers = copies.scene.agreement.meet(f"{copies.kind}s begin", json.dumps(copies.begun()).encode())
+    told = sorted(found for answer in answers for found in json.loads(answer))
+    return told, [number for number, found in told if found and _filled(copies, found)]
+
+
+def _filled(copies: Replacing, told: Any) -> bool:
+    """Whether the first worker could give this one what it is to keep. Collective."""
+    first = copies.scene.group.rank == 0
+    filling = copies.filling(told) if first else iter(())
+    while True:
+        word = _slice(filling, copies.scene.deadline) if first else b""
+        answer = copies.scene.agreement.meet(f"{copies.kind}s are filled", word)[0]
+        if answer != b"on":
+            return answer == b"filled"
+
+
+def _slice(filling: Iterator[bool], deadline: float) -> bytes:
+    """Fill for a while: "on" if there is more to do."""
+    end = time.monotonic() + min(SLICE_SECONDS, deadline / 4)
+    for alive in filling:
+        if not alive:
+            return b"lost"
+        if time.monotonic() > end:
+            return b"on"
+    return b"filled"

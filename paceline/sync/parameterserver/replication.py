@@ -1,0 +1,201 @@
+"""Servers that are lost, or leave, and copies that are started in their place: who is lost, who starts what where, who counts.
+
+    a server is lost      all say whom they miss: its copies go on; a worker begins to start another, on a host that has none of that shard
+    some turns later      it has begun: where nobody tells servers anything, the first worker gives it what others have, piece by piece
+    then                  it counts
+    a host leaves         the same for what nobody else keeps; once those copies count, its servers don't any more, and it goes
+
+When that is, and what the others do meanwhile, is a matter of the pace: between two turns (`renewal`), or in a meeting (`enduring`).
+Some workers may have come further than others when the next is lost: so all say with whom they are missing which copies they start, which
+have been taken in, and which servers have left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from paceline.comm.rpc import Caller
+from paceline.errors import LOSSES, DeadlineExceeded, StateLost
+from paceline.server.endpoints import House, Room
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.connections import Copies
+
+ALIVE_SECONDS = 10.0  # for a server that is busy to say that it lives; one whose connection breaks is known sooner
+
+
+class Anew(NamedTuple):
+    """A copy that is being started: of which shard, and by which worker."""
+
+    shard: int
+    starter: int
+
+
+Fill = Callable[[int, Caller], Iterator[None]]  # gives a copy of this shard what it is to keep, a piece at a time
+
+
+def gone(names: Collection[str]) -> StateLost:
+    """The error where nobody has what these servers kept."""
+    return StateLost(
+        f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint (with replicas=2 a copy "
+        "on another host goes on)"
+    )
+
+
+class Replacing:
+    """One worker's part in that. `house` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
+
+    `kind`: what one is called in messages.
+    """
+
+    def __init__(self, scene: Scene, house: House, wires: Copies, copies: int, *, fill: Fill, kind: str = "server") -> None:
+        self.scene, self.house, self.kind = scene, house, kind
+        self._wires, self._copies, self._fill = wires, copies, fill
+        self._lost: list[str] = []  # servers, as they are called
+        self._left: set[int] = set()  # servers that went with their hosts
+        self._taken: list[Any] = []  # what was told of the copies that were taken in last
+        self._anew: dict[int, Anew] = {}  # by number
+        self._early: dict[int, Caller] = {}  # my ends to copies that are about to be
+        self._seen: set[int] = set()  # numbers of copies that have been taken in here
+
+    @property
+    def workers(self) -> list[int]:
+        """What workers are called, by rank."""
+        return list(self.scene.agreement.origins)
+
+    @property
+    def me(self) -> int:
+        """What I am called."""
+        return self.workers[self.scene.group.rank]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a copy is being started."""
+        return bool(self._anew)
+
+    # ---- who is left
+
+    def survey(self, scene: Scene) -> None:
+        """The workers are others, or servers were lost: go on with those that are left, and begin to start what is missing. Collective.
+
+        Raises `StateLost` where nobody has a shard any more.
+        """
+        self.scene, wires, house = scene, self._wires, self.house
+        anew = [[number, list(found)] for number, found in sorted(self._anew.items()) if found.starter == self.me]
+        mine = {"lost": wires.lost(min(scene.deadline, ALIVE_SECONDS)), "left": sorted(self._left), "anew": anew, "taken": self._taken}
+        mine |= {"here": house.here, "next": house.next}
+        told = [json.loads(body) for body in scene.group.agree(json.dumps(mine).encode())]
+        lost = {number for each in told for number in each["lost"]}
+        house.next = max(each["next"] for each in told)
+        self._anew = {number: Anew(*found) for each in told for number, found in each["anew"]}
+        for number, found in [taken for each in told for taken in each["taken"]]:
+            self._count(number, found)
+        self._left |= {number for each in told for number in each["left"]}
+        shards = len(wires.of)
+        self._lost += (names := wires.names(lost - self._left))
+        room = house.lose(lost | self._left)
+        if {*range(shards)} - {*room.shards}:
+            raise gone(names or [f"a {self.kind}"])
+        wires.reach(room, self.me)
+        self._taken = [[number, found] for number, found in self._taken if number in room.numbers]
+        self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, room)
+
+    def _replace(self, hosts: Mapping[int, str], room: Room) -> None:
+        """Begin to start what is missing; `hosts` of the workers that live."""
+        wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - room.shards.count(shard))]
+        for _, found in sorted(self._anew.items()):
+            if found.shard in wanted:
+                wanted.remove(found.shard)
+        self._start(wanted, hosts)
+
+    def _start(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
+        """Begin to start copies of these: on hosts that have none of the shard, those with the fewest servers first."""
+        homes, all_of_them = self.house.homes(), [*hosts.values()]
+        homes += [(hosts[found.starter], found.shard) for _, found in sorted(self._anew.items()) if found.starter in hosts]
+        for shard in shards:
+            free = [host for host in dict.fromkeys(all_of_them) if (host, shard) not in homes]
+            if not free and len(set(all_of_them)) > 1:
+                continue  # each host has one: another there would die with it
+            home = min(free or all_of_them, key=lambda host: sum(host == other for other, _ in homes))
+            homes.append((home, shard))
+            starter = next(worker for worker, host in hosts.items() if host == home)
+            self._anew[self.house.spawn(shard, mine=starter == self.me)] = Anew(shard, starter)
+
+    # ---- who leaves
+
+    def relieve(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
+        """Begin to start copies of what only hosts keep that are `leaving`; whether there is nothing of that kind (any more).
+
+        `hosts` of all workers, of which some stay. Within a call of all.
+        """
+        staying = {worker: host for worker, host in hosts.items() if host not in leaving}
+        kept = {shard for home, shard in self.house.homes() if home not in leaving}
+        bare = {*range(len(self._wires.of))} - kept
+        self._start(sorted(bare - {found.shard for found in self._anew.values() if found.starter in staying}), staying)
+        return not bare
+
+    def part(self, leaving: Collection[str]) -> None:
+        """The servers on these hosts, which go, don't count any more. On all workers, when nobody tells servers anything."""
+        numbers = self.house.on(leaving)
+        self._left |= {*numbers}
+        self._wires.reach(self.house.lose(numbers), self.me)
+
+    # ---- who comes
+
+    def begun(self) -> list[Any]:
+        """Of those that I start: which have begun, or failed to, with what the others have to know of them."""
+        mine = {number: self.house.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
+        return [[number, found] for number, found in mine.items() if found is not None]
+
+    def filling(self, told: Any) -> Iterator[bool]:
+        """Give one that has begun what the others of its shard have; gives True after each piece, False where it is lost already."""
+        room = self.house.at(told)
+        number, shard = room.numbers[0], room.shards[0]
+        caller = self._early.get(number) or self._wires.call(room, self.me)
+        self._early[number], caller.breaker = caller, self._wires.breaker
+        try:
+            for _ in self._fill(shard, caller):
+                yield True
+        except (*LOSSES, DeadlineExceeded):
+            yield False
+
+    def fill(self, told: Iterable[Any]) -> list[int]:
+        """Give those that have begun what they are to keep, at once; the numbers of those that live."""
+        return [number for number, found in told if found and all(self.filling(found))]
+
+    def take_in(self, told: Iterable[Any], filled: Collection[int]) -> list[str]:
+        """Those that were filled count from now on; gives their names."""
+        self._taken = [[number, found] for number, found in told if found and number in filled]
+        for number, found in self._taken:
+            self._count(number, found)
+        for number in [number for number, _ in told if number not in filled]:
+            self._anew.pop(number, None)
+            if (early := self._early.pop(number, None)) is not None:
+                early.close()
+            self.scene.say(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
+        return self._wires.names(filled)
+
+    def _count(self, number: int, found: Any) -> None:
+        """It counts, if it doesn't yet, nor has been lost since."""
+        self._anew.pop(number, None)
+        known = self._seen | {*self.house.lose(()).numbers}  # who has just come was told where servers are
+        self._seen.add(number)
+        if number not in known:
+            self._wires.know(number, self._early.pop(number, None))
+            self._wires.reach(self.house.add(found), self.me)
+
+    # ---- for others
+
+    def take_lost(self) -> list[str]:
+        """What those servers are called that were lost since this was asked last."""
+        found, self._lost = self._lost, []
+        return found
+
+    def close(self) -> None:
+        """Hang up with copies that are about to be."""
+        for caller in self._early.values():
+            with contextlib.suppress(*LOSSES):
+                caller.close()
+        self._early.clear()

@@ -1,0 +1,191 @@
+"""What a worker asks the keeper for where losses are survived: samples, and whether to go on (a `Desk`). What it knows outlives the keeper.
+
+    taken     | piece 4 | piece 6 | piece 7 |     the oldest is that of the turn under way; a tick takes it away
+    carried   | piece 1 | piece 3 |               turns that are over, whose gradients are in no step yet (accumulated by hand)
+
+Each call is begun anew after a loss, and does nothing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from paceline.comm.rpc import Caller, Message
+from paceline.errors import PacelineError
+from paceline.server.journal import Part
+from paceline.server.reconcile import NONE, Report
+from paceline.server.spans import Piece
+from paceline.sync.parameterserver.units import letters, packed
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.client import Client
+
+T = TypeVar("T")
+
+
+class Turnstile:
+    """One worker's. `bound`: how many turns it may be ahead of the slowest."""
+
+    def __init__(self, client: Client, bound: float) -> None:
+        self._client, self._bound = client, bound
+        self.clock = 0  # turns that are over
+        self.open = False  # an epoch is under way
+        self.part: Part = NONE
+        self.sizes: list[int] = []  # of the batches in it
+        self.taken: deque[Piece] = deque()
+        self.times = 0  # how often it was gone on with, when all had come together
+        self.paused = False  # all have stopped taking pieces, and come together
+        self._asked: Part = NONE  # the part in which I have wished that
+        self._carried: list[Piece] = []
+        self._stepped = False  # an optimizer has, in this turn
+        self._left = self._stopped = False
+        self._owes = False  # a turn is over, and I have not been told that I may begin the next
+        self._tick: dict[str, Any] = {}
+        self._going: int | None = None  # the message that is answered then
+        self._keeper: Caller | None = None
+        self._had = self._letters = 0  # letters that came last; that I have sent
+
+    def _lasting(self, act: Callable[[], T]) -> T:
+        return self._client.scene.agreement.lasting(act)
+
+    def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> Message:
+        client = self._client
+        return self._lasting(lambda: client.callers[0].call(kind, body=body, tensors=tensors, seconds=client.seconds))
+
+    def _wait(self, act: Callable[[], T]) -> T:
+        began = time.perf_counter()
+        found = self._lasting(act)
+        self._client.wires.waited += time.perf_counter() - began
+        return found
+
+    # ---- samples
+
+    def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
+        """See `Desk`."""
+        client, tensor = self._client, torch.tensor(sizes, dtype=torch.int64)
+        times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
+
+        def act() -> Message:
+            body = {"epoch": epoch, "first": first, "workers": client.workers, "times": times}
+            return client.callers[0].call("deal", body=body, tensors=[tensor], seconds=client.seconds)
+
+        self.go()
+        self.clock = self._lasting(act).body["clock"]
+        self.part, self.times, self.sizes, self.open = (epoch, first), times, list(sizes), True
+        self.taken.clear()
+        self._carried.clear()
+        self._stepped = self._left = self.paused = False
+
+    def take(self, most: int) -> tuple[int, int, int] | None:
+        """See `Desk`."""
+        client = self._client
+
+        def act() -> Message:
+            sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
+            return client.wait(client.callers[0], sent, "the next batch", ("behind", {}))
+
+        found = self._wait(act).body
+        self._left, self.paused = bool(found["over"]), bool(found["paused"])
+        if found["piece"] is None:
+            return None
+        self.taken.append(Piece(*found["piece"]))
+        return self.taken[-1]
+
+    def leave(self) -> None:
+        """See `Desk`."""
+        client = self._client
+        if self.open and client.callers and not self._left:
+            self._left = True
+            with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
+                client.callers[0].call("leave", seconds=client.seconds)
+
+    def pause(self) -> None:
+        """See `Desk`."""
+        if self._asked != self.part:
+            self._asked = self.part
+            self._call("pause", {})
+
+    def pieces(self) -> list[list[int]]:
+        """The samples in the gradients that an optimizer steps with now; of several in a turn those of the first, whose step counts."""
+        return [] if self._stepped else [list(piece) for piece in [*self._carried, *[*self.taken][:1]]]
+
+    def stepped(self) -> None:
+        """They are in a step, or were left out."""
+        self._carried.clear()
+        self._stepped = True
+
+    # ---- turns
+
+    def tick(self, dropped: str) -> None:
+        """My turn is over."""
+        self.go()
+        piece = self.taken.popleft()
+        self._carried += [] if self._stepped else [piece]
+        self._stepped = False
+        self.clock, self._owes = self.clock + 1, True
+        bound = -1 if self._bound == math.inf else int(self._bound)
+        self._tick = {"clock": self.clock, "dropped": dropped, "bound": bound}
+        self._lasting(self._send)
+
+    def _send(self) -> None:
+        """Tell that my turn is over, if that is not under way."""
+        client = self._client
+        if self._owes and self._going is None:
+            self._going = client.callers[0].send("tick", body=self._tick, seconds=client.seconds)
+
+    def go(self) -> None:
+        """Wait until I may begin the next turn."""
+        client = self._client
+
+        def act() -> None:
+            self._send()
+            if self._going is not None:
+                client.wait(client.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
+
+        if self._owes:
+            self._wait(act)
+            self._owes, self._going = False, None
+
+    # ---- letters
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `Desk`."""
+        return self._client.scene.agreement.entered()
+
+    def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
+        """See `Desk`."""
+        client = self._client
+        self._letters += bool(body)
+        self._stopped = self._stopped or stop
+
+        def act() -> Message:
+            asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had, "number": self._letters}
+            return client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
+
+        found = self._lasting(act)
+        self._had = len(found.tensors)
+        return letters(found)
+
+    # ---- losses
+
+    def report(self) -> Report:
+        """Where I stand."""
+        taken, carried = ([list(piece) for piece in pieces] for pieces in (self.taken, self._carried))
+        return Report(self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused)
+
+    def resume(self, clock: int) -> None:
+        """The keeper knows where all stand, me at this clock: go on."""
+        if self._keeper is not self._client.callers[0]:
+            self._keeper, self._had = self._client.callers[0], 0
+        self.clock, self._going = clock, None
+        if self._owes:
+            self._tick["clock"] = clock
+            self._send()

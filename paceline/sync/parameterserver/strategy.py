@@ -1,0 +1,94 @@
+"""The parameter server as it is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.codec.codec import Codec
+from paceline.codec.coding import Coding
+from paceline.errors import UsageError
+from paceline.formatting import choices, spell
+from paceline.server.codings import check
+from paceline.sync.base import Sync
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.client import Client
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """Optimizers step on servers, each of which keeps a part of the parameters; what they remember lies there alone.
+
+    p.grad is the gradient of my own share when backward returns. optimizer.step sends what p.grad is then, and sets the parameters to
+    what the servers have. Clip with `run.clip`. `servers`: how many (None: one on each host).
+
+    `staleness=0` (bulk synchronous): all workers take the same steps at the same time, with the gradients of all, weighted by samples:
+    the same weights as with AllReduce. With `backup_workers=b` a step is made by the first workers that come, all but b (Chen et al.
+    2016, "Revisiting Distributed Synchronous SGD"): what comes later is dropped and counted, or dealt again with `requeue=True`.
+
+    `staleness=s` (stale synchronous, Ho et al. 2013): a worker goes on without those that are late, at most s turns ahead of the slowest,
+    and has parameters with all that the others had sent s turns before. A step is made by all who are on time, as in lockstep, and by who
+    has come late since the one before: nothing is dropped. It takes the mean of their gradients, weighted by samples, by the learning
+    rate times their part of a global batch: each sample counts the same (with momentum to the first order), and a step of all is that of
+    lockstep. `run.clip` clips the mean.
+
+    `staleness=inf` (asynchronous): nobody waits. A worker's gradient, the mean over its own samples, is a step of its own, by the learning
+    rate times its part of the global batch; `run.clip` clips it alone.
+
+    `replicas=r` keeps each part on r servers, on different hosts if there are enough: what a lost one kept the others have. For runs that
+    go on when something is lost (`paceline run --min-workers`). In lockstep weights are those of a run in which nothing was lost; else
+    each sample of an epoch is in one step all the same, and clocks are over the living.
+
+    `codec`: how gradients are written on the way to servers, such as `int8()` or `error_feedback(topk(0.01))`. Parameters come back through
+    it, too: as what is new in them, so that what it loses comes with the next step. In lockstep all workers have the same; and everywhere
+    exactly what servers have where replicas are looked at as one (an evaluation, run.save, the end).
+
+    `pull="forward"`: optimizer.step doesn't wait for parameters, and they come while the next forward runs: each waits for itself where it
+    is used first after the step, in a forward or anywhere else. Values are those of `pull="step"`. Whatever shares a parameter's memory
+    without being it (`w = p.detach()` of before the step, a NumPy array of it) has the new values once the parameter itself has been used.
+
+    Where workers are not in lockstep each takes its next samples when it is ready for them, so that quick ones train more; what all have
+    to do together (run.mean, gather, save, evaluation) belongs between epochs.
+    """
+
+    servers: int | None = None
+    staleness: float = 0
+    backup_workers: int = 0
+    replicas: int = 1
+    requeue: bool = False
+    bucket_mb: float = 4.0
+    codec: Codec | Coding | None = None
+    pull: Literal["step", "forward"] = "step"
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        check(self.codec)
+        if self.servers is not None and self.servers < 1:
+            raise UsageError(f"servers={self.servers} is no number of servers; give 1 or more, or leave it out for one on each host")
+        if not self.bucket_mb > 0:
+            raise UsageError(f"bucket_mb={self.bucket_mb} is not a size; give megabytes above 0, e.g. bucket_mb=4")
+        if not (self.staleness == math.inf or (self.staleness >= 0 and self.staleness == int(self.staleness))):
+            raise UsageError(f"staleness={self.staleness} is no bound; give 0 (in lockstep), a number of turns, or inf (no bound)")
+        if self.backup_workers < 0:
+            raise UsageError(f"backup_workers={self.backup_workers} is no number of workers; give 0 or more")
+        if self.backup_workers and self.staleness:
+            raise UsageError("backup_workers is for steps that workers take together: leave out staleness, or backup_workers")
+        if self.replicas < 1:
+            raise UsageError(f"replicas={self.replicas} is no number of servers that keep the same; give 1 (no copies) or more")
+        if self.pull not in ("step", "forward"):
+            raise UsageError(f"pull={self.pull!r} is unknown; {choices(str(self.pull), ('step', 'forward'))}")
+        if self.requeue and not self.backup_workers:
+            raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        if self.backup_workers >= max(scene.group.size, 2):
+            raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
+        if self.pull == "forward" and scene.survives:
+            raise UsageError(
+                "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
+                "parameters where steps are settled"
+            )
+        return Client(scene, self)

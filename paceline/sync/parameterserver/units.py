@@ -1,0 +1,205 @@
+"""What travels to servers and back: the units in which they keep parameters, as a worker has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.buckets import Shape, build, cut
+from paceline.comm.group import Traffic
+from paceline.comm.rpc import Caller, Message
+from paceline.errors import PacelineError, UsageError, WorkerLost
+from paceline.server import optimizers as recipe
+from paceline.server.codings import Phases
+from paceline.server.endpoints import Room
+from paceline.server.partition import Piece, deal, pieces
+from paceline.server.shard import Plan
+from paceline.sync.base import Slot
+
+
+@dataclass
+class Parcel:
+    """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
+
+    server: int
+    number: int  # on that server
+    optimizer: int
+    flat: Tensor
+    members: list[tuple[Piece, Tensor]]  # and where each lies
+    sent: list[tuple[Caller, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
+    pushed: dict[int, tuple[Tensor | None, int]] = field(
+        default_factory=dict
+    )  # of this step: which gradients, by slot, as of which version
+    ways: Phases = ()  # the codings in which it travels
+
+    @property
+    def first(self) -> int:
+        """The first slot of which there is something in it."""
+        return min(piece.slot for piece, _ in self.members)
+
+    def forget(self) -> None:
+        """What was pushed of it is void."""
+        self.pushed = {}
+        self.sent.clear()
+
+    def over(self, flat: Tensor) -> list[Tensor]:
+        """Where its members lie in another flat tensor of the same length."""
+        start = self.flat.storage_offset()
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset() - start) for _, view in self.members]
+
+    def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
+        """Lay these gradients, times `factor`, into the memory that travels; gives which of its parts there are."""
+        used = bytearray()
+        for piece, view in self.members:
+            grad = grads[piece.slot]
+            if grad is not None and grad.is_sparse:
+                raise UsageError(
+                    f"the gradient of {slots[piece.slot].name} is sparse, and ParameterServer takes dense ones: leave out sparse=True"
+                )
+            used.append(grad is not None)
+            if grad is None or not factor:
+                view.zero_()
+            else:
+                torch.mul(rows(grad, piece), factor, out=view)
+        self.pushed = {slot: (grad, version(grad)) for slot, grad in grads.items()}
+        return bytes(used)
+
+    def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
+        """Whether these are others than those that were pushed."""
+        return not self.pushed or any(
+            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1] for slot, grad in grads.items()
+        )
+
+    def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
+        """Let the parameters be what has come."""
+        for (piece, _), values in zip(self.members, self.over(flat), strict=True):
+            rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
+
+
+class Layout:
+    """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot). `ways`: the codings of each slot."""
+
+    def __init__(
+        self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
+    ) -> None:
+        shapes = [Shape.of(slot.parameter) for slot in slots]
+        told = [recipe.settings(optimizer) for optimizer in optimizers]
+        names = [recipe.describe(optimizer) for optimizer in optimizers]
+        self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
+        found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
+        ways = ways or [()] * len(slots)
+        self.plans: list[Plan] = []
+        self.parcels: list[Parcel] = []
+        self.of: dict[int, list[Parcel]] = {}
+        for server, numbers in enumerate(deal(found, servers)):
+            mine = [found[number] for number in numbers]
+            kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
+            runs = cut(kinds, reversed(range(len(mine))), nbytes)
+            owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
+            plan = Plan(mine, runs, owners, list(zip(names, told, strict=True)), coded)
+            self.plans.append(plan)
+            for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
+                members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
+                parcel = Parcel(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
+                self.parcels.append(parcel)
+                for slot in {piece.slot for piece, _ in members}:
+                    self.of.setdefault(slot, []).append(parcel)
+
+
+class Wires:
+    """What goes to servers, as a part of what the worker sends (`Sending`)."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0  # seconds, for workers that closed a step later
+        self.callers: list[Caller] = []
+        self.left = False  # this worker goes, and others may go on
+        self._past = Traffic()  # on connections that were closed
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Sending`."""
+        return sum((_sent(caller) for caller in self.callers), self._past)
+
+    def open(self, room: Room, me: int) -> None:
+        """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
+        self.callers = [Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)]
+        room.watch(self.end)
+
+    def close(self) -> None:
+        """See `Sending`."""
+        callers, self.callers = self.callers, []
+        for caller in callers:
+            self._hang_up(caller)
+
+    def _hang_up(self, caller: Caller) -> None:
+        self._past += _sent(caller)
+        caller.close()
+
+    def abort(self) -> None:
+        """See `Sending`."""
+        self.left = True
+        self.end(WorkerLost("this worker leaves"))
+
+    def end(self, error: PacelineError) -> None:
+        """Nothing can be waited for any more. From any thread."""
+        for caller in self.callers:
+            caller.end(error)
+
+
+def packed(body: bytes) -> Tensor:
+    """Bytes as they travel."""
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
+def letters(found: Message) -> list[tuple[int, bytes]]:
+    """Those that a keeper has passed on: whose, and what is in them."""
+    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
+
+
+def _sent(caller: Caller) -> Traffic:
+    return Traffic(caller.nbytes, 0) if caller.near else Traffic(0, caller.nbytes)
+
+
+def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+    for number, optimizer in enumerate(optimizers):
+        for group, values in enumerate(optimizer.param_groups):
+            if any(parameter is slot.parameter for parameter in values["params"]):
+                return number, group
+    raise AssertionError(f"{slot.name} is in no group of its optimizer")
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def rows(x: Tensor, piece: Piece) -> Tensor:
+    """The part of a parameter, or of what has its shape, that a piece is."""
+    return x if piece.whole else x[piece.start : piece.stop]
+
+
+def version(grad: Tensor | None) -> int:
+    """A number that tells whether it was changed in place."""
+    return 0 if grad is None else grad._version
+
+
+def part(memory: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict[str, Any]:
+    """What an optimizer remembers of some rows, from what it remembers of all."""
+    return {
+        name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
+        for name, value in memory.items()
+    }
+
+
+def whole(parts: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What is remembered of a parameter, from what is remembered of its pieces."""
+    first, memory = parts[0]
+    if first.whole:
+        return dict(memory)
+    ordered = [found for _, found in sorted(parts, key=lambda found: found[0].start)]
+    like = {name for name, value in memory.items() if isinstance(value, Tensor) and value.shape == first.shape.size}
+    return {name: torch.cat([found[name] for found in ordered]) if name in like else value for name, value in memory.items()}

@@ -1,0 +1,167 @@
+"""One strategy for the workers of a host, another between hosts: the axes of the mesh, each with a strategy of its own.
+
+Sequence((AllReduce(), "local"), (LocalSGD(32), "host"))
+
+host 0   rank 0  rank 1     gradients: the mean of the host, every step      | replicas agree every 32 steps
+host 1   rank 2  rank 3     gradients: the mean of the host, every step      |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.agreement import Agreement
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.sync.abilities import Lends
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.base import Slot, Strategy, Sync
+from paceline.sync.context import Scene
+from paceline.sync.localsgd.strategy import LocalSGD
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """p.grad is the mean over the samples of my host, step moves my host's replica, and hosts agree as the second strategy says.
+
+    `inner` is `(AllReduce(...), "local")`, `outer` is `(LocalSGD(...), "host")`.
+    """
+
+    inner: tuple[Strategy, str]
+    outer: tuple[Strategy, str]
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        for part, kind, axis in ((self.inner, AllReduce, "local"), (self.outer, LocalSGD, "host")):
+            if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], kind) or part[1] != axis:
+                raise UsageError(f"{part!r} can't stand there; write Sequence((AllReduce(), 'local'), (LocalSGD(32), 'host'))")
+        if isinstance(self.outer[0], LocalSGD) and self.outer[0].after:
+            raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
+
+    def begin(self, scene: Scene) -> Sync:
+        """See `Strategy.begin`."""
+        if scene.local is None:
+            raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
+        inside = _inside(scene)
+        return Both(scene, inside, self.inner[0].begin(inside), self.outer[0].begin(scene))
+
+
+def _inside(scene: Scene) -> Scene:
+    """The same with the workers of my host alone. What they exchange is part of a call of all: a loss is survived by all."""
+    assert scene.local is not None
+    group = scene.local()
+    agreement = Agreement(group, step=lambda: scene.moment.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
+    return dataclasses.replace(scene, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
+
+
+class Both:
+    """The running side of `Sequence`."""
+
+    apart = True
+    together = True
+
+    def __init__(self, scene: Scene, inside: Scene, inner: Sync, outer: Sync) -> None:
+        self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
+        self.meets = outer.meets
+
+    def attach(self, slots: Rows[Slot]) -> None:
+        """See `Sync.attach`."""
+        self._inner.attach(slots)
+        self._outer.attach(slots)
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        """See `Sync.ready`."""
+        self._inner.ready(number, grad, scale)
+
+    def overwrites(self, number: int, grad: Tensor) -> bool:
+        """See `Lends.overwrites`."""
+        return isinstance(self._inner, Lends) and self._inner.overwrites(number, grad)
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        """See `Sync.backward_done`."""
+        found = self._inner.backward_done(where)
+        part = float(self._inside.group.all_reduce(torch.tensor([self._scene.moment.part], dtype=torch.float64), name="part").wait())
+        for _, total in found:  # of the host: what its samples count in the global batch is the outer strategy's
+            total.div_(part) if part else total.zero_()
+        self._outer.backward_done(where)
+        return found
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """See `Sync.stepped`."""
+        self._inner.stepped(optimizer)
+        self._outer.stepped(optimizer)
+
+    def commit(self) -> None:
+        """See `Sync.commit`."""
+        self._inner.commit()
+        self._outer.commit()
+
+    def mirrored(self) -> dict[str, Tensor] | None:
+        """See `Sync.mirrored`: inside a host replicas are equal always."""
+        return self._outer.mirrored()
+
+    def converge(self) -> None:
+        """See `Sync.converge`."""
+        self._outer.converge()
+
+    def abort(self) -> None:
+        """See `Sync.abort`."""
+        self._inner.abort()
+        self._outer.abort()
+
+    def layout(self) -> Any:
+        """See `Sync.layout`."""
+        return {"inner": self._inner.layout(), "outer": self._outer.layout()}
+
+    def regroup(self, scene: Scene, layout: Any = None) -> None:
+        """See `Sync.regroup`."""
+        layout = self.layout() if layout is None else layout
+        self._scene, self._inside = scene, _inside(scene)
+        self._inner.regroup(self._inside, layout["inner"])
+        self._outer.regroup(scene, layout["outer"])
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """See `Sync.inherit`."""
+        self._inner.inherit(state["inner"])
+        self._outer.inherit(state["outer"])
+
+    @property
+    def owns(self) -> bool:
+        """See `Sync.owns`."""
+        return self._outer.owns
+
+    def own(self) -> dict[str, Any] | None:
+        """See `Sync.own`: what codecs keep inside a host stays there."""
+        return self._outer.own()
+
+    def take_over(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.take_over`."""
+        return self._outer.take_over(state, step)
+
+    def detach(self) -> None:
+        """See `Sync.detach`."""
+        self._inner.detach()
+        self._outer.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Sync.state_dict`."""
+        return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
+
+    def adopt(self, states: Rows[dict[str, Any]]) -> None:
+        """See `Sync.adopt`. What codecs keep inside a host is that of the first workers, if there are other hosts now."""
+        found = [state for state in states if state]
+        if any("outer" not in state for state in found):
+            raise UsageError("this checkpoint was written with another kind of strategy than Sequence; resume with that one")
+        group = self._inside.group
+        ranks = [group.global_rank(rank) for rank in range(group.size)]
+        mine = [found[rank]["inner"] for rank in ranks if rank < len(found)]
+        self._inner.adopt(mine)
+        self._outer.adopt([state["outer"] for state in found])

@@ -1,0 +1,126 @@
+"""With whom and along which way a bucket is summed: a name becomes an object once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.comm.collectives import Lane
+from paceline.comm.group import Group, Unchecked, Work
+from paceline.comm.schedule import SCHEDULES, Schedule, build
+from paceline.comm.shm.memory import fresh
+from paceline.errors import ResourceError, UsageError
+from paceline.formatting import choices
+from paceline.sync.context import Scene
+
+
+class Reducer(Protocol):
+    """Sums flat tensors over all workers, in place, one after the other."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """CPU memory that it sums fastest; collective."""
+        ...
+
+    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """CPU memory of this worker alone, which may take the place of what `empty` gave; others needn't know."""
+        ...
+
+    def release(self, flat: Tensor) -> None:
+        """`flat` (from `empty` or `beside`) is not used any more."""
+        ...
+
+    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+        """Start summing `flat` in place."""
+        ...
+
+    def close(self) -> None:
+        """Free threads."""
+        ...
+
+
+class Native:
+    """The group's own all-reduce."""
+
+    def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
+        self._group, self._say, self._owned = group, say, owned
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Reducer.empty`."""
+        try:
+            return self._group.empty((numel,), dtype)
+        except ResourceError as error:
+            self._say(f"gradients travel through a copy (slower by about half): {error}")
+            return torch.empty(numel, dtype=dtype)
+
+    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Reducer.beside`."""
+        flat = fresh((numel,), dtype)
+        stand_in = getattr(self._group, "stand_in", None)
+        if stand_in is not None:
+            stand_in(flat)
+        return flat
+
+    def release(self, flat: Tensor) -> None:
+        """See `Reducer.release`."""
+        release = getattr(self._group, "release", None)
+        if release is not None:
+            release(flat)
+
+    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+        """See `Reducer.all_reduce`."""
+        if isinstance(self._group, Unchecked):
+            return self._group.all_reduce_agreed(flat, out=flat)
+        return self._group.all_reduce(flat, name=name, out=flat)
+
+    def close(self) -> None:
+        """See `Reducer.close`."""
+        if self._owned:
+            self._group.close()
+
+
+class Scheduled(Native):
+    """A schedule, run move by move over the group's `exchange`."""
+
+    def __init__(self, group: Group, schedule: Schedule, say: Callable[[str], None]) -> None:
+        super().__init__(group, say)
+        self._lane, self._schedule = Lane(group), schedule
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Reducer.empty`: messages are copied anyway."""
+        return torch.empty(numel, dtype=dtype)
+
+    def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
+        """See `Reducer.all_reduce`."""
+        return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
+
+
+def _auto(scene: Scene) -> Reducer:
+    return Native(scene.group, scene.say)
+
+
+def _native(scene: Scene) -> Reducer:
+    if scene.native is None or scene.group.size == 1:
+        return _auto(scene)
+    group = scene.native()
+    scene.sides.append(group)
+    return Native(group, scene.say, owned=True)
+
+
+def _by(name: str) -> Callable[[Scene], Reducer]:
+    def make(scene: Scene) -> Reducer:
+        return Scheduled(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.say)
+
+    return make
+
+
+WAYS: dict[str, Callable[[Scene], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
+
+
+def reducer(via: str) -> Callable[[Scene], Reducer]:
+    """What makes the reducer called `via`; `UsageError` for an unknown name."""
+    if via not in WAYS:
+        raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")
+    return WAYS[via]

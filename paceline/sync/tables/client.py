@@ -1,0 +1,340 @@
+"""Sparse tables, seen from a worker: a batch pulls the rows that it uses, and what it adds to their gradients is given back.
+
+    forward   pull(ids) ------ rows as of my last step ------>   | loss, backward | give(ids, gradients) ... the servers step
+    prefetch       pull(ids of the next batch), answered as soon as that step has been taken
+
+Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are survived, see `rowsteps`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm.rpc import Caller, Message
+from paceline.errors import LOSSES, DeadlineExceeded, UsageError
+from paceline.server import row_optimizers
+from paceline.server.table import Spec
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.connections import Bill, Copies
+from paceline.sync.parameterserver.replication import gone
+
+PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved
+
+
+class Sent(NamedTuple):
+    """A message under way."""
+
+    caller: Caller
+    number: int
+
+
+class Asked(NamedTuple):
+    """Rows that are on their way."""
+
+    step: int
+    ids: Tensor
+    parts: list[tuple[int, Tensor, Sent]]  # shard, which of the ids, and the message
+
+
+class Gradient(NamedTuple):
+    """What this worker adds to the gradient of a table: rows (in order, each once), and theirs; `used`: whether a backward reached it."""
+
+    ids: Tensor
+    values: Tensor
+    used: bool
+
+
+Step = tuple["Lookup", Gradient, dict[str, Any]]  # of one table, with the settings that it is taken with
+
+
+class Library:
+    """The servers of all tables of a run, as this worker reaches them: each shard of rows on a primary, and copies of it perhaps."""
+
+    def __init__(self, scene: Scene, servers: int | None, replicas: int = 1) -> None:
+        if scene.table_servers is None:
+            raise UsageError("sparse tables need servers, and nobody starts any here: start the workers with `paceline run`")
+        self.scene, self.replicas = scene, replicas
+        self.wires = Copies()
+        scene.sides.append(Bill(self.wires))
+        self.room = scene.table_servers(servers, replicas)
+        if self.room.house is None and replicas > 1:
+            self.room.close()
+            raise UsageError(
+                f"SparseEmbedding(replicas={replicas}) is for runs that go on when a server is lost: start them with `paceline run "
+                "--min-workers N`, or leave it out"
+            )
+        self.waiting = self.room.house is not None and not self.room.addresses  # to be told where servers are
+        if not self.waiting:
+            self.wires.open(self.room, self.me)
+        self.free = ""  # workers are not in lockstep: each steps tables "alone", or "together" with those who make a step (`freerows`)
+        self._given: list[Sent] = []  # what was not acknowledged yet
+        self.tables: list[Lookup] = []
+
+    @property
+    def me(self) -> int:
+        """What this worker is called."""
+        return self.scene.agreement.origins[self.scene.group.rank]
+
+    @property
+    def shards(self) -> int:
+        """How many parts rows are dealt to; as many as there are servers, but for copies."""
+        return len(self.wires.of)
+
+    def open(self, name: str, spec: Spec, settings: dict[str, Any]) -> Lookup:
+        """Another table, which all workers open."""
+        number = len(self.tables)
+        for shard in range(self.shards):
+            body = {"table": number, "spec": spec.plain(), "settings": settings, "server": shard, "servers": self.shards}
+            self.tell(shard, "rows.table", body)
+        self.tables.append(Lookup(self, name, number, spec, settings))
+        return self.tables[-1]
+
+    def send(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Sent:
+        """A message to the one of its copies that is asked. Raises `StateLost` where none is left."""
+        for caller in self.wires.of[shard]:
+            try:
+                return Sent(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline))
+            except LOSSES:
+                if self.room.house is None or self.wires.left:
+                    raise
+        raise gone([caller.who for caller in self.wires.of[shard]])
+
+    def wait(self, sent: Sent) -> Message:
+        """The answer to this one."""
+        return sent.caller.wait(sent.number, self.scene.deadline)
+
+    def answer(self, sent: Sent, again: Callable[[], Sent]) -> Message:
+        """The answer to this question; where who was asked is lost, another is asked `again`."""
+        while True:
+            try:
+                return self.wait(sent)
+            except LOSSES:
+                if self.room.house is None or self.wires.left:
+                    raise
+            sent = again()
+
+    def call(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
+        """Ask a shard, whichever of its copies answers."""
+        return self.answer(self.send(shard, kind, body, tensors), lambda: self.send(shard, kind, body, tensors))
+
+    def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Tell all copies of a shard."""
+        self.wires.tell(shard, kind, body, tensors, self.scene.deadline)
+
+    def split(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each shard that has some of these rows, and which."""
+        if self.shards == 1:
+            yield from [(0, torch.arange(len(ids)))] if len(ids) else []
+            return
+        owner = ids % self.shards
+        found = ((shard, (owner == shard).nonzero()[:, 0]) for shard in range(self.shards))
+        yield from ((shard, where) for shard, where in found if len(where))
+
+    def give(self, found: Sequence[Step]) -> None:
+        """My part of the next step of these tables, which is made once all have given theirs. Waits for nobody."""
+        self.settle()
+        self._given = self.spread("rows.give", found, {"workers": list(range(self.scene.group.size))})
+        for lookup, _, _ in found:
+            lookup.advance()
+
+    def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[Sent]:
+        """Send this to all servers, with my part of the next step of these tables."""
+        parts = [dict(self.split(gradient.ids)) for _, gradient, _ in found]
+        nothing = torch.empty(0, dtype=torch.int64)
+        body = {**body, "tables": [lookup.entry(gradient, settings) for lookup, gradient, settings in found]}
+        sent = []
+        for shard in range(self.shards):
+            tensors = []
+            for (_, gradient, _), part in zip(found, parts, strict=True):
+                where = part.get(shard, nothing)
+                tensors += [gradient.ids[where], gradient.values[where]]
+            for caller in self.wires.of[shard]:
+                sent.append(Sent(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline)))
+        return sent
+
+    def settle(self) -> None:
+        """What was given has arrived."""
+        while self._given:
+            self.wait(self._given.pop())
+
+    def close(self, *, left: bool) -> None:
+        """Hang up, and end the servers that this worker has started; where losses are survived, all, unless others go on (`left`)."""
+        house = self.room.house
+        self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
+        if house is not None and left:
+            house.leave()
+        else:
+            self.room.close()
+
+
+class Lookup:
+    """One table. `waits` counts the times that rows had to be waited for from the asking on, `steps` what this worker has given."""
+
+    def __init__(self, library: Library, name: str, number: int, spec: Spec, settings: dict[str, Any]) -> None:
+        self.name, self.number, self.spec, self.steps, self.waits = name, number, spec, 0, 0
+        self.seconds = 0.0  # spent waiting for rows
+        self._library, self._told = library, settings
+        self._ahead: list[Asked] = []
+        self._trained = False  # rows were pulled for training since the last step
+
+    def pull(self, ids: Tensor, *, train: bool) -> Tensor:
+        """The rows of these ids (1-D, int64, in order, each once), as they are after my last step; in memory of their own."""
+        self._check()
+        self._trained = self._trained or train
+        began = time.perf_counter()
+        found = next((values for asked in self._ahead if (values := self._of(asked, ids)) is not None), None)
+        if found is None:
+            self.waits += 1
+            asked = self._ask(ids, self.steps)
+            found = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+        self.seconds += time.perf_counter() - began
+        return found
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Ask for rows of the next batch, as they will be after the step under way (after the last, if none is)."""
+        self._check()
+        self._ahead.append(self._ask(ids, self.steps + self._trained))
+
+    def _check(self) -> None:
+        if self._library.waiting:
+            raise UsageError(
+                f"the rows of {self.name} are not to be had here yet: this worker is let in when its loop over the training loader begins; "
+                "ask for rows inside of that"
+            )
+
+    def _of(self, asked: Asked, ids: Tensor) -> Tensor | None:
+        """These rows, if all of them were asked for and are of this step."""
+        if asked.step != self.steps or not len(asked.ids):
+            return None
+        same = torch.equal(asked.ids, ids)
+        places = torch.searchsorted(asked.ids, ids).clamp_(max=len(asked.ids) - 1)
+        if not same and not torch.equal(asked.ids[places], ids):
+            return None
+        self._ahead = [other for other in self._ahead if other is not asked]
+        values = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+        return values if same else values[places]
+
+    def _ask(self, ids: Tensor, step: int) -> Asked:
+        return Asked(step, ids, [(shard, where, self._send(shard, ids[where], step)) for shard, where in self._library.split(ids)])
+
+    def _send(self, shard: int, ids: Tensor, step: int) -> Sent:
+        return self._library.send(shard, "rows.pull", self._at(step), [ids])
+
+    def _at(self, step: int) -> dict[str, Any]:
+        """For a message that waits for this step."""
+        return {"table": self.number, "step": step, "free": self._library.free}
+
+    def _take(self, asked: Asked) -> Tensor:
+        answers = []
+        for shard, where, sent in asked.parts:
+
+            def again(shard: int = shard, where: Tensor = where) -> Sent:
+                return self._send(shard, asked.ids[where], asked.step)
+
+            try:
+                answers.append((where, self._library.answer(sent, again).tensors[0]))
+            except DeadlineExceeded as error:
+                lockstep = self._library.room.house is None and not self._library.free
+                raise self._named(error, shard) if lockstep else error from error
+        if len(answers) == 1:
+            return answers[0][1]
+        values = torch.empty(len(asked.ids), self.spec.dim, dtype=self.spec.kind)
+        for where, part in answers:
+            values[where] = part
+        return values
+
+    def _named(self, error: DeadlineExceeded, shard: int) -> DeadlineExceeded:
+        """The error with the names of those who are waited for."""
+        given = self._library.call(shard, "rows.given", {"table": self.number}).body["workers"]
+        missing = tuple(rank for rank in range(self._library.scene.group.size) if rank not in given)
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return DeadlineExceeded(f"{error}: the rows of {self.name} wait for step {self.steps} of {ranks}", missing)
+
+    # ---- steps
+
+    def entry(self, gradient: Gradient, settings: dict[str, Any]) -> dict[str, Any]:
+        """What is told of the next step, beside the gradient. What was told may be void where losses are survived, or workers not in
+        lockstep: so all of it again."""
+        changed = settings != self._told or self._library.room.house is not None or bool(self._library.free)
+        self._told = settings
+        return {"table": self.number, "step": self.steps + 1, "used": gradient.used, "settings": settings if changed else None}
+
+    def advance(self, step: int | None = None) -> None:
+        """The next step has been given, or `step` is the last one that I know of."""
+        self.steps = self.steps + 1 if step is None else step
+        self._trained = False
+        old = [asked for asked in self._ahead if asked.step < self.steps]
+        self._ahead = [asked for asked in self._ahead if asked.step >= self.steps]
+        for asked in old:  # nobody wants it any more, and it would be kept
+            self._drop(asked)
+
+    def _drop(self, asked: Asked) -> None:
+        for _, _, sent in asked.parts:
+            with contextlib.suppress(*LOSSES if self._library.room.house is not None else ()):
+                self._library.wait(sent)
+
+    def void(self) -> None:
+        """A turn comes again, or workers are others: answers to what was asked for before are not waited for."""
+        self._ahead.clear()
+        self._trained = False
+
+    def place(self, steps: int, seed: int) -> None:
+        """Stand where the others do."""
+        self.steps, self.spec = steps, replace(self.spec, seed=seed)
+
+    # ---- state: everything here is done by one worker for all
+
+    def facts(self) -> dict[str, Any]:
+        """A digest of the rows in use, how many they are, and how many steps there were, over all servers."""
+        found = [self._library.call(shard, "rows.digest", self._at(self.steps)).body for shard in range(self._library.shards)]
+        digest = sum(int(answer["digest"], 16) for answer in found) % (1 << 64)
+        return {"digest": f"{digest:016x}", "rows": sum(answer["rows"] for answer in found), "count": found[0]["count"]}
+
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """All rows in use and what is remembered of them, some at a time."""
+        for shard in range(self._library.shards):
+            for answer in self.pieces(shard):
+                yield dict(zip(answer.body["names"], answer.tensors, strict=True))
+
+    def pieces(self, shard: int) -> Iterator[Message]:
+        """The same of one shard, as it is sent: copies have their rows in the same order, so another may go on where one is lost."""
+        each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
+        for start in itertools.count(0, each):
+            answer = self._library.call(shard, "rows.part", {**self._at(self.steps), "start": start, "stop": start + each})
+            if not len(answer.tensors[0]):
+                return
+            yield answer
+
+    def clear(self, seed: int, count: int) -> None:
+        """Nothing is in use any more; so many steps have been taken."""
+        for shard in range(self._library.shards):
+            self._library.tell(shard, "rows.clear", {**self._at(self.steps), "seed": seed, "count": count})
+
+    def put(self, part: dict[str, Tensor]) -> None:
+        """Take up what `parts` gave."""
+        for shard, where in self._library.split(part["ids"]):
+            tensors = [values[where] for values in part.values()]
+            self._library.tell(shard, "rows.put", {"table": self.number, "names": list(part)}, tensors)
+
+    def forget(self, seed: int) -> None:
+        """What was asked for ahead is void: the table has become another, whose rows begin by this seed. On all workers."""
+        self.spec = replace(self.spec, seed=seed)
+        old, self._ahead = self._ahead, []
+        for asked in old:
+            if asked.step <= self.steps:  # the others are answered after a step that may never come
+                self._drop(asked)
+
+
+def merged(found: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Several gradients of some rows each, as one."""
+    if not found:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dim, dtype=dtype)
+    return row_optimizers.summed(found, dim, dtype)

@@ -1,0 +1,137 @@
+"""Sparse tables where workers are not in lockstep: their rows are stepped with the optimizers on the servers of `ParameterServer`.
+
+    Eager           rows.apply                          each gradient is a step of its own, as it is for everything else
+    Stale, Backup   rows.hold | decided | rows.close    what workers have come with lies on all servers before it is decided who makes a
+                                                        step, and a row's step is made by the same workers as that of everything else
+
+A pull is answered once the last step has been made that its worker knows of: its own, with Eager. There may be later ones in it.
+An optimizer that has nothing but tables takes part in who makes which step, like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.comm.rpc import Caller
+from paceline.errors import UsageError
+from paceline.sync.parameterserver.consistency import Eager
+from paceline.sync.tables.client import Gradient, Library, Lookup
+
+if TYPE_CHECKING:
+    from paceline.sync.parameterserver.client import Client
+
+
+class Owned(Protocol):
+    """A table that an optimizer steps."""
+
+    lookup: Lookup
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its group says now."""
+        ...
+
+    def gradient(self) -> Gradient:
+        """What I give for the next step."""
+        ...
+
+
+class FreeRows:
+    """The tables that are stepped with a client's optimizers, which are known by their numbers; none before `open`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._library: Library | None = None
+        self._owned: Callable[[Any], Sequence[Owned]] = lambda optimizer: ()
+        self._found: dict[int, list[Gradient]] = {}  # by optimizer: what I come with to its next step
+        self._held: set[int] = set()  # of those, whose are on the servers already
+
+    def open(self, library: Library, owned: Callable[[Any], Sequence[Owned]], optimizers: Sequence[Any]) -> None:
+        """From now on these are stepped here; `owned` tells which tables an optimizer has. Again when there are more."""
+        client = self._client
+        self._library, self._owned = library, owned
+        library.free = "alone" if isinstance(client.pace, Eager) else "together"
+        library.wires.follow(client.scene.breaker)
+        for optimizer in optimizers:
+            if owned(optimizer) and all(known is not optimizer for known in client.optimizers):
+                client.optimizers.append(optimizer)
+                client.steps_taken.append(0)
+        for optimizer, steps in zip(client.optimizers, client.steps_taken, strict=True):
+            late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps]
+            if steps and late:
+                raise UsageError(
+                    f"the sparse table {late[0]} has come to an optimizer that has stepped already, and with staleness or backup_workers "
+                    "servers can't tell where it stands: prepare all tables of an optimizer before it steps"
+                )
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether it steps any."""
+        return bool(self._owned(optimizer))
+
+    def _tables(self, number: int) -> Sequence[Owned]:
+        return self._owned(self._client.optimizers[number])
+
+    # ---- what I come with
+
+    def offer(self, optimizer: Any) -> None:
+        """It is about to step, with the gradients that its tables have now. Raises `UsageError` where it has been clipped with others."""
+        number = next(number for number, known in enumerate(self._client.optimizers) if known is optimizer)
+        now = [table.gradient() for table in self._tables(number)]
+        if number in self._held and any(_other(one, two) for one, two in zip(self._found[number], now, strict=True)):
+            raise UsageError(
+                "a sparse table has other gradients than at run.clip, by which servers had been told of them: call backward before that"
+            )
+        self._found[number] = now
+
+    def hold(self, number: int) -> None:
+        """What I come with to the next step of this optimizer is on all servers."""
+        tables, library = self._tables(number), self._library
+        if not tables or library is None or number in self._held:
+            return
+        mine = self._found.get(number) or [table.gradient() for table in tables]
+        self._client.pace.pushing(number)  # what I have come with before is in a step, or void
+        self._found[number] = mine
+        for sent in library.spread("rows.hold", self._steps(number, tables), {"after": tables[0].lookup.steps}):
+            library.wait(sent)
+        self._held.add(number)
+
+    def _steps(self, number: int, tables: Sequence[Owned]) -> list[tuple[Lookup, Gradient, dict[str, Any]]]:
+        found = self._found[number]
+        return [(table.lookup, gradient, table.settings) for table, gradient in zip(tables, found, strict=True)]
+
+    # ---- steps
+
+    def apply(self, number: int) -> list[tuple[Caller, int]]:
+        """Step with what I come with alone, by my part of the learning rate; gives the messages."""
+        tables, library, part = self._tables(number), self._library, self._client.scene.moment.part
+        if not tables or library is None:
+            return []
+        body = {"part": part, "factor": 1.0 / part if part else 0.0}
+        sent = library.spread("rows.apply", self._steps(number, tables), body)
+        del self._found[number]
+        for table in tables:
+            table.lookup.advance()
+        return [*sent]
+
+    def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[Caller, int]]:
+        """This step is made by those who were `found`, with the mean of their gradients, by so much of the learning rate."""
+        tables, library, seconds = self._tables(number), self._library, self._client.seconds
+        if not tables or library is None:
+            return []
+        body = {"tables": [table.lookup.number for table in tables], "step": step, "workers": found["workers"]}
+        body |= {"factor": 1.0 / found["parts"], "part": part}
+        sent = [(caller, caller.send("rows.close", step=step, body=body, seconds=seconds)) for caller in library.wires.callers]
+        self.go(number, step)
+        return sent
+
+    def go(self, number: int, step: int) -> None:
+        """This worker goes on from this step of an optimizer; what it had come with is in that, or in a later one, or void."""
+        self._held.discard(number)
+        self._found.pop(number, None)
+        for table in self._tables(number):
+            table.lookup.advance(max(step, table.lookup.steps))
+
+
+def _other(one: Gradient, two: Gradient) -> bool:
+    return one.used != two.used or (one.values is not two.values and bool(len(one.ids) or len(two.ids)))

@@ -1,0 +1,143 @@
+"""Sparse tables where losses are survived: what a step is made of is on all copies before it is made, on all workers or on none.
+
+    give to all copies |  settled: all workers' gradients are on all copies  |  the dense part steps  |  make
+      a worker or a server is lost here: none of it counts,                    the same, if it can       lost here: the step is made, as
+      the turn is dealt again                                                                             each of the living says so
+
+The dense part steps between the two, as it may be what fails. Where a turn comes again after a step of it was made (by one of two
+optimizers), that goes back on the servers, too. Rows are read from a copy where their primary is lost, without anyone waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.comm.agreement import Voided
+from paceline.comm.rpc import Caller
+from paceline.errors import LOSSES
+from paceline.server.endpoints import House
+from paceline.sync.context import Scene
+from paceline.sync.parameterserver.connections import Bill
+from paceline.sync.parameterserver.renewal import renew
+from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.tables.client import Library, Lookup, Sent, Step
+
+
+class RowSteps:
+    """The steps of a library's tables, and what becomes of its servers. `house` is where they are."""
+
+    def __init__(self, library: Library, house: House) -> None:
+        self._library = library
+        self.copies = Replacing(library.scene, house, library.wires, library.replicas, fill=self._fill, kind="table server")
+        self._workers: list[int] = []  # whose gradients make the next step
+        self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
+        self._me = -1 if library.waiting else library.me  # what servers know me by
+        self.within = False  # a turn of training
+
+    # ---- a step
+
+    def settle(self, found: Sequence[Step]) -> None:
+        """Have all servers know what the next step of these tables is made of. Raises `Voided`, on all workers, if it can't be made."""
+        library, agreement = self._library, self._library.scene.agreement
+        if library.scene.moment.cut:
+            raise Voided("a worker was lost in this turn")
+
+        def act() -> list[int]:
+            for sent in library.spread("rows.give", found, {"decided": True}):
+                library.wait(sent)
+            return list(agreement.origins)
+
+        self._workers = agreement.settle(act, "optimizer.step", apart=True)
+
+    def make(self, tables: Sequence[Lookup]) -> None:
+        """The step that was settled is made."""
+        if not self.within:
+            self._floors.clear()
+        entries = []
+        for lookup in tables:
+            floor = self._floors.setdefault(lookup.number, lookup.steps)
+            entries.append({"table": lookup.number, "step": lookup.steps + 1, "floor": floor})
+        self._everywhere("rows.make", {"tables": entries, "workers": self._workers})
+        for lookup in tables:
+            lookup.advance()
+
+    def _everywhere(self, kind: str, body: dict[str, Any]) -> None:
+        """Tell all servers; one that is lost shows it in the next call of all workers, or when nobody else is there to be asked."""
+        library, sent = self._library, list[Sent]()
+        agreement, seconds = library.scene.agreement, library.scene.deadline
+        body = {**body, "calls": agreement.calls}
+
+        def act() -> None:
+            for caller in library.wires.callers:
+                with contextlib.suppress(*LOSSES):
+                    sent.append(Sent(caller, caller.send(kind, body=body, seconds=seconds)))
+            for each in sent:
+                with contextlib.suppress(*LOSSES):
+                    library.wait(each)
+
+        agreement.wait(act, "optimizer.step")
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self.within = True
+        self._floors.clear()
+
+    def commit(self) -> None:
+        """It is over."""
+        self.within = False
+        self._floors.clear()
+        renew(self.copies)
+
+    def back(self) -> None:
+        """It comes again: nothing of it has happened on servers."""
+        library, floors = self._library, self._floors
+        if floors:
+            self._everywhere("rows.back", {"tables": list(floors.items())})
+        for lookup in library.tables:
+            lookup.steps = floors.get(lookup.number, lookup.steps)
+            lookup.void()
+        for caller in library.wires.callers:
+            caller.forget()
+        floors.clear()
+
+    # ---- other workers, other servers
+
+    def layout(self) -> Any:
+        """What who has just come has to know: JSON."""
+        return {"room": self.copies.house.layout(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
+
+    def regroup(self, scene: Scene, layout: Any) -> None:
+        """The workers are others now. Collective; see `Sync.regroup`."""
+        library = self._library
+        scene.sides.append(Bill(library.wires))
+        if layout is not None:
+            self._enter(layout)
+        self.copies.survey(scene)
+        for lookup in library.tables:
+            lookup.void()
+
+    def _enter(self, layout: Any) -> None:
+        """Somebody has come, I perhaps: stand where all do. Who came in vain before may be called otherwise now."""
+        library = self._library
+        library.room = self.copies.house.join(layout["room"])
+        if library.me != self._me:
+            library.wires.close()
+            library.wires.open(library.room, library.me)
+        else:
+            library.wires.reach(library.room, library.me)
+        self._me, library.waiting = library.me, False
+        for lookup, (steps, seed) in zip(library.tables, layout["tables"], strict=True):
+            lookup.place(steps, seed)
+
+    def _fill(self, shard: int, caller: Caller) -> Iterator[None]:
+        library, seconds = self._library, self._library.scene.deadline
+        for lookup in library.tables:
+            stand = {"table": lookup.number, **library.call(shard, "rows.stand", {"table": lookup.number}).body}
+            caller.call("rows.become", body={**stand, "server": shard, "servers": library.shards}, seconds=seconds)
+            yield
+            for piece in lookup.pieces(shard):
+                body = {"table": lookup.number, "names": piece.body["names"]}
+                caller.call("rows.put", body=body, tensors=piece.tensors, seconds=seconds)
+                yield

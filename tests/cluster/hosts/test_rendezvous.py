@@ -1,0 +1,432 @@
+"""Launchers of several hosts: they meet, number themselves, know each other's secret, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cluster import network
+from paceline.cluster.hosts import channel as channels
+from paceline.cluster.hosts.channel import Caller, Channel, Gone, call
+from paceline.cluster.hosts.peers import Failure, Late
+from paceline.cluster.hosts.rendezvous import Council, Meeting, Offer, assemble
+from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
+from tests.cluster.launched import JOINED, Launched, wait_for
+from tests.launches import listening
+
+SECRET = b"0123456789abcdef"
+ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
+
+
+def free_port() -> int:
+    with network.listen("127.0.0.1") as probe:
+        return int(probe.getsockname()[1])
+
+
+def invitation(name: str, port: int, **changes: Any) -> Meeting:
+    offer = Offer(name, 2, "127.0.0.1", "machine", 1000, 2000)
+    return replace(Meeting(("127.0.0.1", port), SECRET, offer, 2, None, 5.0), **changes)
+
+
+def gather(*meetings: Meeting, pause: float = 0.0) -> list[Future[Council]]:
+    with ThreadPoolExecutor(len(meetings)) as pool:
+        futures = []
+        for meeting in meetings:
+            futures.append(pool.submit(assemble, meeting))
+            time.sleep(pause)
+    return futures
+
+
+@pytest.fixture
+def councils() -> Iterator[Callable[..., list[Council]]]:
+    """Councils of as many hosts as names are given; the first one listens."""
+    made: list[Council] = []
+
+    def make(*names: str) -> list[Council]:
+        port = free_port()
+        made.extend(future.result() for future in gather(*(invitation(name, port, hosts=len(names)) for name in names), pause=0.05))
+        return made
+
+    yield make
+    for council in made:
+        council.close()
+
+
+def turn(*members: Council, until: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, "it never came to that"
+        for council in members:
+            for descriptor in council.descriptors():
+                council.hear(descriptor)
+            council.tick()
+        time.sleep(0.005)
+
+
+class TestAssemble:
+    def test_all_get_one_table(self):
+        for _ in range(20):
+            port = free_port()
+            found = [future.result() for future in gather(*(invitation(name, port, hosts=3) for name in "abc"))]
+            assert sorted(council.host_rank for council in found) == [0, 1, 2]
+            assert found[0].table == found[1].table == found[2].table
+            for name, council in zip("abc", found, strict=True):
+                assert council.table[council.host_rank].name == name
+                council.close()
+
+    def test_wishes_are_granted(self):
+        port = free_port()
+        wished = gather(*(invitation(name, port, hosts=3, host_rank=rank) for name, rank in (("a", 2), ("b", None), ("c", 0))))
+        assert [future.result().host_rank for future in wished] == [2, 1, 0]
+        for future in wished:
+            future.result().close()
+
+    def test_two_hosts_of_one_number(self):
+        port = free_port()
+        for future in gather(invitation("a", port, host_rank=1), invitation("b", port, host_rank=1), pause=0.1):
+            assert isinstance(future.exception(), Mismatch) and "both say --host-rank 1" in str(future.exception())
+
+    def test_different_numbers_of_hosts(self):
+        port = free_port()
+        for future in gather(invitation("a", port), invitation("b", port, hosts=3), pause=0.1):
+            assert isinstance(future.exception(), Mismatch) and "b was started with --hosts 3" in str(future.exception())
+
+    def test_different_placements(self):
+        port, other = free_port(), Offer("b", 2, "127.0.0.1", "machine", 1000, 2000, "round-robin")
+        for future in gather(invitation("a", port), invitation("b", port, offer=other), pause=0.1):
+            assert isinstance(future.exception(), Mismatch)
+            assert "b was started with --placement round-robin, and a with --placement block" in str(future.exception())
+
+    def test_another_secret_ends_who_came_with_it(self):
+        port, said = free_port(), []
+        first, second = gather(
+            invitation("a", port, deadline=1.5, say=said.append), invitation("b", port, secret=b"another secret!!"), pause=0.1
+        )
+        assert isinstance(second.exception(), SecretError)
+        assert isinstance(first.exception(), DeadlineExceeded) and "came with another secret" in str(first.exception())
+        assert len(said) == len({*said}) and sum("came with another secret" in line for line in said) == 1
+
+    def test_who_does_not_come_is_missed(self):
+        with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
+            assemble(invitation("a", free_port(), deadline=0.5))
+
+    def test_who_came_is_told_who_did_not(self):
+        port = free_port()
+        for future in gather(*(invitation(name, port, hosts=3, deadline=1.0) for name in "ab"), pause=0.1):
+            assert isinstance(future.exception(), DeadlineExceeded) and "2 of 3 hosts came" in str(future.exception())
+
+    def test_nobody_at_the_meeting_point(self, monkeypatch):
+        """As on a machine that doesn't own the address."""
+        monkeypatch.setattr(network, "local", lambda address: False)
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"127.0.0.1:\d+ could not be reached from a within 1 s \(Connection refused\)"):
+            assemble(invitation("a", free_port(), deadline=1.0))
+        assert time.monotonic() - start < 10
+
+    def test_a_forwarder_hangs_up_until_somebody_is_there(self, monkeypatch):
+        monkeypatch.setattr(network, "local", lambda address: False)
+        with network.listen("127.0.0.1") as forwarder:
+            port = forwarder.getsockname()[1]
+
+            def forward() -> None:
+                for _ in range(3):
+                    forwarder.accept()[0].close()
+                forwarder.close()
+
+            thread = threading.Thread(target=forward)
+            thread.start()
+            with pytest.raises(DeadlineExceeded, match="Connection refused"):
+                assemble(invitation("a", port, deadline=1.2))
+            thread.join(1)
+            assert not thread.is_alive()
+
+    def test_a_name_that_means_nothing(self):
+        with pytest.raises(PlaceError, match="can't be resolved"):
+            assemble(invitation("a", 0, point=("no.such.host.invalid", 29400)))
+
+    def test_a_port_of_another_program(self):
+        with network.listen("127.0.0.1") as other:
+
+            def answer() -> None:
+                with other.accept()[0] as connection:
+                    connection.sendall(b"220 mail ready\n")
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            with pytest.raises(PlaceError, match="isn't a launcher of paceline"):
+                assemble(invitation("a", other.getsockname()[1]))
+            thread.join()
+
+    def test_a_silent_port(self, monkeypatch):
+        monkeypatch.setattr(channels.call, "__defaults__", (0.5,))
+        with network.listen("127.0.0.1") as other, pytest.raises(PlaceError, match="doesn't say anything"):
+            assemble(invitation("a", other.getsockname()[1]))
+
+    def test_strangers_do_not_disturb(self):
+        port = free_port()
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(assemble, invitation("a", port))
+            strangers = []
+            for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 10_000, b'{"paceline": 7}\n', b"[1]\n"):
+                wait_for(lambda: bool(strangers.append(connected(port)) or strangers[-1]))
+                strangers[-1].sendall(noise)
+            second = pool.submit(assemble, invitation("b", port))
+            assert second.result().host_rank == 1 and first.result().host_rank == 0
+        for stranger in strangers:
+            if stranger is not None:
+                stranger.close()
+        first.result().close()
+        second.result().close()
+
+    def test_loopback_between_machines(self):
+        port = free_port()
+        other = replace(invitation("b", port).offer, name="b", machine="other")
+        for future in gather(invitation("a", port), invitation("b", port, offer=other), pause=0.1):
+            assert isinstance(future.exception(), PlaceError) and "PACELINE_INTERFACE" in str(future.exception())
+
+
+def connected(port: int) -> socket.socket | None:
+    try:
+        return socket.create_connection(("127.0.0.1", port), timeout=1)
+    except OSError:
+        return None
+
+
+class TestChannel:
+    def pair(self) -> tuple[Channel, Caller]:
+        here, there = socket.socketpair()
+        caller = Caller(there, SECRET, "here")
+        with ThreadPoolExecutor(1) as pool:
+            calling = pool.submit(call, here, SECRET, "there")
+            wait_for(lambda: caller.step() is not None or caller.trusted)
+            return calling.result(), caller
+
+    def test_messages_pass_both_ways(self):
+        client, caller = self.pair()
+        client.send({"a": 1})
+        client.send({"b": "é" * 1000})
+        caller.channel.send({"c": None})
+        wait_for(lambda: caller.step() == {"a": 1})
+        assert caller.step() == {"b": "é" * 1000}
+        assert client.wait(time.monotonic() + 1) == {"c": None}
+
+    def test_a_line_that_was_changed_repeated_or_reflected(self):
+        for forge in (lambda line: line.replace(b"1", b"2"), lambda line: line + line, lambda line: line[1:]):
+            client, caller = self.pair()
+            client.connection.setblocking(True)
+            sent: list[bytes] = []
+            client.flush = lambda seconds=0.0, client=client, sent=sent: sent.append(client._out)  # type: ignore[method-assign]
+            client.send({"x": "1"})
+            client.connection.sendall(forge(sent[0]))
+            with pytest.raises(Gone):
+                wait_for(lambda caller=caller: bool(caller.step()) and False)
+        client, caller = self.pair()
+        client.send({"x": 1})
+        wait_for(
+            lambda: bool(line := caller.channel.connection.recv(4096, socket.MSG_DONTWAIT)) and caller.channel.connection.send(line) > 0
+        )
+        with pytest.raises(Gone, match="isn't signed"):
+            client.wait(time.monotonic() + 1)
+
+    def test_a_line_without_end(self):
+        client, caller = self.pair()
+        client.connection.setblocking(True)
+        client.connection.settimeout(5)
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(client.connection.sendall, b"x" * 10_000_000)
+            with pytest.raises(Gone, match="too long"):
+                wait_for(lambda: caller.step() is not None)
+            caller.channel.close()
+            assert isinstance(sending.exception(), OSError)
+
+
+class TestCouncil:
+    def test_the_end_is_told_to_all(self, councils):
+        members = councils("a", "b", "c")
+        members[2].tell_failed(Failure(5, "c", 3, "failed with exit code 3", tail="x" * 100_000))
+        turn(*members, until=lambda: all(council.verdict for council in members))
+        assert {council.verdict.rank for council in members} == {5}
+        assert len(members[0].verdict.tail) <= 8000
+
+    def test_the_earliest_cause_wins(self, councils):
+        members = councils("a", "b", "c")
+        members[1].tell_failed(Failure(1, "b", 1, "lost a worker", is_echo=True, age=9.0))
+        members[0].tell_failed(Failure(0, "a", 1, "late", age=0.0))
+        members[2].tell_failed(Failure(2, "c", 1, "early", age=1.0))
+        turn(*members, until=lambda: all(council.verdict for council in members))
+        assert {council.verdict.words for council in members} == {"early"}
+
+    def test_all_wait_for_the_last(self, councils):
+        members = councils("a", "b")
+        members[1].tell_finished()
+        turn(*members, until=lambda: members[0]._finished == {1})
+        assert not any(council.all_finished for council in members)
+        members[0].tell_finished()
+        turn(*members, until=lambda: all(council.all_finished for council in members))
+        members[0].close()
+        turn(members[1], until=lambda: not members[1].descriptors())
+        assert members[1].verdict is None
+
+    @pytest.mark.parametrize("gone", [0, 1])
+    def test_a_launcher_that_is_gone_is_named(self, councils, gone):
+        members = councils("a", "b", "c")
+        for descriptor in members[gone].descriptors():
+            os.close(os.dup(descriptor))
+        members[gone].close()
+        others = [council for council in members if council is not members[gone]]
+        turn(*others, until=lambda: all(council.verdict for council in others))
+        assert {council.verdict.line().split(" is gone")[0] for council in others} == {f"paceline: host {'ab'[gone]}"}
+
+    def test_a_silent_launcher_is_named(self, councils, monkeypatch):
+        members = councils("a", "b")
+        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._SILENT_SECONDS", 0.3)
+        turn(members[0], until=lambda: members[0].verdict is not None)
+        assert members[0].verdict.host == "b" and "nothing was heard" in members[0].verdict.words
+
+    def test_heartbeats_keep_it_alive(self, councils, monkeypatch):
+        members = councils("a", "b")
+        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._SILENT_SECONDS", 0.5)
+        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._BEAT_SECONDS", 0.05)
+        end = time.monotonic() + 1.2
+        turn(*members, until=lambda: time.monotonic() > end)
+        assert not any(council.verdict for council in members)
+
+    @pytest.mark.parametrize("asked", [0, 1])
+    def test_a_stop_reaches_all(self, councils, asked):
+        members = councils("a", "b", "c")
+        members[asked].tell_stopped(signal.SIGTERM)
+        others = [council for council in members if council is not members[asked]]
+        turn(*members, until=lambda: all(council.stopped for council in others))
+        assert {council.stopped for council in others} == {(signal.SIGTERM, "ab"[asked])}
+
+    @pytest.mark.parametrize("teller", [0, 1])
+    def test_a_call_in_which_workers_wait_reaches_all(self, councils, teller):
+        members = councils("a", "b", "c")
+        late = Late(40, "backward of step 20", False)
+        members[teller].tell_late(late)
+        turn(*members, until=lambda: all(council.late == {40: late} for council in members))
+
+
+class TestLaunchers:
+    """Two launchers on this machine, meeting on loopback."""
+
+    @pytest.fixture
+    def both(self, script, launch) -> Callable[..., tuple[Launched, Launched]]:
+        def start(body: str, workers: tuple[int, int] = (1, 1), **options: Any) -> tuple[Launched, Launched]:
+            path, join = script(body), f"127.0.0.1:{free_port()}"
+            first = launch(path, workers[0], hosts=2, join=join, **ENVIRON, **options)
+            return first, launch(path, workers[1], hosts=2, join=join, **ENVIRON, **options)
+
+        return start
+
+    def test_ranks_over_uneven_hosts(self, both):
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "PACELINE_STORE", "MASTER_PORT"]
+        ended = [launched.end() for launched in both(f"import json; print(json.dumps([os.environ[n] for n in {names}]))", (2, 1))]
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        rows = sorted(json.loads(line.split(" ", 1)[1]) for _, out, _ in ended for line in out.splitlines())
+        assert [row[0] for row in rows] == ["0", "1", "2"] and {row[1] for row in rows} == {"3"}
+        assert len({(row[6], row[7]) for row in rows}) == 1
+        assert sorted((row[4], row[3]) for row in rows) in ([("0", "1"), ("1", "2"), ("1", "2")], [("0", "2"), ("0", "2"), ("1", "1")])
+
+    def test_ranks_in_turn(self, both):
+        names = ["GROUP_RANK", "LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE"]
+        options = {"placement": "round-robin"}
+        ended = [launched.end() for launched in both(f"print(*[os.environ[n] for n in {names}])", (2, 2), **options)]
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        rows = sorted(line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines())
+        assert rows == ["0 0 0 2", "0 1 2 2", "1 0 1 2", "1 1 3 2"]
+
+    @pytest.mark.slow
+    def test_workers_meet_in_the_store(self, both):
+        body = """
+            import tests.brisk
+            from paceline.cluster import store
+            from paceline.cluster.discover import discover
+            place = discover()
+            meeting = store.connect(place)
+            cluster = store.hosts(meeting, place)
+            print(place.secret.decode(), cluster.size, len(cluster.hosts))
+            meeting.put(f"bye{rank}", 1)
+            if rank == 0: [meeting.take(f"bye{r}") for r in range(3)]
+        """
+        ended = [launched.end(40) for launched in both(body, (2, 1))]
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        assert {line.split(" ", 1)[1] for _, out, _ in ended for line in out.splitlines()} == {"0123456789abcdef 3 2"}
+
+    def test_a_failure_ends_both_and_is_named_on_both(self, both):
+        body = JOINED + "if rank == 1: raise ValueError('boom')\ntime.sleep(0.1)\nraise WorkerLost('rank 1 is gone')"
+        start = time.monotonic()
+        ended = [launched.end() for launched in both(body)]
+        assert time.monotonic() - start < 14
+        assert [code for code, _, _ in ended] == [1, 1]
+        for _, _, err in ended:
+            lines = err.splitlines()
+            assert lines[-1].startswith("paceline: rank 1 on ") and "ValueError" in lines[-1] and lines[-2] == "[1] ValueError: boom", err
+
+    def test_a_worker_that_dies_ends_both(self, both):
+        ended = [launched.end() for launched in both("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)")]
+        assert [code for code, _, _ in ended] == [137, 137]
+
+    @pytest.mark.slow
+    def test_a_worker_that_leaves_without_a_word(self, both):
+        ended = [launched.end() for launched in both(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(60)")]
+        assert [code for code, _, _ in ended] == [1, 1]
+        assert all("rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1] for _, _, err in ended)
+
+    def test_hosts_may_end_at_different_times(self, both):
+        assert [launched.end()[0] for launched in both("time.sleep(0.8 * rank)")] == [0, 0]
+
+    def test_a_killed_launcher_ends_the_other_host(self, both, tmp_path):
+        launched = both("import pathlib; pathlib.Path(f'ready{rank}').touch(); time.sleep(60)")
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+        launched[0].process.kill()
+        code, _, err = launched[1].end()
+        assert code == 1 and f"paceline: host {socket.gethostname()} is gone" in err.splitlines()[-1]
+
+    def test_ctrl_c_on_one_host_ends_both(self, both, tmp_path):
+        launched = both("import pathlib; pathlib.Path(f'ready{rank}').touch(); time.sleep(60)")
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+        launched[1].process.send_signal(signal.SIGINT)
+        ended = [one.end() for one in launched]
+        assert [code for code, _, _ in ended] == [130, 130]
+        assert "was asked to end the job (SIGINT)" in ended[0][2]
+
+    def test_wrong_secrets(self, script, launch):
+        path, join = script("print('ran')"), f"127.0.0.1:{free_port()}"
+        launched = [launch(path, 1, hosts=2, join=join, deadline=3.0, PACELINE_SECRET=f"{number}" * 20) for number in range(2)]
+        for code, out, err in (one.end() for one in launched):
+            assert code == 2 and out == "" and "secret" in err and len(err.splitlines()) <= 3  # one may be for whom it waits
+
+    def test_a_secret_file(self, script, launch, tmp_path: Path):
+        file = tmp_path / "secret"
+        file.write_text("0123456789abcdef")
+        file.chmod(0o644)
+        path, join = script("print('ran')"), f"127.0.0.1:{free_port()}"
+        code, _, err = launch(path, 1, hosts=2, join=join, secret_file=str(file)).end(5)
+        assert code == 2 and "chmod 600" in err
+        file.chmod(0o600)
+        launched = [launch(path, 1, hosts=2, join=join, secret_file=str(file)) for _ in range(2)]
+        assert [one.end()[0] for one in launched] == [0, 0]
+
+    def test_the_deadline_can_be_set(self, script, launch):
+        start = time.monotonic()
+        code, _, err = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{free_port()}", deadline=1.0, **ENVIRON).end(10)
+        assert code == 2 and "1 of 2 hosts came" in err and time.monotonic() - start < 10
+
+    def test_ctrl_c_while_waiting(self, script, launch):
+        port = free_port()
+        launched = launch(script(""), 1, hosts=2, join=f"127.0.0.1:{port}", **ENVIRON)
+        wait_for(lambda: port in listening({launched.process.pid}))
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end(5)[0] == 130

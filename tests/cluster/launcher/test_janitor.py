@@ -1,0 +1,195 @@
+"""The deputy of a launcher: what it removes of shared memory, and what it leaves alone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.launcher import janitor
+
+MARK = "0123abcd" * 4
+SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg", f"sem.mp-{MARK[:8]}-abc_efgh"
+SHARED = Path("/dev/shm")
+# Makes a semaphore as multiprocessing does, and stops in the middle: before or after it has its second name.
+MAKER = """
+import mmap, os, sys, time
+first, second = sys.argv[1:]
+file = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+os.write(file, bytes(32))
+memory = mmap.mmap(file, 32)
+if second:
+    os.link(first, second)
+    os.unlink(first)
+    os.close(file)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[Path]:
+    """A folder that stands for shared memory, and is in it."""
+    with tempfile.TemporaryDirectory(prefix="test-", dir=SHARED if SHARED.is_dir() else None) as folder:
+        monkeypatch.setattr(janitor, "_SHARED", Path(folder))
+        yield Path(folder)
+
+
+@pytest.fixture
+def make(shared) -> Callable[[str], Path]:
+    """Makes files there."""
+
+    def write(name: str) -> Path:
+        (shared / name).write_bytes(bytes(32))
+        return Path(shared / name)
+
+    return write
+
+
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def inodes(*paths: Path) -> set[int]:
+    return {path.stat().st_ino for path in paths}
+
+
+class TestReclaim:
+    def test_what_the_killed_left(self, make, dead):
+        left = [make(f"torch_{dead}_123_4"), *map(make, SEMAPHORES)]
+        janitor.reclaim(MARK, {dead}, inodes(*left[1:3]), time.time() - 60)
+        assert not any(path.exists() for path in left)
+
+    def test_what_nobody_of_the_job_had(self, make, dead):
+        """Semaphores of others look like those of the job, also those that nobody has open, or only where this process can't see it."""
+        others = [make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")]
+        janitor.reclaim(MARK, {dead}, set(), time.time() - 60)
+        assert all(path.exists() for path in others)
+
+    def test_both_names_of_one_that_is_being_made(self, make, shared, dead):
+        first, second = make("sem.s5Ipxm"), shared / SEMAPHORES[2]
+        os.link(first, second)
+        janitor.reclaim(MARK, {dead}, set(), time.time() - 60)
+        assert not first.exists() and not second.exists()
+
+    def test_what_others_have(self, make, dead):
+        names = (f"torch_{dead + 1}_123_4", "sem.loky-12-abcdefgh", "sem.long", "torch_x", "other")
+        kept = [make(name) for name in names]
+        janitor.reclaim(MARK, {dead}, inodes(*kept), time.time() - 60)
+        assert all(path.exists() for path in kept)
+
+    def test_what_the_living_have(self, make):
+        path = make(f"torch_{os.getpid()}_1_1")
+        janitor.reclaim(MARK, {os.getpid()}, set(), 0)
+        assert path.exists()
+
+    @pytest.mark.parametrize("name", [*SEMAPHORES, "torch_{dead}_1_1"])
+    def test_what_was_there_before(self, make, dead, name):
+        path = make(name.format(dead=dead))
+        janitor.reclaim(MARK, {dead}, inodes(path), time.time() + 60)
+        assert path.exists()
+
+    @pytest.mark.parametrize("name", SEMAPHORES)
+    def test_what_is_open_or_mapped(self, make, dead, name):
+        path = make(name)
+        held = inodes(path)
+        with path.open("r+b") as file:
+            janitor.reclaim(MARK, {dead}, held, 0)
+            assert path.exists()
+            mapped = mmap.mmap(file.fileno(), 32)
+        janitor.reclaim(MARK, {dead}, held, 0)
+        assert path.exists()
+        mapped.close()
+        janitor.reclaim(MARK, {dead}, held, 0)
+        assert not path.exists()
+
+    @pytest.mark.parametrize("second", ["", "sem.mp-_moapdfg"])
+    def test_one_that_was_being_made_when_its_maker_was_ended(self, make, shared, second):
+        """Its maker is stopped, looked at, and killed; what lies beside it is another's."""
+        other, began = make("sem.foobar"), time.time()
+        names = (str(shared / "sem.s5Ipxm"), str(shared / second) if second else "")
+        with subprocess.Popen([sys.executable, "-S", "-c", MAKER, *names], process_group=0, stdout=subprocess.PIPE) as maker:
+            assert maker.stdout is not None and maker.stdout.readline()
+            held: set[int] = set()
+            killed = janitor.end_group(maker.pid, held)
+        assert [path.name for path in shared.iterdir() if path != other] == [second or "sem.s5Ipxm"]
+        janitor.reclaim(MARK, killed, held, began)
+        assert [*shared.iterdir()] == [other]
+
+
+def test_semaphores_of_a_branded_process_and_its_children_have_the_mark():
+    code = f"""
+import multiprocessing, os
+from paceline.cluster.guard import brand
+brand({MARK!r})
+context = multiprocessing.get_context("spawn")  # they keep their names while they live
+lock = context.Lock()
+print(*[name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-{MARK[:8]}-")])
+print(multiprocessing.get_context("fork").Process()._config["semprefix"])
+"""
+    said = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(said[0].split()) == 1 and said[1] == f"/mp-{MARK[:8]}"
+
+
+def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
+    """The deputy alone: its input ends without `done`."""
+    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abc"})
+    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abc"], stdin=subprocess.PIPE)
+    assert deputy.stdin is not None
+    deputy.stdin.write(b"+%d\n" % job.pid)
+    deputy.stdin.flush()
+    time.sleep(0.1)
+    assert job.poll() is None
+    deputy.stdin.close()
+    assert deputy.wait(5) == 0 and job.wait(5) == -9
+
+
+def test_who_is_ended_is_told():
+    """Also who carries the mark and was never seen before: what it leaves in shared memory is known by its number."""
+    group, other = (
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": mark})
+        for mark in ("none", "abe")
+    )
+    assert janitor.sweep("abe", [group.pid], set()) == {group.pid, other.pid}
+    assert group.wait(5) == other.wait(5) == -9
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_who_was_ended_does_nothing_any_more(grouped):
+    """A killed process has no environment long before it has ended: it may have just made what is looked for next."""
+    body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": "abf"}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        janitor.sweep("abf", [process.pid] if grouped else [], set())
+        assert process.poll() == -9
+
+
+def test_a_deputy_that_is_told_so_does_nothing():
+    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abd"})
+    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abd"], stdin=subprocess.PIPE)
+    deputy.communicate(b"+%d\ndone\n" % job.pid, 5)
+    assert job.poll() is None
+    job.kill()
+    job.wait()
+
+
+def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
+    """By name: who started a killed server may have been killed with it. Those of another job stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, other = (Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac"))
+    (mine / "server").touch()
+    janitor.sweep("ab" * 16, [], set())
+    assert not mine.exists() and other.exists()

@@ -1,0 +1,473 @@
+"""`paceline run` on one host: output, exit codes, who is to blame, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.cluster.launcher.launch import Job, check, deal, meeting_point
+from paceline.cluster.launcher.output import Screen, Stream, last_words
+from paceline.errors import UsageError
+from tests.cluster.launched import JOINED, ROOT, alive_in, wait_for, wait_gone
+
+
+class TestOutput:
+    def test_lines_have_prefixes_and_go_where_they_went(self, script, launch):
+        code, out, err = launch(script("print('out', rank); print('err', rank, file=sys.stderr)"), 2).end()
+        assert code == 0
+        assert sorted(out.splitlines()) == ["[0] out 0", "[1] out 1"]
+        assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+    def test_lines_never_mix(self, script, launch):
+        body = "for i in range(300):\n    for part in ('x' * 50, 'y' * 50, f'{i}\\n'):\n        os.write(1, (f'{rank}' + part).encode())"
+        code, out, _ = launch(script(body), 3).end()
+        assert code == 0
+        want = [f"[{r}] {r}{'x' * 50}{r}{'y' * 50}{r}{i}" for i in range(300) for r in range(3)]
+        assert sorted(out.splitlines()) == sorted(want)
+
+    def test_much_output_arrives_whole(self, script, launch):
+        code, out, _ = launch(script("sys.stdout.write(('z' * 99 + '\\n') * 20000)"), 2).end()
+        # a line whose second half comes late, on a busy machine, is shown in two parts
+        assert code == 0 and out.count("z") == 2 * 99 * 20000 and len(out.splitlines()) >= 40000
+        assert {line[:4] for line in out.splitlines()} == {"[0] ", "[1] "}
+
+    def test_bytes_that_are_no_text(self, script, tmp_path):
+        path = script("os.write(1, b'\\xff\\xfe\\n')")
+        command = f"from paceline.cluster.launcher.launch import *; run(Job({path!r}))"
+        done = subprocess.run([sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True)
+        assert done.stdout == b"[0] \xff\xfe\n"
+
+    def test_a_reader_that_goes_away_ends_the_job(self, script, launch):
+        launched = launch(script("while True: print('x' * 100)"), 2)
+        launched.process.stdout.readline()
+        launched.process.stdout.close()
+        assert launched.process.wait(10) == 128 + signal.SIGPIPE
+        launched.process.stderr.close()
+
+    def test_arguments_and_variables(self, script, launch):
+        names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "PACELINE_SYNC"]
+        body = f"print(sys.argv[1:], *[os.environ[name] for name in {names}], int(os.environ['MASTER_PORT']) > 0)"
+        code, out, _ = launch(script(body), 2, args=["a", "--b=c"], sync="AllReduce()", threads=3).end()
+        assert code == 0
+        assert sorted(out.splitlines()) == [f"[{r}] ['a', '--b=c'] 2 {r} {r} 2 0 127.0.0.1 3 AllReduce() True" for r in range(2)]
+
+    @pytest.mark.slow
+    def test_more_workers_than_cores(self, script, launch):
+        job = launch(script("print(os.environ['OMP_NUM_THREADS'])"), 32 * len(os.sched_getaffinity(0)))
+        code, out, _ = job.end()
+        assert code == 0 and {line.split()[-1] for line in out.splitlines()} == {"1"}
+
+    def test_thread_counts(self, script, launch):
+        path = script("print(os.environ['OMP_NUM_THREADS'])")
+        cores = len(os.sched_getaffinity(0))
+        assert launch(path, 1).end()[1] == f"[0] {cores}\n"
+        assert launch(path, 1, OMP_NUM_THREADS="7").end()[1] == "[0] 7\n"
+
+    def test_the_secret_is_inherited_and_not_in_the_environment(self, script, launch):
+        body = """
+            from paceline.cluster.discover import discover
+            told = any('0123456789abcdef' in value for value in os.environ.values())
+            print(discover().secret.decode(), discover().secret == discover().secret, told)
+        """
+        assert launch(script(body), 1, PACELINE_SECRET="0123456789abcdef").end()[1] == "[0] 0123456789abcdef True False\n"
+        secrets = launch(script(body), 2).end()[1].split()
+        assert len(secrets[1]) == 64 and secrets[1] == secrets[5]
+
+    @pytest.mark.slow
+    def test_a_script_of_torch_distributed_alone(self, script, launch):
+        body = """
+            import tests.brisk
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            x = torch.tensor([rank + 1.0])
+            dist.all_reduce(x)
+            print(x.item())
+            dist.destroy_process_group()
+        """
+        code, out, err = launch(script(body), 2).end(60)
+        assert code == 0, err
+        assert sorted(out.splitlines()) == ["[0] 3.0", "[1] 3.0"]
+
+
+class Sink:
+    """A screen on a pipe, and what came out of it."""
+
+    def __init__(self) -> None:
+        self.reader, writer = os.pipe()
+        self.screen = Screen(writer)
+
+    def text(self) -> bytes:
+        while self.screen.pending:
+            self.screen.write()
+        return os.read(self.reader, 1 << 16)
+
+
+class TestScreen:
+    def feed(self, *parts: tuple[int, bytes]) -> bytes:
+        sink = Sink()
+        streams: dict[int, tuple[int, Stream]] = {}
+        for rank, data in parts:
+            if rank not in streams:
+                reader, writer = os.pipe()
+                streams[rank] = (writer, Stream(rank, reader, sink.screen))
+            writer, stream = streams[rank]
+            os.write(writer, data)
+            stream.read()
+        for writer, stream in streams.values():
+            os.close(writer)
+            stream.close()
+        return sink.text()
+
+    def test_lines(self):
+        assert self.feed((0, b"a\n"), (1, b"b\n\nc\n")) == b"[0] a\n[1] b\n[1] \n[1] c\n"
+
+    def test_a_line_in_parts_is_held_together(self):
+        assert self.feed((0, b"a"), (1, b"b\n"), (0, b"c\n")) == b"[1] b\n[0] ac\n"
+
+    def test_the_last_line_needs_no_end(self):
+        assert self.feed((0, b"a"), (1, b"b")) == b"[0] a\n[1] b"
+
+    def test_carriage_returns(self):
+        assert self.feed((0, b"\r1%"), (0, b"\r2%"), (0, b"\rdone\n")) == b"\r[0] 1%\r[0] 2%\r[0] done\n"
+        assert self.feed((0, b"1%\r2%\r\nx\n")) == b"[0] 1%\r[0] 2%\r\n[0] x\n"
+        assert self.feed((0, b"1%\r"), (1, b"b\n"), (0, b"2%\n")) == b"[0] 1%\r\n[1] b\n[0] 2%\n"
+
+    def test_a_prompt_is_shown_after_a_while(self):
+        sink = Sink()
+        reader, writer = os.pipe()
+        stream = Stream(0, reader, sink.screen)
+        os.write(writer, b"ready? ")
+        stream.read()
+        stream.idle(time.monotonic())
+        assert not sink.screen.pending
+        stream.idle(time.monotonic() + 1)
+        assert sink.text() == b"[0] ready? "
+        os.write(writer, b"yes\n")
+        stream.read()
+        assert sink.text() == b"yes\n"
+
+    def test_the_last_traceback_with_its_causes(self):
+        first = "Traceback (most recent call last):\n  x\nKeyError: 1\n"
+        between = "\nDuring handling of the above exception, another exception occurred:\n\n"
+        second = f"{first}{between}Traceback (most recent call last):\n  y\nValueError: 2"
+        assert last_words("noise\n" + first + "more\n" + second) == second
+        assert last_words("a\nb") == "a\nb"
+
+
+class TestFailure:
+    def test_the_culprit_speaks_last(self, script, launch):
+        """Rank 1 raises, and rank 0 notices: whatever rank 0 says, rank 1's traceback comes last."""
+        body = (
+            JOINED
+            + """
+if rank == 1:
+    raise ValueError("boom")
+time.sleep(0.05)
+raise WorkerLost("rank 1 is gone")
+"""
+        )
+        for _ in range(2):
+            code, _, err = launch(script(body), 2).end()
+            lines = err.splitlines()
+            assert code == 1
+            assert lines[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 1 (ValueError); its last words are above"
+            assert lines[-2] == "[1] ValueError: boom" and "[1] Traceback (most recent call last):" in lines
+
+    def test_an_echo_that_comes_first_is_still_an_echo(self, script, launch):
+        body = (
+            JOINED
+            + """
+if rank == 0:
+    raise Mismatch("workers have come apart")
+time.sleep(0.3)
+raise ValueError("boom")
+"""
+        )
+        code, _, err = launch(script(body), 3).end()
+        assert code == 1
+        assert err.splitlines()[-1].startswith("paceline: rank 1 on ") or err.splitlines()[-1].startswith("paceline: rank 2 on ")
+        assert err.splitlines()[-2].endswith("ValueError: boom")
+
+    @pytest.mark.slow
+    def test_echoes_alone_are_named(self, script, launch):
+        code, _, err = launch(script(JOINED + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(60)"), 2).end()
+        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "DeadlineExceeded" in err.splitlines()[-1]
+
+    def test_without_paceline_the_first_to_exit_is_named(self, script, launch):
+        start = time.monotonic()
+        code, _, err = launch(script("if rank == 1: sys.exit(7)\ntime.sleep(60)"), 3).end()
+        assert code == 7 and time.monotonic() - start < 12
+        assert err.splitlines()[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 7"
+
+    def test_killed_by_a_signal(self, script, launch):
+        code, _, err = launch(script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(60)"), 2).end()
+        assert code == 137 and "rank 0" in err.splitlines()[-1] and "was killed by SIGKILL" in err.splitlines()[-1]
+
+    def test_a_killed_worker_and_the_echo_of_another(self, script, launch, tmp_path):
+        """Rank 0 notices the death as fast as a broken connection would tell it, maybe before the launcher does."""
+        body = (
+            JOINED
+            + """
+import pathlib, select
+if rank == 1:
+    pathlib.Path("new").write_text(str(os.getpid()))
+    os.rename("new", "pid")
+    time.sleep(0.2)
+    os.kill(os.getpid(), 9)
+while not os.path.exists("pid"):
+    time.sleep(0.01)
+poll = select.poll()
+poll.register(os.pidfd_open(int(pathlib.Path("pid").read_text())), select.POLLIN)
+poll.poll(10000)
+raise RuntimeError("connection reset by peer")
+"""
+        )
+        for _ in range(2):
+            code, _, err = launch(script(body), 2).end()
+            assert code == 137 and err.splitlines()[-1].startswith("paceline: rank 1 on"), err
+            (tmp_path / "pid").unlink()
+
+    @pytest.mark.slow
+    def test_workers_that_do_not_listen_are_killed(self, script, launch):
+        body = """
+            import signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(0.5)
+            if rank == 0: sys.exit(3)
+            while True: time.sleep(1)
+        """
+        start = time.monotonic()
+        assert launch(script(body), 2).end()[0] == 3
+        assert time.monotonic() - start < 12
+
+    def test_the_only_worker(self, script, launch):
+        code, _, err = launch(script("1 / 0"), 1).end()
+        assert code == 1 and err.count("ZeroDivisionError: division by zero") == 1
+
+    @pytest.mark.slow
+    def test_leaving_without_a_word_while_others_train(self, script, launch):
+        code, _, err = launch(script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(60)"), 2).end()
+        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
+
+    def test_leaving_without_a_word_is_the_cause_of_echoes(self, script, launch):
+        body = JOINED + "if rank == 1: os._exit(0)\ntime.sleep(0.2)\nraise WorkerLost('rank 1 is gone')"
+        code, _, err = launch(script(body), 2).end()
+        assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
+
+    @pytest.mark.slow
+    def test_leaving_in_good_order_at_different_times(self, script, launch):
+        joined = textwrap.indent(JOINED + "report.closed(place)\n", "    ")
+        path = script(f"if sys.argv[1:]:\n{joined}time.sleep(1.6 * rank)")
+        assert [one.end()[0] for one in (launch(path, 2), launch(path, 2, args=["joined"]))] == [0, 0]
+
+    def test_leaving_together_without_a_word(self, script, launch):
+        assert launch(script(JOINED + "os._exit(0)"), 2).end()[0] == 0
+
+
+CHILDREN = """
+import multiprocessing as mp, pathlib
+def sit():
+    time.sleep(600)
+if __name__ == "__main__":
+    for _ in range(2):
+        mp.get_context("fork").Process(target=sit, daemon=True).start()
+    pathlib.Path(f"ready{rank}").touch()
+    time.sleep(600)
+"""
+LOADER = """
+import pathlib, tests.brisk, torch
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 10**6
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.zeros(100) + i
+if __name__ == "__main__":
+    for i, batch in enumerate(DataLoader(Data(), batch_size=4, num_workers=2)):
+        if i == 3: pathlib.Path(f"ready{rank}").touch()
+"""
+
+
+def shared() -> set[str]:
+    """Shared memory as torch and multiprocessing name it; other programs of this machine may come and go with theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.", "psm_", "paceline"))}
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="pl-") as folder:
+        yield Path(folder)
+
+
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+BODIES = [pytest.param(CHILDREN, id="children"), pytest.param(LOADER, id="loader", marks=pytest.mark.slow)]
+
+
+class TestNothingIsLeft:
+    def ready(self, tmp_path: Path, workers: int = 2) -> None:
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(workers)), 40)
+
+    @pytest.mark.parametrize("body", BODIES)
+    def test_launcher_killed(self, body, script, launch, tmp_path, temporary):
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
+        self.ready(tmp_path)
+        assert list(temporary.iterdir()) or body is CHILDREN
+        assert len(alive_in(tmp_path)) >= 7
+        launched.process.kill()
+        launched.process.wait()
+        assert not wait_gone(tmp_path, 2.0)
+        wait_for(lambda: not list(temporary.iterdir()), 1)
+        wait_for(lambda: not shared() - before, 3)
+
+    @pytest.mark.parametrize("body", BODIES)
+    def test_worker_killed(self, body, script, launch, tmp_path, temporary):
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
+        self.ready(tmp_path)
+        worker = next(child for child in psutil.Process(launched.process.pid).children() if "script.py" in " ".join(child.cmdline()))
+        worker.kill()
+        start = time.monotonic()
+        assert launched.end()[0] == 137
+        assert time.monotonic() - start < 10
+        assert not wait_gone(tmp_path, 0.2)
+        assert not list(temporary.iterdir())
+        wait_for(lambda: not shared() - before, 3)
+
+    @pytest.mark.parametrize(
+        ("body", "number"),
+        [
+            *(pytest.param(CHILDREN, number, id=f"children-{number}") for number in ASKED),
+            pytest.param(LOADER, signal.SIGTERM, id="loader-15", marks=pytest.mark.slow),
+            *(pytest.param(LOADER, number, id=f"loader-{number}", marks=pytest.mark.soak) for number in ASKED[1:]),
+        ],
+    )
+    def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):  # noqa: PLR0917
+        before = shared()
+        launched = launch(script(body), 2, TMPDIR=str(temporary))
+        self.ready(tmp_path)
+        launched.process.send_signal(number)
+        start = time.monotonic()
+        assert launched.end()[0] == 128 + number
+        assert time.monotonic() - start < 15
+        assert not wait_gone(tmp_path, 0.2)
+        assert not list(temporary.iterdir())
+        wait_for(lambda: not shared() - before, 3)
+
+
+class TestAsked:
+    @pytest.mark.slow
+    def test_workers_that_clean_up_have_the_time(self, script, launch, tmp_path):
+        body = """
+            import pathlib
+            pathlib.Path(f"ready{rank}").touch()
+            try:
+                time.sleep(600)
+            except KeyboardInterrupt:
+                time.sleep(1)
+                print("saved", flush=True)
+        """
+        launched = launch(script(body), 2)
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+        launched.process.send_signal(signal.SIGINT)
+        code, out, _ = launched.end()
+        assert code == 130 and sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+
+    @pytest.mark.slow
+    def test_stubborn_workers_are_killed_after_six_seconds(self, script, launch, tmp_path):
+        body = """
+            import signal, pathlib
+            for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+            pathlib.Path(f"ready{rank}").touch()
+            while True: time.sleep(1)
+        """
+        launched = launch(script(body), 1)
+        wait_for((tmp_path / "ready0").exists)
+        start = time.monotonic()
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.end()[0] == 143
+        assert 5.5 < time.monotonic() - start < 15
+
+    def test_twice_is_at_once(self, script, launch, tmp_path):
+        body = """
+            import signal, pathlib
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            pathlib.Path(f"ready{rank}").touch()
+            while True: time.sleep(1)
+        """
+        launched = launch(script(body), 1)
+        wait_for((tmp_path / "ready0").exists)
+        start = time.monotonic()
+        launched.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end()[0] == 130 and time.monotonic() - start < 5
+
+    def test_a_child_that_left_its_group(self, script, launch, tmp_path):
+        body = """
+            import subprocess
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True, close_fds=False)
+            print("started", flush=True)
+        """
+        assert launch(script(body), 1).end()[0] == 0
+        assert not wait_gone(tmp_path, 0.2)
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"script": "absent.py"}, "absent.py doesn't exist"),
+            ({"script": "."}, "without a __main__.py"),
+            ({"workers": 0}, "--workers is 0"),
+            ({"servers": 0}, "--servers is 0"),
+            ({"hosts": 0}, "--hosts is 0"),
+            ({"threads": 0}, "--threads is 0"),
+            ({"hosts": 2}, "needs --join"),
+            ({"join": "a:1"}, "needs --hosts"),
+            ({"hosts": 2, "join": "a:1", "host_rank": 2}, "--host-rank is 2"),
+            ({"placement": "blocks"}, "--placement is blocks; possible: block, round-robin; did you mean block?"),
+        ],
+    )
+    def test_nonsense_is_named(self, changes, words):
+        with pytest.raises(UsageError, match=words):
+            check(Job(**{"script": __file__, **changes}))
+
+    @pytest.mark.parametrize(
+        ("workers", "block", "turns"),
+        [
+            ((2, 2), [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+            ((1, 3, 2), [[0], [1, 2, 3], [4, 5]], [[0], [1, 3, 5], [2, 4]]),
+            ((2,), [[0, 1]], [[0, 1]]),
+        ],
+    )
+    def test_ranks_are_dealt(self, workers, block, turns):
+        assert deal(workers, "block") == block and deal(workers, "round-robin") == turns
+
+    @pytest.mark.parametrize("join", ["a", "a:", ":1", "a:0", "a:70000", "a:b"])
+    def test_join(self, join):
+        with pytest.raises(UsageError, match="isn't HOST:PORT"):
+            meeting_point(join)
+
+    def test_join_reads_addresses(self):
+        assert meeting_point("[::1]:5") == ("::1", 5) and meeting_point("a.b:29400") == ("a.b", 29400)
+
+    def test_one_line_and_exit_code_2(self, launch):
+        code, out, err = launch("absent.py").end(5)
+        assert (code, out) == (2, "") and len(err.splitlines()) == 1 and err.startswith("paceline: the script absent.py doesn't exist")
+
+    def test_several_hosts_need_a_secret(self, script, launch):
+        code, _, err = launch(script(""), 1, hosts=2, join="127.0.0.1:29400").end(5)
+        assert code == 2 and "token_hex" in err and "--secret-file" in err

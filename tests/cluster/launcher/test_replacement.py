@@ -1,0 +1,82 @@
+"""How long a worker that has died waits for its successor: by what it did itself, not by what the others of its host did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.cluster.hosts.elastic import Assembly
+from paceline.cluster.hosts.membership import Seat, View
+from paceline.cluster.hosts.peers import Failure
+from paceline.cluster.launcher import replacement
+from paceline.cluster.launcher.replacement import Mending
+from paceline.cluster.launcher.worker import Worker
+
+
+class Host:
+    """A host of a job whose workers are no processes; `at` is the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 1000.0
+        self.started: list[tuple[float, int]] = []  # when, and as which rank
+        self.workers: list[Worker] = []
+        monkeypatch.setattr(replacement.time, "monotonic", lambda: self.at)
+        monkeypatch.setattr(replacement.time, "time", lambda: self.at)
+        assembly = Assembly(0, View(1, (Seat(0, (1, 2)),), 1), {})
+        self.mending = Mending(assembly, 1, 99, 600.0, self._again, say=lambda text: None)
+        for rank in range(2):
+            self._begin(rank)
+
+    def _begin(self, rank: int) -> None:
+        nothing: Any = None
+        number = len(self.workers) + 1
+        self.workers.append(Worker(rank, nothing, (nothing, nothing), -1, -1, -1, number=number))
+
+    def _again(self, rank: int) -> None:
+        self.started.append((self.at, rank))
+        self._begin(rank)
+
+    def pause(self, rank: int, trained: float | None) -> float:
+        """The newest of this rank is killed after it has trained for so long (None: before it did). Gives the seconds until the next."""
+        newest = [worker for worker in self.workers if worker.rank == rank][-1]
+        if trained is not None:
+            newest.records.append({"event": "surviving", "time": self.at})
+        self.at += 20.0 if trained is None else trained
+        newest.ended, newest.code, died = self.at, 137, self.at
+        before = len(self.started)
+        while len(self.started) == before:
+            assert self.mending.turn(self.workers, killed) is None
+            self.at += 0.25
+        assert self.started[-1][1] == rank
+        return self.started[-1][0] - died
+
+
+def killed(worker: Worker) -> Failure | None:
+    return Failure(worker.rank, "host", 137, "was killed by SIGKILL", False, 0.0, "")
+
+
+@pytest.fixture
+def host(monkeypatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_who_dies_again_and_again_waits_longer_each_time(host):
+    assert [host.pause(0, trained=1.0) for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_who_never_comes_to_train_is_not_well_however_long_it_takes(host):
+    assert [host.pause(0, trained=None) for _ in range(3)] == [1, 2, 4]
+
+
+def test_the_failures_of_others_do_not_count(host):
+    for _ in range(4):
+        host.pause(0, trained=1.0)
+    assert host.pause(1, trained=1.0) == 1
+    assert host.pause(0, trained=1.0) == 16
+
+
+def test_what_was_is_forgotten_after_a_while_of_training(host):
+    for _ in range(5):
+        host.pause(0, trained=1.0)
+    assert [host.pause(0, trained=seconds) for seconds in (11.0, 1.0, 11.0)] == [1, 2, 1]

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from paceline.comm.group import Finished
+from paceline.comm.hierarchy import executor as module
+from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
+from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
+
+
+def line(stages: int) -> tuple[Line, list[Any]]:
+    spread: list[Any] = []
+
+    def tell(error: Any) -> Any:
+        spread.append(error)
+        return ViewChanged(f"the first: {error}")
+
+    return Line("test", stages, tell), spread
+
+
+def job(flows: Iterable[Flow], result: Any = None, deadline: float = 10.0) -> Job:
+    return Job(lambda: flows, lambda: result, "a job", deadline)
+
+
+def through(log: list[Any], name: str, stages: int, pause: float = 0.0) -> Steps:
+    for stage in range(stages):
+        time.sleep(random.uniform(0, pause))
+        log.append((stage, name, threading.current_thread().name))
+        if stage < stages - 1:
+            got = yield Finished((name, stage))
+            assert got == (name, stage)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_stage_is_a_thread_and_keeps_the_order(stages: int) -> None:
+    ours, _ = line(stages)
+    log: list[Any] = []
+    names = [[f"{turn}.{number}" for number in range(turn % 3)] for turn in range(12)]
+    jobs = [ours.start(job([Flow(through(log, name, stages, 0.003), 10) for name in each], result=turn)) for turn, each in enumerate(names)]
+    assert [work.wait() for work in jobs] == list(range(12))
+    assert all(work.done() and work.exception() is None for work in jobs) and ours.idle
+    for stage in range(stages):
+        mine = [(name, thread) for number, name, thread in log if number == stage]
+        assert [name for name, _ in mine] == [name for each in names for name in each]
+        assert {thread for _, thread in mine} == {f"paceline test {stage}"}
+    ours.stop(ViewChanged("over"))
+    ours.join()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline test")]
+
+
+def test_a_flow_that_ends_early_holds_nothing_up() -> None:
+    ours, _ = line(3)
+    log: list[Any] = []
+    work = ours.start(job([Flow(through(log, "short", 1), 5), Flow(through(log, "long", 3), 5)], "both"))
+    assert work.wait() == "both" and [(stage, name) for stage, name, _ in log if name == "long"] == [(0, "long"), (1, "long"), (2, "long")]
+    ours.stop(ViewChanged("over"))
+
+
+def test_what_is_between_two_stages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AHEAD", 100)
+    ours, _ = line(2)
+    gate, begun = threading.Event(), []
+
+    class Gated(Finished):
+        def wait(self, timeout: float | None = None) -> Any:
+            assert gate.wait(10)
+
+    def steps(name: int) -> Steps:
+        begun.append(name)
+        yield Gated()
+
+    def flows(elements: int, count: int) -> Job:
+        return job(Flow(steps(number), elements) for number in range(count))
+
+    works = [ours.start(flows(30, 8))]
+    time.sleep(0.1)
+    assert len(begun) == 4  # three between the stages, and one that waits for room
+    gate.set()
+    works += [ours.start(flows(1000, 3))]  # larger than the bound: one at a time
+    for work in works:
+        work.wait()
+    assert len(begun) == 11
+    ours.stop(ViewChanged("over"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_error_of_ours_ends_the_line_as_the_first_one(stage: int) -> None:
+    ours, spread = line(3)
+
+    def fails() -> Steps:
+        for _ in range(stage):
+            yield Finished()
+        raise WorkerLost("rank 3 is gone", (3,))
+
+    works = [ours.start(job([Flow(fails(), 1)])), ours.start(job([Flow(through([], "later", 3), 1)]))]
+    for work in works:
+        with pytest.raises(ViewChanged, match="the first: rank 3 is gone"):
+            work.wait()
+        assert isinstance(work.exception(), ViewChanged)
+    assert len(spread) == 1
+    with pytest.raises(ViewChanged, match="the first"):
+        ours.start(job([]))
+    ours.stop(ViewChanged("over"))
+    ours.join()
+
+
+@pytest.mark.parametrize("where", ["flow", "later", "flows", "conclude"])
+def test_an_error_of_the_users_ends_its_job_alone(where: str) -> None:
+    ours, spread = line(2)
+
+    def fail() -> Any:
+        raise UsageError("no such thing")
+
+    def steps() -> Steps:
+        if where == "flow":
+            fail()
+        yield Finished()
+        if where == "later":
+            fail()
+
+    flows = fail if where == "flows" else lambda: [Flow(steps(), 1), Flow(through([], "x", 2), 1)]
+    work = ours.start(Job(flows, fail if where == "conclude" else lambda: 1, "a job", 10.0))
+    with pytest.raises(UsageError, match="no such thing"):
+        work.wait()
+    assert ours.start(job([], 7)).wait() == 7 and not spread
+    ours.stop(ViewChanged("over"))
+
+
+def test_waits_end() -> None:
+    ours, _ = line(2)
+    gate = threading.Event()
+
+    class Never(Finished):
+        def wait(self, timeout: float | None = None) -> Any:
+            gate.wait(10)
+
+    def steps() -> Steps:
+        yield Never()
+
+    work = ours.start(job([Flow(steps(), 1)], deadline=0.2))
+    with pytest.raises(DeadlineExceeded, match=r"a job has not ended within 0\.05 s"):
+        work.wait(0.05)
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
+        work.wait()
+    assert not work.done() and not ours.idle and work.exception() is None
+    ours.stop(ViewChanged("closed"))
+    with pytest.raises(ViewChanged, match="closed"):
+        work.wait()
+    with pytest.raises(ViewChanged, match="closed"):
+        ours.start(job([]))
+    gate.set()
+    ours.join()

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm import collectives, schedule
+from paceline.comm.group import Group
+from paceline.comm.hierarchy import executor
+from paceline.comm.hierarchy import group as module
+from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.native.group import TorchGroup
+from paceline.comm.solo import SoloGroup
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
+from paceline.trace import Trace
+from tests.cluster.launched import wait_for
+from tests.comm.processes import Crew, heard, run, say
+
+DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
+
+
+def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer) -> HostsGroup:
+    """A HostsGroup whose three groups are threads; `wrap` is put around that of the leaders."""
+    mine, inner = hosts[group.rank], None
+    for host in sorted(set(hosts)):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        found = group.sub(ranks)
+        inner = found if host == mine else inner
+    leaders = sorted(hosts.index(host) for host in set(hosts))
+    outer = group.sub(leaders)
+    assert inner is not None
+    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=10)
+
+
+@pytest.mark.parametrize("hosts", DEALT)
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000])
+def test_all_reduce_for_any_dealing_of_ranks(hosts: tuple[int, ...], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NARROW", 64)  # many chunks
+    monkeypatch.setattr(module, "WIDE", 256)
+
+    def data(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        whole = made(group, hosts)
+        x = data(group.rank)
+        works = [whole.all_reduce(x), whole.all_reduce(x, op="max"), whole.all_reduce(x, op="mean")]
+        found = [work.wait() for work in works]
+        whole.close()
+        return found
+
+    stack = torch.stack([data(rank) for rank in range(len(hosts))])
+    results = spawn(len(hosts), body, hosts=hosts)
+    for found in results:
+        torch.testing.assert_close(found[0], stack.sum(0))
+        torch.testing.assert_close(found[1], stack.amax(0))
+        torch.testing.assert_close(found[2], stack.mean(0))
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.complex64])
+def test_dtypes_and_layouts(dtype: torch.dtype) -> None:
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 1, 0))
+        x = (torch.arange(12).reshape(3, 4).t() + group.rank).to(dtype)
+        assert whole.all_reduce(x, out=x).wait() is x
+        whole.close()
+        return x
+
+    for found in spawn(3, body):
+        assert torch.equal(found, (torch.arange(12).reshape(3, 4).t() * 3 + 3).to(dtype))
+
+
+def test_halves_are_summed_in_float32_over_hosts() -> None:
+    values = [2048.0, 1.0, 1.0, 0.0]
+
+    def body(group: ThreadGroup) -> float:
+        whole = made(group, (0, 1, 0, 1))
+        found = whole.all_reduce(torch.tensor([values[group.rank]], dtype=torch.float16)).wait().item()
+        whole.close()
+        return float(found)
+
+    assert spawn(4, body) == [2050.0] * 4
+
+
+def test_a_mean_of_halves_may_have_a_sum_that_none_can_hold() -> None:
+    def body(group: ThreadGroup) -> float:
+        whole = made(group, (0, 1, 0, 1))
+        found = whole.all_reduce(torch.tensor([40000.0], dtype=torch.float16), op="mean").wait().item()
+        whole.close()
+        return float(found)
+
+    assert spawn(4, body) == [40000.0] * 4
+
+
+def test_a_result_may_overlap_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NARROW", 4)
+
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 0, 1))
+        memory = torch.arange(41.0) * (group.rank + 1)
+        found = whole.all_reduce(memory[:-1], out=memory[1:]).wait()
+        whole.close()
+        return found
+
+    for found in spawn(3, body):
+        assert torch.equal(found, torch.arange(40.0) * 6)
+
+
+def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leaders' network stands still: what is between the threads is bounded, and goes on in order."""
+    monkeypatch.setattr(module, "NARROW", 64)
+    monkeypatch.setattr(module, "WIDE", 64)
+    monkeypatch.setattr(executor, "AHEAD", 640)
+    gate = threading.Event()
+
+    class Slow:
+        """A group whose reductions start at once and end when the gate is open."""
+
+        def __init__(self, outer: Group) -> None:
+            self._outer, self.started = outer, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._outer, name)
+
+        def all_reduce_agreed(self, x: torch.Tensor, **options: Any) -> Any:
+            self.started += 1
+            work = self._outer.all_reduce(x, **options)
+            wait, work.wait = work.wait, lambda timeout=None: (gate.wait(10), wait(timeout))[1]
+            return work
+
+    def body(group: ThreadGroup) -> list[torch.Tensor]:
+        whole = made(group, (0, 0, 1, 1), wrap=Slow)
+        works = [whole.all_reduce(torch.full((64 * 4,), float(turn + group.rank))) for turn in range(5)]
+        if isinstance(whole.outer, Slow):
+            wait_for(lambda: whole.outer.started == 11)  # ten between the threads, and one that waits for room
+            time.sleep(0.05)
+            assert whole.outer.started == 11 and not works[0].done()
+        group.barrier().wait()
+        gate.set()
+        found = [work.wait() for work in works]
+        whole.close()
+        return found
+
+    for found in spawn(4, body, hosts=(0, 0, 1, 1)):
+        assert [bool((x == 4 * turn + 6).all()) for turn, x in enumerate(found)] == [True] * 5
+
+
+def test_one_copy_per_host_crosses_the_network_however_ranks_are_dealt() -> None:
+    between = []
+    for hosts in [(0, 0, 1, 1), (0, 1, 0, 1)]:
+
+        def body(group: ThreadGroup, hosts: tuple[int, ...] = hosts) -> int:
+            whole = made(group, hosts)
+            before = whole.traffic.between
+            whole.all_reduce_agreed(torch.ones(100_000)).wait()
+            sent = whole.traffic.between - before
+            whole.close()
+            return sent
+
+        between.append(sum(spawn(4, body, hosts=hosts)))
+    assert between[0] == between[1] <= 2 * 400_000
+
+
+def test_what_is_handed_out_counts_as_sent_within_the_host() -> None:
+    def body(group: ThreadGroup) -> tuple[int, int, int]:
+        whole = made(group, (0, 0, 1, 1))
+        before = whole.traffic.within
+        whole.all_reduce(torch.ones(1000)).wait()
+        own = whole.inner.traffic.within + group.traffic.within
+        found = whole.traffic.within - before, whole.traffic.within - own, int(whole.outer is not None)
+        whole.close()
+        return found
+
+    for sent, handed, leads in spawn(4, body, hosts=(0, 0, 1, 1)):
+        assert handed == 4000 * leads and sent > 0
+
+
+def test_differences_are_named_before_anything_moves() -> None:
+    def body(group: ThreadGroup) -> None:
+        whole = made(group, (0, 1, 0))
+        with pytest.raises(Mismatch, match="rank 2"):
+            whole.all_reduce(torch.ones(4 if group.rank < 2 else 5))
+        whole.close()
+
+    spawn(3, body)
+
+
+def test_a_closed_group_and_wrong_hosts() -> None:
+    whole = HostsGroup(SoloGroup(), SoloGroup(), SoloGroup(), [0])
+    assert whole.all_reduce(torch.ones(2)).wait().tolist() == [1, 1]
+    assert whole.empty((2, 3), torch.float32).shape == (2, 3)
+    whole.close()
+    whole.close()
+    with pytest.raises(ViewChanged):
+        whole.all_reduce_agreed(torch.ones(2))
+    with pytest.raises(UsageError, match="host of each rank"):
+        HostsGroup(SoloGroup(), SoloGroup(), SoloGroup(), [0, 1])
+
+
+def test_agreements_beside_pending_reductions_with_delays() -> None:
+    for seed in range(10):
+        dice = [random.Random(seed * 10 + rank) for rank in range(4)]
+
+        def body(group: ThreadGroup, dice: list[random.Random] = dice) -> list[float]:
+            whole = made(group, (0, 1, 0, 1))
+            sums = []
+            for step in range(5):
+                works = []
+                for part in range(3):
+                    time.sleep(dice[group.rank].random() * 2e-3)
+                    works.append(whole.all_reduce_agreed(torch.full((1000,), float(group.rank + step + part))))
+                assert whole.agree(bytes([step])) == [bytes([step])] * 4
+                sums += [work.wait()[0].item() for work in works]
+            whole.close()
+            return sums
+
+        assert spawn(4, body) == [[6.0 + 4 * (step + part) for step in range(5) for part in range(3)]] * 4
+
+
+def test_an_error_inside_one_host_reaches_all_ranks_as_the_same() -> None:
+    def body(group: ThreadGroup) -> tuple[int, ...]:
+        whole = made(group, (0, 1, 0, 1))
+        if group.rank == 3:
+            group.leave("it was shot")
+            return ()
+        with pytest.raises(WorkerLost, match="rank 3") as caught:
+            whole.all_reduce_agreed(torch.ones(5)).wait()
+        whole.close()
+        return caught.value.ranks
+
+    assert spawn(4, body) == [(3,), (3,), (3,), ()]
+
+
+def test_schedules_run_over_hosts() -> None:
+    def body(group: ThreadGroup) -> torch.Tensor:
+        whole = made(group, (0, 1, 0))
+        lane = collectives.Lane(whole)
+        found = [lane.all_reduce(torch.full((70,), float(group.rank)), schedule.ring(3)) for _ in range(3)]
+        result = [work.wait() for work in found][-1]
+        whole.close()
+        return result
+
+    assert all(bool((result == 3).all()) for result in spawn(3, body))
+
+
+def _networked(group: TorchGroup, hosts: tuple[int, ...]) -> HostsGroup:
+    """A HostsGroup whose three groups are Gloo's."""
+    parts = [group.sub([rank for rank, other in enumerate(hosts) if other == host]) for host in sorted(set(hosts))]
+    [inner] = [part for part in parts if part is not None]
+    return HostsGroup(inner, group.sub(sorted(hosts.index(host) for host in set(hosts))), group, hosts, deadline=20)
+
+
+def _summed(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[bytes, int]:
+    whole = _networked(group, hosts)
+    before = whole.traffic.between
+    works = [whole.all_reduce_agreed(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * group.rank + k))) for k in range(3)]
+    assert len(group.agree(b"beside")) == group.size
+    found = [work.wait() for work in works]
+    between = whole.traffic.between - before
+    wanted = sum(torch.randn(600_000, generator=torch.Generator().manual_seed(10 * rank + 2)) for rank in range(group.size))
+    torch.testing.assert_close(found[2], wanted)
+    whole.close()
+    return found[2].numpy().tobytes(), between
+
+
+@pytest.mark.slow
+def test_real_processes_send_one_copy_per_host_however_they_are_dealt() -> None:
+    sent = []
+    for hosts in ((0, 0, 1, 1), (0, 1, 0, 1)):
+        results = run(4, _summed, hosts, hosts=list(hosts))
+        assert all(result == results[0][0] for result, _ in results)
+        sent.append(sorted(between for _, between in results))
+    assert sent[0] == sent[1] == [0, 0, 3 * 2_400_000, 3 * 2_400_000]
+
+
+def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    whole = _networked(group, hosts)
+    whole.all_reduce_agreed(torch.ones(1000)).wait()
+    say(group, "ready")
+    if group.rank == 3:
+        time.sleep(60)
+    heard(group, "killed")
+    start = time.monotonic()
+    with pytest.raises(WorkerLost) as caught:
+        whole.all_reduce_agreed(torch.ones(600_000)).wait()
+    seconds = time.monotonic() - start
+    whole.close()
+    assert time.monotonic() - start < seconds + 8
+    return caught.value.ranks, seconds
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 0, 1), (0, 0, 0, 1)])
+def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]) -> None:
+    crew = Crew(4, _bereft, hosts)
+    for rank in range(4):
+        crew.heard(rank, "ready")
+    crew.kill(3)
+    for rank in range(3):
+        crew.tell(rank, "killed")
+    results = crew.results()
+    assert results[3] is None
+    for ranks, seconds in results[:3]:
+        assert ranks == (3,) and seconds < 5
+
+
+def test_the_trace_tells_the_phases_within_and_between_hosts() -> None:
+    def body(group: ThreadGroup) -> Counter[str]:
+        whole = made(group, (0, 0, 1, 1))
+        whole.trace = Trace()
+        whole.all_reduce(torch.ones(3 * module.NARROW)).wait()
+        whole.close()
+        return Counter(span.kind for span in whole.trace.spans())
+
+    leader, other = {"within": 6, "between": 3}, {"within": 6}
+    assert spawn(4, body) == [leader, other, leader, other]
+
+
+@pytest.mark.parametrize("numel", [0, 1, module.NARROW, 5 * module.NARROW, 25_000_000])
+def test_chunks_are_narrow_at_both_ends(numel: int) -> None:
+    found = module.cut(numel)
+    assert sum(stop - start for start, stop in found) == numel
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(found))
+    if numel == 25_000_000:
+        widths = [stop - start for start, stop in found]
+        assert widths[0] == widths[-1] == module.NARROW and max(widths) == module.WIDE

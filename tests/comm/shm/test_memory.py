@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cluster.store import Store
+from paceline.comm.shm import memory
+from paceline.comm.shm.memory import LARGE, Segment, fresh, share
+from paceline.errors import ResourceError
+from tests.processes import fork, threads
+
+
+def test_bytes_are_shared_and_zero_at_first() -> None:
+    one = Segment.create(10_000)
+    other = Segment.open(one.address, 10_000)
+    one.seal()
+    assert one.start != other.start and bool((other.tensor(0, (10_000,), torch.uint8) == 0).all())
+    one.tensor(8, (3, 2), torch.float32).copy_(torch.arange(6.0).view(3, 2))
+    assert torch.equal(other.tensor(8, (6,), torch.float32), torch.arange(6.0))
+    other.cells().cast("q")[0] = -5
+    assert one.tensor(0, (), torch.int64).item() == -5
+    assert one.tensor(0, (0, 3), torch.int64).shape == (0, 3)
+
+
+def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:paceline")
+
+    gc.collect()
+    before = held()
+    segment = Segment.create(1 << 20)
+    segment.seal()
+    x, cells = segment.tensor(4096, (100,), torch.float32), segment.cells()
+    del segment
+    gc.collect()
+    x += 1
+    assert x.sum() == 100 and cells[4098] != 0 and held() == (before[0], before[1] + 1)
+    del x, cells
+    gc.collect()
+    assert held() == before
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (LARGE // 4 - 1,), (LARGE // 4,), (3, LARGE // 4 + 7)])
+def test_fresh_memory_is_ordinary_memory(shape: tuple[int, ...]) -> None:
+    around = [torch.zeros(LARGE // 4) for _ in range(3)]
+    tensor = fresh(shape, torch.float32)
+    assert tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    assert bool((tensor.fill_(2) == 2).all()) and not any(bool(other.any()) for other in around)
+
+
+def test_what_can_not_be_had_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"1048576 MiB of shared memory can't be had \(.*; .* has \d+ MiB free\); .*shm-size"):
+        Segment.create(1 << 40, folder=str(tmp_path))
+    with pytest.raises(ResourceError, match="No such file"):
+        Segment.create(4096, folder=str(tmp_path / "missing"))
+    assert list(tmp_path.iterdir()) == []
+    segment = Segment.create(4096, folder=str(tmp_path))
+    with pytest.raises(ResourceError, match="another size than the 8192 bytes"):
+        Segment.open(segment.address, 8192)
+    segment.seal()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ResourceError, match="can't be mapped"):
+        Segment.open(segment.address, 4096)
+
+
+def meeting(store: Store, rank: int, size: int) -> object:
+    turn = 0
+
+    def meet(word: str) -> list[str]:
+        nonlocal turn
+        turn += 1
+        store.put(f"{turn}/{rank}", word)
+        return [store.take(f"{turn}/{r}") for r in range(size)]
+
+    return meet
+
+
+def test_share() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        segment = share(8192, rank, 2, meeting(store, rank, size), inside=rank != 1, folder=None)  # type: ignore[arg-type]
+        assert (segment is None) == (rank == 1)
+        if segment is not None:
+            segment.tensor(8 * rank, (1,), torch.int64).fill_(rank + 1)
+            while segment.tensor(0, (3,), torch.int64).tolist() != [1, 0, 3]:
+                pass
+
+    fork(3, body)
+
+
+def test_a_file_serves_where_an_anonymous_one_can_not_be_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Segment, "address", property(lambda self: self._path or "/proc/1/fd/none"))
+    monkeypatch.setattr(memory, "SHM", str(tmp_path))
+
+    def body(rank: int, size: int, store: Store) -> bool:
+        segment = share(8192, rank, 0, meeting(store, rank, size), inside=True, folder=None)  # type: ignore[arg-type]
+        assert segment is not None
+        return bool((segment.tensor(0, (8192,), torch.uint8) == 0).all())
+
+    assert threads(2, body) == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_one_is_raised_by_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        for folder in (str(tmp_path), str(tmp_path / "missing")):
+            if rank == 1 and not folder.endswith("missing"):
+                monkeypatch.setattr(Segment, "open", lambda *_: (_ for _ in ()).throw(ResourceError("not here")))
+            with pytest.raises(ResourceError, match=r"not here|No such file"):
+                meet = meeting(store.sub(folder), rank, size)
+                share(8192, rank, 0, meet, inside=True, folder=folder)  # type: ignore[arg-type]
+        assert list(tmp_path.iterdir()) == [] or rank != 0
+
+    fork(2, body)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from paceline.cluster.store import Store
+from paceline.comm.fingerprint import Call
+from paceline.comm.shm.queue import Queue
+from paceline.comm.shm.segment import Board, Steps
+from paceline.errors import Mismatch, WorkerLost
+from tests.processes import threads
+
+CALL = Call("call")
+
+
+def queues(size: int, body: Any) -> list[Any]:
+    """`body(queue, board)` on threads, one a rank."""
+
+    def run(rank: int, size: int, store: Store) -> Any:
+        board = Board.from_store(store, rank, range(size), deadline=10)
+        return body(Queue(board, []), board)
+
+    return threads(size, run)
+
+
+def counting(board: Board, phases: int, log: list[Any], name: Any) -> Steps:
+    for phase in range(phases):
+        log.append((name, phase))
+        board.post()
+        yield board.posted
+    return name
+
+
+def test_operations_run_one_after_the_other_and_only_when_pushed() -> None:
+    def body(queue: Queue, board: Board) -> None:
+        log: list[Any] = []
+        works = [queue.start(CALL, counting(board, 3, log, name)) for name in "ab"]
+        assert works[1].wait() == "b" and works[0].done() and works[0].wait() == "a" and works[0].exception() is None
+        assert log == [(name, phase) for name in "ab" for phase in range(3)]
+
+    queues(3, body)
+    queues(1, body)
+
+
+def test_an_error_found_by_all_ends_one_operation_and_one_found_alone_ends_all() -> None:
+    def raising(error: BaseException) -> Steps:
+        raise error
+        yield 0
+
+    def body(queue: Queue, board: Board) -> None:
+        log: list[Any] = []
+        first = queue.start(CALL, raising(Mismatch("apart")))
+        second = queue.start(CALL, counting(board, 2, log, "b"))
+        with pytest.raises(Mismatch):
+            first.wait()
+        assert second.wait() == "b"
+        third = queue.start(CALL, counting(board, 2, log, "c"))
+        fourth = queue.start(CALL, raising(RuntimeError("of torch") if board.rank == 0 else Mismatch("apart")))
+        fifth = queue.start(CALL, counting(board, 2, log, "e"))
+        assert third.wait() == "c"
+        with pytest.raises(RuntimeError if board.rank == 0 else Mismatch):
+            fourth.wait()
+        with pytest.raises(WorkerLost, match=r"rank 0 broke off .*RuntimeError: of torch") as caught:
+            fifth.wait()
+        assert caught.value.ranks == (0,)
+        with pytest.raises(WorkerLost):
+            queue.start(CALL, counting(board, 2, log, "f"))
+
+    queues(2, body)
+
+
+def test_an_interrupt_in_an_operation_is_raised_and_never_a_result() -> None:
+    def body(queue: Queue, board: Board) -> None:
+        def interrupted() -> Steps:
+            yield board.posted
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            queue.start(CALL, interrupted())
+        with pytest.raises(WorkerLost, match="KeyboardInterrupt"):
+            queue.start(CALL, counting(board, 1, [], "b"))
+
+    queues(1, body)
+
+
+def test_several_threads_may_wait() -> None:
+    def body(queue: Queue, board: Board) -> None:
+        log: list[Any] = []
+        works = [queue.start(CALL, counting(board, 20, log, name)) for name in range(8)]
+        found: list[Any] = []
+        crew = [threading.Thread(target=lambda work=work: found.append(work.wait())) for work in works]
+        for thread in crew:
+            thread.start()
+        for thread in crew:
+            thread.join(10)
+        assert sorted(found) == list(range(8)) and log == [(name, phase) for name in range(8) for phase in range(20)]
+
+    queues(2, body)
+
+
+def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        boards = [Board.from_store(store.sub(name), rank, range(size), deadline=10) for name in "ab"]
+        relatives: list[Any] = []
+        one, other = (Queue(board, relatives) for board in boards)
+        log: list[Any] = []
+        work = one.start(CALL, counting(boards[0], 5, log, "a"))
+        if rank == 0:
+            other.start(CALL, counting(boards[1], 1, log, "b")).wait()  # rank 1 comes only once `work` has ended
+        assert work.wait() == "a"
+        if rank == 1:
+            other.start(CALL, counting(boards[1], 1, log, "b")).wait()
+        del other
+        third = Queue(Board.from_store(store.sub("c"), rank, range(size), deadline=10), relatives)
+        assert [ref() for ref in relatives] == [one, third]
+
+    threads(2, body)

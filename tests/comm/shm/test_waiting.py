@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.cluster.store import Store
+from paceline.comm.shm.group import SharedGroup
+from paceline.comm.waitgraph import GRACE
+from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+from tests.processes import fork, threads
+
+WAITS = {
+    "small": lambda group: group.all_reduce(torch.ones(3)).wait(),
+    "large": lambda group: group.all_reduce(torch.ones(3_000_000)).wait(),
+    "agree": lambda group: group.agree(b"x"),
+    "memory": lambda group: group.empty((5,), torch.float32),
+}
+
+
+def join(store: Store, rank: int, size: int, deadline: float = 20.0) -> SharedGroup:
+    return SharedGroup.from_store(store, rank, size, deadline=deadline)
+
+
+@pytest.mark.parametrize("call", WAITS)
+def test_a_killed_rank_is_named_within_a_second(call: str) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        group.barrier().wait()
+        if rank == 1:
+            time.sleep(0.1)
+            store.put("killed", time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"rank 1 has died while rank . waits for it in") as caught:
+            WAITS[call](group)
+        assert caught.value.ranks == (1,) and time.monotonic() - store.take("killed") < 5
+        with pytest.raises(WorkerLost):  # and it stays so
+            group.barrier().wait()
+        with pytest.raises(WorkerLost):
+            group.agree(b"")
+        group.close()
+
+    fork(3, body, mortal=[1])
+
+
+def test_a_rank_killed_in_the_middle_of_a_sum_is_named() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 1:
+            group.board.stage_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+        works = [group.all_reduce(torch.ones(3_000_000)) for _ in range(3)]
+        for work in works:
+            with pytest.raises(WorkerLost, match="rank 1 has died"):
+                work.wait()
+            assert work.done() and isinstance(work.exception(), WorkerLost)
+
+    fork(2, body, mortal=[1])
+
+
+@pytest.mark.parametrize("call", WAITS)
+@pytest.mark.parametrize("word", ["closed", "aborted"])
+def test_a_rank_that_leaves_is_named(call: str, word: str) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        group.barrier().wait()
+        if rank == 0:
+            time.sleep(0.02)
+            group.close() if word == "closed" else group.abort()
+        else:
+            start = time.monotonic()
+            lost = word == "closed"
+            with pytest.raises(WorkerLost if lost else ViewChanged, match="rank 0 has closed its group" if lost else "aborted by rank 0"):
+                WAITS[call](group)
+            assert time.monotonic() - start < 5
+
+    threads(3, body)
+
+
+def test_what_had_all_its_posts_ends_though_a_rank_has_left() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        work = group.all_reduce(torch.ones(3_000_000))
+        if rank == 0:
+            work.wait()
+            group.close()
+        else:
+            while not work.done():
+                pass
+            time.sleep(0.05)
+            assert work.wait()[0] == 2
+
+    fork(2, body)
+
+
+def test_abort_ends_pending_work_here_and_is_seen_elsewhere() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 1:
+            store.take("aborted")
+            with pytest.raises(ViewChanged, match="aborted by rank 0"):
+                group.all_reduce(torch.ones(30_000)).wait()
+                group.barrier().wait()
+            return
+        pending = [group.all_reduce(torch.ones(30_000)), group.barrier()]
+        threading.Timer(0.05, group.abort).start()
+        start = time.monotonic()
+        with pytest.raises(ViewChanged, match="aborted"):
+            pending[1].wait()
+        assert isinstance(pending[0].exception(), ViewChanged) and time.monotonic() - start < 5
+        store.put("aborted", True)
+        group.abort()
+        group.close()
+
+    fork(2, body)
+
+
+def test_abort_ends_a_meeting() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 0:
+            threading.Timer(0.05, group.abort).start()
+            with pytest.raises(ViewChanged, match="aborted"):
+                group.agree(b"")
+            store.put("aborted", True)
+        else:
+            store.take("aborted")
+
+    fork(2, body)
+
+
+@pytest.mark.parametrize("call", ["large", "agree"])
+def test_a_stopped_rank_is_named_at_the_deadline(call: str) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size, deadline=0.4)
+        store.put(f"pid{rank}", os.getpid())
+        group.barrier().wait()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"rank 2 did not come within 0.4 s") as caught:
+            WAITS[call](group)
+        assert caught.value.missing == (2,) and 0.3 < time.monotonic() - start < 5
+        with pytest.raises(DeadlineExceeded):
+            group.barrier().wait()
+        time.sleep(0.2)
+        if rank == 0:
+            os.kill(store.take("pid2"), signal.SIGKILL)
+
+    fork(3, body, mortal=[2])
+
+
+def test_who_comes_after_the_deadline_hears_of_it() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size, deadline=0.2)
+        if rank == 1:
+            time.sleep(0.5)
+        with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within 0.2 s to all_reduce .*asked by rank 0") as caught:
+            group.all_reduce(torch.ones(1)).wait()
+            group.barrier().wait()
+        assert caught.value.missing == (1,)
+
+    fork(2, body)
+
+
+def test_a_timeout_ends_only_that_wait() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 0:
+            store.take("waited")
+        work = group.all_reduce(torch.full((40_000,), 1.0 + rank), name="w")
+        if rank == 1:
+            for _ in range(2):
+                start = time.monotonic()
+                with pytest.raises(DeadlineExceeded, match=r"rank 0 did not come within 0.05 s to all_reduce of 'w'") as caught:
+                    work.wait(timeout=0.05)
+                assert caught.value.missing == (0,) and 0.04 < time.monotonic() - start < 5
+            store.put("waited", True)
+        assert work.wait()[0] == 3
+        group.barrier().wait()
+        assert group.waited > (0.1 if rank == 1 else 0)
+        group.close()
+
+    fork(2, body)
+
+
+@pytest.mark.parametrize("call", ["small", "agree"])
+def test_an_interrupt_is_heard_while_waiting(call: str) -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        group.barrier().wait()
+        if rank == 1:
+            store.take("heard")
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            WAITS[call](group)
+        assert time.monotonic() - start < 5
+        store.put("heard", True)
+        group.close()
+
+    fork(2, body)
+
+
+def test_an_interrupted_wait_may_be_tried_again_an_interrupted_meeting_not() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 1:
+            store.take("heard")
+            assert group.all_reduce(torch.ones(30_000)).wait()[0] == 2
+            with pytest.raises(WorkerLost, match=r"rank 0 broke off .*KeyboardInterrupt"):
+                group.barrier().wait()
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        work = group.all_reduce(torch.ones(30_000))
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        store.put("heard", True)
+        assert work.wait()[0] == 2
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            group.agree(b"")
+        with pytest.raises(WorkerLost, match="KeyboardInterrupt"):
+            group.barrier().wait()
+        group.close()
+
+    fork(2, body)
+
+
+def test_ranks_that_wait_for_each_other_are_found_before_the_deadline() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        group.agree(b"")
+        group.barrier().wait()
+        pending = group.all_reduce(torch.ones(3)) if rank == 1 else None
+        with pytest.raises(Mismatch, match=r"rank 0 at agree \(\S+\); ranks 1, 2 at barrier of 'b' \(\S+\)"):
+            group.agree(b"") if rank == 0 else (pending or group.all_reduce(torch.ones(3))) and group.barrier(name="b").wait()
+        group.close()
+
+    start = time.monotonic()
+    threads(3, body)
+    assert time.monotonic() - start < GRACE + 10
+
+
+def test_waits_that_end_late_are_no_mismatch() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        if rank == 0:
+            time.sleep(GRACE + 0.3)
+        work = group.all_reduce(torch.ones(30_000))
+        if rank != 0:
+            group.agree(b"")
+        work.wait()
+        if rank == 0:
+            time.sleep(0.2)
+            group.agree(b"")
+        group.close()
+
+    threads(3, body)
+
+
+def test_a_rank_that_fails_alone_breaks_the_group_for_all() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        group = join(store, rank, size)
+        with pytest.raises((RuntimeError, PacelineError)) as caught:
+            out = torch.zeros(1).expand(30_000) if rank == 1 else torch.zeros(30_000)  # can't be written to
+            group.all_reduce(torch.ones(30_000), out=out).wait()
+            group.barrier().wait()
+        assert ("written" in str(caught.value) or "memory" in str(caught.value)) if rank == 1 else "rank 1 broke off" in str(caught.value)
+        with pytest.raises(WorkerLost, match="rank 1"):
+            group.barrier().wait()
+
+    threads(2, body)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(60))
+def test_deaths_at_any_moment(seed: int) -> None:
+    def body(rank: int, size: int, store: Store) -> Any:
+        group = join(store, rank, size)
+        memory = group.empty((300_000,), torch.float32)
+        if rank == 0:
+            threading.Timer(0.002 * (seed % 20) + 1e-3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(WorkerLost, match="rank 0 has died"):
+            while True:
+                works = [group.all_reduce(memory, out=memory), group.all_reduce(torch.ones(400_000)), group.all_gather(torch.ones(90_000))]
+                group.agree(b"")
+                for work in works:
+                    work.wait()
+
+    start = time.monotonic()
+    fork(2 + seed % 3, body, mortal=[0])
+    assert time.monotonic() - start < 10

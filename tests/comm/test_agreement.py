@@ -1,0 +1,197 @@
+"""Calls of all workers in which a worker is lost: made again, told, or void."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.comm.agreement import Agreement, Result, Voided
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
+
+
+class Flaky:
+    """An act that loses a worker so many times before it succeeds."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses, self.made = losses, 0
+
+    def __call__(self) -> int:
+        self.made += 1
+        if self.made <= self.losses:
+            raise WorkerLost("gone") if self.made % 2 else ViewChanged("others")
+        return 42
+
+
+def agreement(*outcomes: Result[Any] | None) -> tuple[Agreement, list[PacelineError]]:
+    """One whose recovery tells these outcomes, and what it was told."""
+    found, told = Agreement(spawn(1, lambda group: group)[0]), list[PacelineError]()
+
+    def recover(error: PacelineError) -> Result[Any] | None:
+        told.append(error)
+        return outcomes[len(told) - 1]
+
+    found.recovery = recover
+    return found, told
+
+
+def test_a_call_is_made_again_until_it_succeeds() -> None:
+    one, told = agreement(None, None)
+    act = Flaky(2)
+    assert one.attempt(act) == 42
+    assert act.made == 3 and [type(error) for error in told] == [WorkerLost, ViewChanged]
+    assert one.calls == 1 and one.last == 42
+
+
+def test_what_others_got_is_taken() -> None:
+    one, _ = agreement(Result(7))
+    act = Flaky(1)
+    assert one.attempt(act) == 7
+    assert act.made == 1 and one.calls == 1 and one.last == 7
+
+
+def test_a_call_that_cannot_be_had_again_is_void() -> None:
+    one, _ = agreement(None)
+    with pytest.raises(Voided):
+        one.settle(Flaky(1))
+    assert one.calls == 0  # who comes to it later, when it is void, leaves it out
+
+
+def test_when_others_have_it_so_have_i() -> None:
+    """The last meeting of `settle` was lost here; that another has passed it says that all have what they need."""
+    one, _ = agreement(Result(None))
+    given: list[str] = []
+
+    def act() -> str:
+        given.append("mine")
+        return "mine"
+
+    meet = one._meet
+
+    def lost(what: str, body: bytes, where: str) -> list[bytes]:
+        one._meet = meet  # type: ignore[method-assign]
+        raise WorkerLost("gone")
+
+    one._meet = lost  # type: ignore[method-assign]
+    assert one.settle(act) == "mine" and given == ["mine"] and one.last is None
+
+
+def test_it_is_repeated_after_it_was_void() -> None:
+    one, _ = agreement(None, None)
+    act, voided = Flaky(2), []
+    assert one.repeat(act, lambda: voided.append(act.made)) == 42
+    assert voided == [1, 2] and one.calls == 1  # who comes to it after a loss makes it once
+
+
+def test_calls_within_a_call_are_part_of_it() -> None:
+    one, told = agreement(None)
+    act = Flaky(1)
+
+    def outer() -> int:
+        one.meet("something")
+        return one.attempt(act)
+
+    assert one.attempt(outer) == 42 and act.made == 2 and one.calls == 1 and len(told) == 1
+
+
+def test_other_errors_are_not_survived() -> None:
+    one, told = agreement()
+
+    def act() -> None:
+        raise Mismatch("different calls")
+
+    with pytest.raises(Mismatch):
+        one.attempt(act)
+    assert not told and one.calls == 0
+
+
+def test_without_recovery_a_loss_raises() -> None:
+    one = Agreement(spawn(1, lambda group: group)[0])
+    with pytest.raises(WorkerLost):
+        one.attempt(Flaky(1))
+    with pytest.raises(WorkerLost):
+        one.settle(Flaky(1))
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_a_call_under_way_is_seen_from_outside(survives: bool) -> None:
+    """How many were made, what the last was, since when it lasts, and when it ended; one inside another is a part of it."""
+    one, _ = agreement()
+    one.recovery = one.recovery if survives else None
+    seen = [(one.calls, one.since, one.what, len(one.ended))]
+
+    def look() -> int:
+        seen.append((one.calls, one.since is not None, one.what, len(one.ended)))
+        return 42
+
+    assert one.settle(lambda: one.attempt(look, "inside"), "backward") == 42 and one.attempt(look) == 42
+    assert one.wait(look, "shares of a stream") == 42
+    seen.append((one.calls, one.since, one.what, len(one.ended)))
+    stream = "shares of a stream of step 0"
+    assert seen == [
+        (0, None, "", 0),
+        (0, True, "backward of step 0", 0),
+        (1, True, "backward of step 0", 1),
+        (2, True, stream, 2),
+        (2, None, stream, 2),
+    ]
+
+
+def test_the_first_does_not_wait_while_it_makes_what_it_tells() -> None:
+    """A disk that hangs has to be seen on the worker that writes."""
+
+    def body(group: ThreadGroup) -> list[bool]:
+        one, waits = Agreement(group), list[bool]()
+
+        def make() -> bytes:
+            waits.append(one.since is None)
+            return b"x"
+
+        assert one.tell("run.save", make) == b"x" and one.since is None
+        return waits
+
+    assert spawn(2, body) == [[True], []]
+
+
+def test_a_call_that_fails_is_over() -> None:
+    one, _ = agreement()
+    one.recovery = None
+    for call in (one.attempt, one.settle, lambda act: one.wait(act, "x")):
+        with pytest.raises(WorkerLost):
+            call(Flaky(1))
+        assert one.since is None and one.calls == 0
+    assert one.attempt(lambda: one.since) is not None
+
+
+def test_what_is_no_call_of_all_is_begun_anew_after_each_loss() -> None:
+    one, told = agreement(None, None)
+    act = Flaky(2)
+    assert one.lasting(act) == 42 and act.made == 3 and len(told) == 2 and one.calls == 0
+    one.recovery = None
+    with pytest.raises(WorkerLost):
+        one.lasting(Flaky(1))
+
+
+def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
+    one, told = agreement(None)
+    act = Flaky(1)
+    assert one.attempt(lambda: one.lasting(act)) == 42 and act.made == 2 and len(told) == 1 and one.calls == 1
+
+
+def test_all_are_called_together_perhaps_later() -> None:
+    one, told = agreement(None)
+    why = WorkerLost("a copy has begun")
+    one.call_all(why)
+    assert told == [why]
+    for error in (why, WorkerLost("another")):
+
+        def recover(_: PacelineError, error: WorkerLost = error) -> None:
+            raise error
+
+        one.recovery = recover
+        if error is why:
+            one.call_all(why)
+        else:
+            with pytest.raises(WorkerLost, match="another"):
+                one.call_all(why)

@@ -1,0 +1,59 @@
+"""Waits end from another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from paceline.cluster.store import Store
+from paceline.comm.cancellation import Breaker
+from paceline.comm.native.group import TorchGroup
+from paceline.comm.shm.group import SharedGroup
+from paceline.errors import PacelineError, ViewChanged
+from tests.processes import fork
+
+
+def test_it_trips_once_and_late_comers_at_once() -> None:
+    told: list[PacelineError] = []
+    breaker, error = Breaker(), ViewChanged("others")
+    breaker.add(told.append)
+    breaker.trip(error)
+    breaker.trip(ViewChanged("again"))
+    breaker.add(told.append)
+    assert told == [error, error] and breaker.error is error
+
+
+def _waits(rank: int, size: int, store: Store, kind: str) -> float:
+    breaker = Breaker()
+    group = (
+        SharedGroup.from_store(store, rank, size, deadline=30.0, breaker=breaker)
+        if kind == "shared"
+        else TorchGroup.from_store(store.torch, rank, size, deadline=30.0, breaker=breaker)
+    )
+    sub = group.sub(range(size))
+    assert sub is not None
+    group.all_reduce(torch.ones(3)).wait()
+    waiting = group if kind == "shared" else sub  # groups within end, too
+    if rank:
+        store.take("over")  # doesn't come, and lives
+        return 0.0
+    began = time.monotonic()
+    threading.Timer(0.3, lambda: breaker.trip(ViewChanged("the workers are others now"))).start()
+    with pytest.raises(ViewChanged, match="others now"):
+        waiting.agree(b"")
+    seconds = time.monotonic() - began
+    with pytest.raises(ViewChanged, match="others now"):
+        group.all_reduce(torch.ones(3)).wait()
+    group.close()
+    store.put("over", 1)
+    return seconds
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_wait_ends_soon_after(kind: str) -> None:
+    seconds, _ = fork(2, partial(_waits, kind=kind))
+    assert 0.25 < seconds < 1.4

@@ -1,0 +1,76 @@
+"""What a server remembers of its steps: samples that are in one, and how to make the step on another server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import StateLost
+from paceline.server import journal
+from paceline.server.journal import Ledger, merged
+from paceline.server.spans import Spans
+
+
+def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    return {"optimizer": optimizer, "step": step, "came": list(came), "of": list(of), "settings": [[0, {"lr": 0.1, "betas": [0.9, 0.99]}]]}
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    cuts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(1, 9)), max_size=12),
+)
+def test_spans_and_holes_are_all_there_is(sizes: list[int], cuts: list[tuple[int, int, int]]) -> None:
+    rows = [[5 + batch, start, min(stop, sizes[batch])] for batch, start, stop in cuts if batch < len(sizes)]
+    rows = [row for row in rows if row[1] < row[2]]
+    spans = Spans(rows)
+    inside = {(batch, sample) for batch, start, stop in rows for sample in range(start, stop)}
+    assert [(batch, sample) for batch, start, stop in spans.rows() for sample in range(start, stop)] == sorted(inside)
+    outside = [(batch, sample) for batch, start, stop in spans.holes(5, sizes) for sample in range(start, stop)]
+    assert outside == [(5 + n, sample) for n, size in enumerate(sizes) for sample in range(size) if (5 + n, sample) not in inside]
+
+
+def test_what_was_made_is_known_and_travels() -> None:
+    made = Ledger()
+    made.made(close(1, [0, 1, [[0, 0, 4]]], [2, 1, [[0, 4, 8]]]))
+    made.made(close(2, [0, 2, [[1, 0, 4]]]))
+    made.made(close(1, [2, 1, []], optimizer=1))
+    made.drop(0, [[1, 4, 8]])
+    other = Ledger()
+    other.load(made.dump())
+    for each in (made, other):
+        assert each.done.rows() == [[0, 0, 8], [1, 0, 4]] and each.gradients == {(0, 0): 2, (0, 2): 1, (1, 2): 1}
+        assert [body["step"] for body in each.since(0, 1)] == [2] and each.since(0, 2) == [] and list(each.dropped) == [(0, 1, 4, 8)]
+    assert other.since(0, 0) == [close(1, [0, 1, [[0, 0, 4]]], [2, 1, [[0, 4, 8]]]), close(2, [0, 2, [[1, 0, 4]]])]
+
+
+def test_a_new_part_begins_with_nothing_done_and_an_old_one_changes_nothing() -> None:
+    made = Ledger()
+    made.made(close(1, [0, 1, [[0, 0, 4]]]))
+    made.made(close(2, [0, 2, [[8, 0, 4]]], of=(0, 8)))
+    assert made.part == (0, 8) and made.done.rows() == [[8, 0, 4]]
+    made.made(close(3, [1, 1, [[3, 0, 4]]]))  # of one who carried it over
+    assert made.part == (0, 8) and made.done.rows() == [[8, 0, 4]] and made.gradients == {(0, 0): 2, (0, 1): 1}
+
+
+def test_shards_together_know_the_latest_part() -> None:
+    one, two = Ledger(), Ledger()
+    one.made(close(1, [0, 1, [[0, 0, 4]]]))
+    two.made(close(1, [0, 1, [[0, 0, 4]]], optimizer=1))
+    two.made(close(2, [1, 1, [[0, 4, 6]]], optimizer=1))
+    found = merged([one.dump(closes=False), two.dump(closes=False)])
+    assert found.done.rows() == [[0, 0, 6]] and found.gradients == {(0, 0): 1, (1, 0): 1, (1, 1): 1}
+    two.made(close(3, [1, 2, [[0, 0, 2]]], optimizer=1, of=(1, 0)))
+    assert merged([one.dump(), two.dump()]).done.rows() == merged([two.dump(), one.dump()]).done.rows() == [[0, 0, 2]]
+
+
+def test_steps_that_nobody_knows_any_more_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "KEPT", 3)
+    made = Ledger()
+    for step in range(1, 6):
+        made.made(close(step, [0, step, []]))
+    assert [body["step"] for body in made.since(0, 2)] == [3, 4, 5]
+    with pytest.raises(StateLost, match="from 2 on"):
+        made.since(0, 1)

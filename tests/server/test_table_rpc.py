@@ -1,0 +1,290 @@
+"""A server's tables in lockstep: what is answered, what waits, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.rpc import Caller, Receiver, keys
+from paceline.errors import Mismatch
+from paceline.server.main import Server
+from paceline.server.table import Spec
+
+KEYS = keys(b"0123456789abcdef", "tests")
+SPEC = Spec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
+SECONDS = 5.0
+Callers = list[Caller]
+
+
+@pytest.fixture
+def callers() -> Iterator[Callers]:
+    """Two workers of a server with a table."""
+    receiver, over = Receiver(KEYS, hosts=["127.0.0.1"], say=lambda text: None), threading.Event()
+    thread = threading.Thread(target=lambda: (Server(receiver, over.is_set).run(), receiver.close()))
+    thread.start()
+    found = [Caller(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)]
+    for caller in found:
+        table(caller)
+    yield found
+    over.set()
+    thread.join()
+    for caller in found:
+        caller.close()
+
+
+def table(caller: Caller, spec: Spec = SPEC, lr: float = 1.0) -> None:
+    body = {"table": 0, "spec": spec.plain(), "settings": {"lr": lr}, "server": 0, "servers": 1}
+    caller.call("rows.table", body=body, seconds=SECONDS)
+
+
+def give(caller: Caller, step: int, *rows: int, used: bool = True, settings: Any = None) -> int:
+    entry = {"table": 0, "step": step, "used": used, "settings": settings}
+    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+    return caller.send("rows.give", body={"workers": [0, 1], "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+
+def pull(caller: Caller, step: int, *rows: int) -> int:
+    return caller.send("rows.pull", body={"table": 0, "step": step}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+
+
+def wait(caller: Caller, number: int, seconds: float = SECONDS) -> Any:
+    return caller.wait(number, seconds)
+
+
+def test_rows_are_read_once_all_have_given(callers: Callers) -> None:
+    one, two = callers
+    before = wait(one, pull(one, 0, 1, 2)).tensors[0]
+    asked = pull(one, 1, 1, 2)
+    wait(one, give(one, 1, 1))
+    with pytest.raises(TimeoutError):
+        wait(one, asked, 0.3)
+    wait(two, give(two, 1, 1, 2))
+    assert torch.equal(wait(one, asked).tensors[0], before - torch.tensor([[2.0], [1.0]]))
+
+
+def test_who_is_a_step_ahead_waits(callers: Callers) -> None:
+    """It has used no rows, so it has waited for nobody."""
+    one, two = callers
+    wait(one, give(one, 1))
+    ahead = give(one, 2, 5)
+    with pytest.raises(TimeoutError):
+        wait(one, ahead, 0.3)
+    wait(two, give(two, 1))
+    wait(one, ahead)
+    wait(two, give(two, 2))
+    assert torch.equal(wait(two, pull(two, 2, 5)).tensors[0], SPEC.initial(torch.tensor([5])) - 1)
+
+
+def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
+    one, two = callers
+    for caller in callers:
+        wait(caller, give(caller, 1, used=False, settings={"lr": 0.5}))
+    digest = one.call("rows.digest", body={"table": 0, "step": 1}, seconds=SECONDS)
+    assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+    for caller in callers:
+        wait(caller, give(caller, 2, 7, used=caller is one))
+    assert torch.equal(wait(two, pull(two, 2, 7)).tensors[0], SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
+
+
+def decide(caller: Caller, step: int, *rows: int) -> None:
+    """Give, where the step isn't made by that."""
+    entry = {"table": 0, "step": step, "used": True, "settings": {"lr": 1.0}}
+    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+    caller.call("rows.give", body={"decided": True, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+
+def made(caller: Caller, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
+    entry = {"table": 0, "step": step, "floor": floor}
+    caller.call("rows.make", body={"tables": [entry], "workers": workers, "calls": calls}, seconds=SECONDS)
+
+
+def back(caller: Caller, step: int, calls: int) -> None:
+    caller.call("rows.back", body={"tables": [(0, step)], "calls": calls}, seconds=SECONDS)
+
+
+def values(caller: Caller, step: int, *rows: int) -> Any:
+    return wait(caller, pull(caller, step, *rows)).tensors[0] - SPEC.initial(torch.tensor(rows))
+
+
+class TestSurviving:
+    """Where losses are survived: what all have decided on is made, once."""
+
+    def test_a_step_is_made_once_it_is_decided(self, callers: Callers) -> None:
+        one, two = callers
+        decide(one, 1, 5)
+        decide(two, 1, 5, 6)
+        assert values(one, 0, 5).sum() == 0
+        for caller in callers:
+            made(caller, 1, 7)
+        assert values(one, 1, 5, 6).tolist() == [[-2, -2], [-1, -1]]
+
+    def test_what_is_given_again_counts_in_place_of_the_first(self, callers: Callers) -> None:
+        """The turn was dealt again, among those who are left."""
+        one, two = callers
+        decide(two, 1, 5)
+        decide(one, 1, 5)
+        decide(one, 1, 6)
+        made(one, 1, 7, workers=(0,))
+        assert values(one, 1, 5, 6).tolist() == [[0, 0], [-1, -1]]
+
+    def test_a_step_goes_back_once_and_is_made_again(self, callers: Callers) -> None:
+        one, two = callers
+        for step in (1, 2):
+            for caller in callers:
+                decide(caller, step, 5)
+            made(one, step, 6 + step)
+        for caller in callers:
+            back(caller, 0, 9)
+        assert values(two, 0, 5).sum() == 0
+        made(two, 1, 7)  # of who is lost, and comes late: nobody has given anything for it either
+        decide(one, 1, 6)
+        made(two, 1, 7, workers=(0,))
+        assert values(one, 0, 6).sum() == 0
+        made(one, 1, 10, workers=(0,))
+        back(two, 0, 9)  # late
+        assert values(one, 1, 5, 6).tolist() == [[0, 0], [-1, -1]]
+
+    def test_what_lies_before_the_turn_does_not_go_back(self, callers: Callers) -> None:
+        one, _ = callers
+        for step, floor in ((1, 0), (2, 1)):
+            decide(one, step, 5)
+            made(one, step, step, floor=floor, workers=(0,))
+        back(one, 0, 9)
+        assert values(one, 1, 5).tolist() == [[-1, -1]]
+
+    def test_a_copy_becomes_what_the_others_are(self, callers: Callers) -> None:
+        one, two = callers
+        decide(one, 1, 5)
+        made(one, 1, 3, workers=(0,))
+        stand = one.call("rows.stand", body={"table": 0}, seconds=SECONDS).body
+        assert (stand["step"], stand["count"], stand["settings"]) == (1, 1, {"lr": 1.0})
+        part = one.call("rows.part", body={"table": 0, "step": 1, "start": 0, "stop": 10}, seconds=SECONDS)
+        two.call("rows.become", body={"table": 0, **stand, "server": 0, "servers": 1}, seconds=SECONDS)
+        assert values(two, 1, 5).sum() == 0
+        assert two.call("rows.stand", body={"table": 0}, seconds=SECONDS).body == stand
+        two.call("rows.put", body={"table": 0, "names": part.body["names"]}, tensors=part.tensors, seconds=SECONDS)
+        assert values(one, 1, 5).tolist() == [[-1, -1]]
+
+
+class TestRefusals:
+    def test_different_settings(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, give(one, 1, 1, settings={"lr": 0.1}))
+        with pytest.raises(Mismatch, match="with different settings"):
+            wait(two, give(two, 1, 1, settings={"lr": 0.2}))
+        with pytest.raises(Mismatch, match="with different settings"):
+            wait(one, pull(one, 1, 1))
+
+    def test_different_tables(self, callers: Callers) -> None:
+        with pytest.raises(Mismatch, match="different tables"):
+            table(callers[0], lr=0.3)
+
+    def test_a_step_again(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, give(one, 1, 1))
+        with pytest.raises(Mismatch, match="given before"):
+            wait(one, give(one, 1, 1))
+        wait(two, give(two, 1, 1))
+        with pytest.raises(Mismatch, match="given before"):
+            wait(two, give(two, 1, 1))
+        with pytest.raises(Mismatch, match="1 have been taken"):
+            wait(two, pull(two, 0, 1))
+
+    def test_senseless_ones(self, callers: Callers) -> None:
+        one, _ = callers
+        with pytest.raises(Mismatch, match="there is no table 4"):
+            one.call("rows.pull", body={"table": 4, "step": 0}, tensors=[torch.tensor([1])], seconds=SECONDS)
+        with pytest.raises(Mismatch, match="don't lie here"):
+            wait(one, pull(one, 0, 100))
+        with pytest.raises(Mismatch, match="it lacks something"):
+            one.call("rows.pull", body={}, seconds=SECONDS)
+        with pytest.raises(Mismatch, match="nobody has said yet"):
+            one.call("close", body={}, seconds=SECONDS)
+
+
+class TestOutOfLockstep:
+    """By messages: what is held, who makes a step, and what waits for what."""
+
+    def hold(self, caller: Caller, after: int, *rows: int, used: bool = True) -> int:
+        entry = {"table": 0, "used": used, "settings": {"lr": 1.0}}
+        tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
+        return caller.send("rows.hold", body={"after": after, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+
+    def close(self, caller: Caller, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> int:
+        body = {"tables": [0], "step": step, "workers": workers, "factor": factor, "part": part}
+        return caller.send("rows.close", body=body, seconds=SECONDS)
+
+    def now(self, caller: Caller, free: str, step: int, *rows: int) -> int:
+        return caller.send("rows.pull", body={"table": 0, "step": step, "free": free}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+
+    def moved(self, caller: Caller, free: str, step: int, row: int) -> float:
+        return round(float((wait(caller, self.now(caller, free, step, row)).tensors[0] - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
+
+    def test_a_step_is_made_once_by_those_who_are_named(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, self.hold(one, 0, 1))
+        wait(two, self.hold(two, 0, 1))
+        asked = self.now(two, "together", 1, 1)
+        with pytest.raises(TimeoutError):
+            wait(two, asked, 0.3)
+        for caller in callers:
+            wait(caller, self.close(caller, 1, 0, factor=0.5, part=0.5))
+        assert torch.equal(wait(two, asked).tensors[0], SPEC.initial(torch.tensor([1])) - 0.25)
+        assert self.moved(two, "together", 0, 1) == -0.25, "later steps may be in what is read"
+
+    def test_what_was_late_is_in_the_next_step_or_replaced(self, callers: Callers) -> None:
+        one, two = callers
+        for step in (1, 2):
+            wait(one, self.hold(one, step - 1, 1))
+            wait(two, self.hold(two, 0, 1, 2))
+            wait(one, self.close(one, step, 0))
+        assert self.moved(two, "together", 2, 2) == 0.0
+        again = self.hold(two, 3, 3)
+        with pytest.raises(TimeoutError):
+            wait(two, again, 0.3)  # what it held before may be in step 3
+        wait(one, self.close(one, 3, 1))
+        wait(two, again)
+        wait(two, self.close(two, 4, 1))
+        assert [self.moved(two, "together", 4, row) for row in (1, 2, 3)] == [-3.0, -1.0, -1.0]
+
+    def test_a_step_waits_for_the_one_before(self, callers: Callers) -> None:
+        one, two = callers
+        wait(one, self.hold(one, 0, 1))
+        wait(two, self.hold(two, 0, 2))
+        early = self.close(two, 2, 1)
+        with pytest.raises(TimeoutError):
+            wait(two, early, 0.3)
+        wait(one, self.close(one, 1, 0))
+        wait(two, early)
+        assert [self.moved(one, "together", 2, row) for row in (1, 2)] == [-1.0, -1.0]
+
+    def test_alone(self, callers: Callers) -> None:
+        """Each waits for its own steps, and for nobody's else."""
+        one, two = callers
+        entry = {"table": 0, "used": True, "settings": {"lr": 1.0}}
+        body, tensors = {"tables": [entry], "part": 0.5, "factor": 2.0}, [torch.tensor([4]), torch.ones(1, 2).double()]
+        ahead = self.now(one, "alone", 1, 4)
+        with pytest.raises(TimeoutError):
+            wait(one, ahead, 0.3)
+        assert self.moved(two, "alone", 0, 4) == 0.0
+        one.call("rows.apply", body=body, tensors=tensors, seconds=SECONDS)
+        assert torch.equal(wait(one, ahead).tensors[0], SPEC.initial(torch.tensor([4])) - 1.0)
+        assert self.moved(two, "alone", 0, 4) == -1.0
+
+    def test_a_step_without_any_gradient_counts_for_nobody(self, callers: Callers) -> None:
+        one, _ = callers
+        wait(one, self.hold(one, 0, used=False))
+        wait(one, self.close(one, 1, 0))
+        digest = one.call("rows.digest", body={"table": 0, "step": 1, "free": "together"}, seconds=SECONDS)
+        assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+
+    def test_whoever_has_come_with_nothing_is_named(self, callers: Callers) -> None:
+        one, _ = callers
+        wait(one, self.hold(one, 0, 1))
+        with pytest.raises(Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"):
+            wait(one, self.close(one, 1, 0, 1))
+        assert self.moved(one, "together", 0, 1) == 0.0

@@ -1,0 +1,390 @@
+"""Workers are killed while they train, in every place of a turn and at random moments, and nothing shows it but an event."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import psutil
+import pytest
+
+from paceline.cluster.control.commands import Member, Orders, Roster
+from paceline.errors import ServerLost
+from paceline.session.elastic import recovery as surviving
+from paceline.session.elastic.recovery import Survival
+from tests.launches import Job, Jobs, free_port
+from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
+
+pytestmark = pytest.mark.preloaded
+
+HOST = socket.gethostname()
+
+
+AT = "run.rank == {rank} and run.steps == "
+PLACES = {
+    "before": "die({at}4, 'forward')",
+    "prepared": "next(model.parameters()).register_hook(lambda _: die({at}7, 'the last gradient'))",
+    "between": "die({at}10, 'before the step')",
+    "after": "die({at}13, 'after the step')",
+    "epoch_end": "die(run.rank == {rank} and epoch == 1, 'between epochs')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "run.size - 1"])
+def test_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome], rank: str) -> None:
+    parts = {name: text.format(rank=rank, at=AT.format(rank=rank)) for name, text in PLACES.items()}
+    found = play(job, "killed", "--min-workers", "1", workers=6, nap=0, **parts)
+    check(found, alone())
+    assert found.size == 1 and [event.partition(" lost")[0] for event in found.events] == [
+        f"rank {0 if rank == '0' else last} was" for last in (5, 4, 3, 2, 1)
+    ]
+
+
+OTHERS = {
+    "adam": {"optimizer": "torch.optim.Adam(model.parameters(), 0.003)"},
+    "batchnorm": {"model": "model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 1)).double()"},
+    "readers": {"readers": 2},
+    "a mean before": {"before": "run.mean(loss)"},
+    "a mean after": {"after": "run.mean(loss)"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind if kind in ("adam", "readers") else pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS])
+def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kind: str) -> None:
+    wanted = alone(**OTHERS[kind])
+    chance, out = random.Random(kind), job.folder / "killed"
+    out.mkdir()
+    launched = job.run(script(start="name='run', folder='killed/runs'", **OTHERS[kind]), 4, "--min-workers", "1", OUT=str(out))
+    trains(launched, out, 4)
+    for _ in range(2):
+        pause(chance, 0.4)
+        kill(launched, chance)
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    check(outcome(out, out), wanted, close=1e-9)
+
+
+LATE = """
+from paceline.cluster.orders import Orders
+breaking, here, already = Orders.breaking, os.getpid(), []
+def late(orders, *given):
+    found = breaking(orders, *given)
+    while run.rank == 1 and len(orders.roster(orders.latest).workers) < 3 and not already:
+        time.sleep(0.01)
+    already.append(found)
+    return orders.roster(orders.latest) if found else None
+Orders.breaking = late
+"""
+
+
+@pytest.mark.slow
+def test_some_begin_to_meet_before_they_hear_that_somebody_comes_and_some_after(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """They have to come together in one view: who is in the earlier one can't be left there until its deadline."""
+    out = job.folder / "killed"
+    out.mkdir()
+    prepared = LATE.strip().replace("\n", "\n    ")
+    text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2), prepared=prepared)
+    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
+    trains(launched, out, 3)
+    launched.workers()[-1].kill()
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, alone(epochs=8))
+    assert found.size == 3 and gap(out) < 30, found.events
+
+
+def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers take it for one of the view before; and the new view, in which nobody is missing, mends nothing."""
+    heard, told = os.pipe()
+    view, said, met = [Member(10, 0, "box", "::1")], list[int](), list[int]()
+
+    def broken(place: Any, number: int) -> None:
+        said.append(number)
+        os.write(told, Roster(number + 1, tuple(view), broken=number == 3).dump())
+
+    survival = object.__new__(Survival)
+    survival.__dict__.update(worker=10, view=1, orders=Orders(heard), _around=SimpleNamespace(place=None), _agreement=None, _heart=None)
+    survival.orders.arm(1, frozenset({10}), lambda: None)
+    monkeypatch.setattr(surviving.report, "broken", broken)
+    monkeypatch.setattr(surviving, "decide", lambda reaches: None)
+    for name, answer in {"_open": MagicMock(), "_meet": {}, "_regroup": None, "_say": None}.items():
+        monkeypatch.setattr(survival, name, lambda *given, answer=answer: answer)
+    monkeypatch.setattr(survival, "_armed", lambda roster, members: met.append(roster.number))
+    survival.recover(ServerLost("server 0 is gone"))
+    assert (said, met) == ([1, 2, 3], [4])
+    os.close(told)
+
+
+@pytest.mark.slow
+def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    wanted = alone(epochs=8)
+    out = job.folder / "killed"
+    out.mkdir()
+    text = script(start="name='run', folder='killed/runs'", epochs=8, nap=until(2))
+    launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", OUT=str(out))
+    trains(launched, out, 3)
+    kill(launched, random.Random(1))
+    ended = launched.end(90)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, wanted)
+    views = [event for event in found.events if "(view" in event]
+    assert found.size == 3 and [event.split(":")[0].split(" ", 2)[2] for event in views] == ["was lost", "has come"]
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_left_behind(job: Jobs) -> None:
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "1", OUT=str(out))
+    trains(launched, out, 3)
+    kill(launched, random.Random(1), signal.SIGSTOP)
+    ended = launched.end(60)
+    assert ended.code == 0 and "SIGSTOP" in ended.err, ended
+    assert gap(out) < 10
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_again_ends_the_job(job: Jobs) -> None:
+    """The sample goes to another worker, whose error is the same."""
+    launched = job.run(
+        script(before="if 77 in index.tolist(): raise ValueError('sample 77 is broken')", nap=0),
+        3,
+        "--min-workers",
+        "1",
+        OUT=str(job.folder),
+    )
+    ended = launched.end(60)
+    assert ended.code == 1 and "ValueError" in ended.last, ended
+    assert "sample 77 is broken" in ended.err
+
+
+ONCE = """
+            if run.rank == 1 and run.steps == 5 and not (out / "once").exists():
+                (out / "once").touch()
+                raise ValueError("only here")
+"""
+
+
+def test_an_error_on_one_worker_is_survived(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    wanted = alone()
+    found = play(job, "killed", "--min-workers", "1", workers=3, nap=0, before=ONCE)
+    check(found, wanted)
+    assert len(found.events) == 1
+
+
+@pytest.mark.slow
+def test_before_training_begins_a_death_ends_the_job(job: Jobs) -> None:
+    launched = job.run(script(prepared="die(run.rank == 1, 'early')"), 3, "--min-workers", "1", OUT=str(job.folder))
+    ended = launched.end(60)
+    assert ended.code == 137 and "SIGKILL" in ended.last, ended
+
+
+INSIDE = "Sequence((AllReduce(), 'local'), (LocalSGD(4), 'host'))"
+MORE = (
+    INSIDE,
+    "AllReduce(codec=error_feedback(int8()))",
+    "Gossip()",
+    "AllReduce(codec=powersgd(2))",
+    "LocalSGD(4, momentum='averaged', fragments=2, delay=1)",
+    "Gossip(codec=int8())",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["LocalSGD(4)", *(pytest.param(sync, marks=pytest.mark.soak) for sync in MORE)])
+def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
+    chance, out = random.Random(sync), job.folder / "killed"
+    out.mkdir()
+    options = ("--min-workers", "1", "--restarts", "2", "--sync", sync)
+    start = "name='run', folder='killed/runs', replicate=1"
+    launched = job.run(script(start=start, epochs=8, nap=0.04), 4, *options, OUT=str(out))
+    trains(launched, out, 4)
+    for _ in range(2):
+        pause(chance, 0.6)
+        kill(launched, chance)
+    ended = launched.end(90)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    assert found.logged == list(range(1, 8 * SAMPLES // BATCH + 1))
+    assert found.size >= 2 and sum("lost" in event for event in found.events) >= 1
+
+
+def three_hosts(job: Jobs, out: Path) -> list[Job]:
+    """The launchers of a run of three hosts with two workers each."""
+    options = ("--min-workers", "1", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
+    common = {"OUT": str(out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
+    text = script(start="name='run', folder='killed/runs'")
+    return [job.run(text, 2, *options, "--host-rank", str(rank), **common) for rank in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_host_is_lost(job: Jobs, alone: Callable[..., Outcome], victim: int) -> None:
+    """Also the first, which coordinates; its launcher and its workers are gone at once."""
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = three_hosts(job, out)
+    trains(launched[0], out, 6)
+    pause(random.Random(victim), 0.3)
+    for process in [psutil.Process(launched[victim].process.pid), *launched[victim].workers()]:
+        process.kill()
+    ends = [host.end(60) for host in launched]
+    assert [end.code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
+    result = outcome(out, out)
+    check(result, alone())
+    assert result.size == 4 and gap(out) < 5
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_named_with_its_stack(job: Jobs) -> None:
+    """Others wait for it; its launcher says where it is, and gives it up before they do."""
+    hang = 'open(out / "hung", "w").close()\n                while True: pass'
+    out = job.folder / "killed"
+    out.mkdir()
+    text = script(
+        start="name='run', folder='killed/runs', deadline=6.0", before=f"if run.rank == 2 and run.steps == 20:\n                {hang}"
+    )
+    launched = job.run(text, 3, "--min-workers", "1", OUT=str(out))
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    line = next(number for number, content in enumerate((job.folder / "script.py").read_text().splitlines(), 1) if "while True" in content)
+    told = [content for content in ended.err.splitlines() if "others wait for rank 2" in content or f"line {line} in" in content]
+    assert len(told) == 2 and HOST in told[0] and "(backward of step 20)" in told[0] and "script.py" in told[1], ended.err
+    assert "rank 2 is given up" in ended.err
+    assert outcome(out, out).size == 2 and gap(out) < 12
+
+
+@pytest.mark.slow
+def test_a_host_that_is_asked_to_leave_goes_after_its_step(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = three_hosts(job, out)
+    trains(launched[0], out, 6)
+    launched[1].process.terminate()
+    ends = [host.end(60) for host in launched]
+    assert [end.code for end in ends] == [0, 128 + signal.SIGTERM, 0], ends
+    result = outcome(out, out)
+    check(result, alone())
+    assert result.size == 4 and gap(out) < 5 and "asked to leave" in ends[1].err
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """Of random workers at random moments, three in a run; those that die come back."""
+    wanted = alone(epochs=8)
+    for seed in range(34):
+        chance, out = random.Random(seed), job.folder / f"killed{seed}"
+        out.mkdir()
+        text = script(start=f"name='run', folder='{out.name}/runs'", epochs=8, nap=0.03)
+        launched = job.run(text, 4, "--min-workers", "1", "--restarts", "3", OUT=str(out))
+        trains(launched, out, 4)
+        for _ in range(3):
+            pause(chance, 2.0)
+            kill(launched, chance)
+        ended = launched.end(90)
+        assert ended.code == 0, (seed, ended)
+        check(outcome(out, out), wanted)
+        assert gap(out) < 2, seed
+
+
+@pytest.mark.slow
+def test_fewer_than_the_job_needs_save_and_wait(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    wanted = alone()
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "3", "--restarts", "1", OUT=str(out))
+    trains(launched, out, 3)
+    kill(launched, random.Random(2))
+    ended = launched.end(90)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, wanted)
+    assert found.size == 3 and [event for event in found.events if event.startswith("2 of 3 workers are left: saved step-")]
+    assert list((out / "runs" / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_they_wait_no_longer_than_they_are_told_to(job: Jobs) -> None:
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "3", "--patience", "1", OUT=str(out))
+    trains(launched, out, 3)
+    kill(launched, random.Random(2))
+    ended = launched.end(60)
+    assert ended.code == 137 and "SIGKILL" in ended.last, ended
+    assert list((out / "runs" / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_was_not_prepared_is_refused(job: Jobs) -> None:
+    prepared = "torch.optim.lr_scheduler.StepLR(optimizer, 5)"
+    ended = job.run(script(prepared=prepared), 2, "--min-workers", "1", OUT=str(job.folder)).end(60)
+    assert ended.code == 1 and "not given to run.prepare" in ended.err, ended
+
+
+@pytest.mark.slow
+def test_a_scaler_that_was_not_prepared_is_refused(job: Jobs) -> None:
+    parts = {
+        "prepared": "scaler = torch.amp.GradScaler('cpu', init_scale=2.0)",
+        "between": "scaler.step(optimizer); scaler.update(); continue",
+    }
+    text = script(**parts).replace("loss.backward()", "scaler.scale(loss).backward()")
+    ended = job.run(text, 2, "--min-workers", "1", OUT=str(job.folder)).end(60)
+    assert ended.code == 1 and "a GradScaler steps that was not given to run.prepare" in ended.err, ended
+    prepared = text.replace("init_scale=2.0)", "init_scale=2.0); run.prepare(scaler)")
+    assert job.run(prepared, 2, "--min-workers", "1", OUT=str(job.folder)).end(60).code == 0
+
+
+@pytest.mark.slow
+def test_two_at_once(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    out = job.folder / "killed"
+    out.mkdir()
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 4, "--min-workers", "1", OUT=str(out))
+    trains(launched, out, 4)
+    pause(random.Random(5), 0.3)
+    for process in launched.workers()[1:3]:
+        process.kill()
+    ended = launched.end(60)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, alone())
+    assert found.size == 2 and gap(out) < 2
+
+
+# What is kept moves with the state of a worker that is healed: it dies of it, the first time.
+MORTAL = """
+class Mortal:
+    def state_dict(self): return {"x": torch.zeros(3)}
+    def load_state_dict(self, state): die(os.environ.get("PACELINE_JOINING") == "1", "while it is healed")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_dies_while_it_is_healed(job: Jobs, alone: Callable[..., Outcome]) -> None:
+    """The others go on, and the next one in its place is healed."""
+    out = job.folder / "killed"
+    out.mkdir()
+    slowly = "0 if (out / 'go').exists() else 0.5"
+    parts = {"model": NET + MORTAL, "prepared": "run.keep('mortal', Mortal())", "epochs": 8, "nap": slowly}
+    launched = job.run(script(start="name='run', folder='killed/runs'", **parts), 3, "--min-workers", "1", "--restarts", "3", OUT=str(out))
+    trains(launched, out, 3)
+    launched.workers()[1].kill()
+    trains(launched, out, 4)
+    (out / "go").touch()
+    ended = launched.end(90)
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    check(found, alone(epochs=8))
+    assert (out / "while it is healed").exists() and found.size == 3 and gap(out) < 5, found.events

@@ -1,0 +1,29 @@
+"""What a turn that failed leaves behind: nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.session.loop.rollback import Undo
+from paceline.state.versioned import Randomness
+
+
+def test_statistics_of_batchnorm_go_back_turn_after_turn() -> None:
+    """Torch changes them without counting it as a change."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    backward: Any = SimpleNamespace(passes=1, back=lambda: None)
+    undo = Undo(dict, [model], Randomness(torch.device("cpu")), backward)
+    for _ in range(3):
+        undo.begin(1)
+        before = [buffer.clone() for buffer in model.buffers()]
+        model(torch.randn(8, 3))
+        undo.back()
+        assert all(map(torch.equal, model.buffers(), before))
+        undo.begin(1)
+        model(torch.randn(8, 3))
+        assert not torch.equal(next(model.buffers()), before[0])

@@ -1,0 +1,238 @@
+"""Optimizers that step where it can't be right are refused, whoever holds them; those that can go on as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from paceline.errors import UsageError
+from paceline.session.run import Run
+from paceline.sync.base import Strategy
+from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.runs import alone, batches, distance, parameters, workers
+
+
+def net(seed: int = 0) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Tensor:
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return parameters(model)
+
+
+# ---- not prepared
+
+
+def test_an_optimizer_that_was_not_prepared_trains_beside_allreduce() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, loader = run.prepare(model, batches())
+        return train(model, sgd(model), loader)
+
+    wanted = alone(body)
+    for found in workers(2, body) + workers(3, body):
+        assert distance(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_is_refused_with_micro_batches(size: int) -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, loader = run.prepare(model, batches(), accumulate=2)
+        before = parameters(model)
+        with pytest.raises(UsageError, match=r"SGD .* not given to run.prepare: with accumulate it steps .*; give it to run.prepare"):
+            train(model, sgd(model), loader)
+        assert torch.equal(parameters(model), before)
+        return before
+
+    workers(size, body)
+
+
+def test_it_may_step_by_itself_on_the_last_micro_batch() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, loader = run.prepare(model, batches(), accumulate=2)
+        optimizer = sgd(model)
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            assert run.turn is not None
+            if run.turn.last_micro:
+                optimizer.step()
+                optimizer.zero_grad()
+        return parameters(model)
+
+    wanted = alone(body)
+    for found in workers(2, body):
+        assert distance(found, wanted) < 1e-12
+
+
+class Slow(torch.optim.Optimizer):
+    """Has another optimizer, and goes half of its way (Zhang et al. 2019, Lookahead)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.lerp_(old, 0.5)
+
+
+def test_an_optimizer_inside_of_a_prepared_one_needn_t_be_prepared() -> None:
+    def body(run: Run) -> Tensor:
+        model = net()
+        model, optimizer, loader = run.prepare(model, Slow(sgd(model)), batches(), accumulate=2)
+        return train(model, optimizer, loader)
+
+    wanted = alone(body)
+    for found in workers(2, body):
+        assert distance(found, wanted) < 1e-12
+
+
+def test_it_is_refused_beside_servers() -> None:
+    def body(run: Run) -> None:
+        model, other = net(), net(1)
+        model, _, loader = run.prepare(model, sgd(model), batches())
+        run.prepare(other)
+        for x, y in loader:
+            F.mse_loss(other(model(x)[:, :1].expand(-1, 6)), y).backward()
+            with pytest.raises(UsageError, match="optimizers step on servers"):
+                sgd(other).step()
+            return
+
+    workers(2, body, strategy=ParameterServer(servers=1))
+
+
+def test_an_optimizer_of_something_else_steps_as_it_likes_and_is_told_once() -> None:
+    def body(run: Run) -> int:
+        strange: list[Any] = []
+        run._watch.strange = lambda optimizer, ours: strange.append((optimizer, ours))
+        model, other = net(), net(1)
+        model, _, loader = run.prepare(model, sgd(model), batches(), accumulate=2)
+        mine = sgd(other)
+        before = parameters(other)
+        train(other, mine, [(x, y) for x, y in loader])
+        assert not torch.equal(parameters(other), before)
+        assert strange == [(mine, False)]
+        return len(strange)
+
+    assert workers(2, body) == [1, 1]
+
+
+def test_torch_calls_nobody_after_the_run() -> None:
+    before = len(_global_optimizer_pre_hooks)
+    model = net()
+
+    def body(run: Run) -> Any:
+        train(*run.prepare(model, sgd(model), batches()))
+        assert len(_global_optimizer_pre_hooks) == before + 1
+        return run._watch
+
+    watch = alone(body)
+    assert len(_global_optimizer_pre_hooks) == before
+    watch.end()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        workers(2, fail)
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def fail(run: Run) -> None:
+    raise RuntimeError("on purpose")
+
+
+# ---- inside of backward
+
+
+def in_backward(model: nn.Module, optimizers: dict[Any, torch.optim.Optimizer]) -> None:
+    """As torch's tutorial has it."""
+
+    def hook(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize("strategy", [None, LocalSGD(2)])
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("first", ["hook", "prepare"])
+def test_a_step_in_a_hook_is_refused(first: str, prepared: bool, strategy: Strategy | None) -> None:
+    def body(run: Run) -> None:
+        model = net()
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        if first == "hook":
+            in_backward(model, optimizers)
+        loader = run.prepare(batches(), model, *(optimizers.values() if prepared else ()))[0]
+        if first == "prepare":
+            in_backward(model, optimizers)
+        before = parameters(model)
+        for x, y in loader:
+            with pytest.raises(UsageError, match=r"step was called inside of loss.backward\(\).*take the hook out"):
+                F.mse_loss(model(x), y).backward()
+            assert torch.equal(parameters(model), before)
+            raise EOFError  # a backward that has failed is not gone on from
+
+    with pytest.raises(EOFError):
+        workers(2, body, strategy=strategy)
+
+
+def test_a_step_in_a_hook_of_one_worker_alone_works_as_without_paceline() -> None:
+    def plain() -> Tensor:
+        model = net()
+        in_backward(model, {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()})
+        for x, y in batches():
+            F.mse_loss(model(x), y).backward()
+        return parameters(model)
+
+    def body(run: Run) -> Tensor:
+        model = net()
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+        in_backward(model, optimizers)
+        loader = run.prepare(batches(), model, *optimizers.values())[0]
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+        return parameters(model)
+
+    assert distance(alone(body), plain()) < 1e-12
+
+
+def test_a_hook_that_only_looks_sees_the_share_if_it_was_there_first() -> None:
+    def body(run: Run) -> list[bool]:
+        model = net()
+        seen: list[tuple[Tensor, Tensor]] = []
+        model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append((p, p.grad.clone())))
+        model, optimizer, loader = run.prepare(model, sgd(model), batches())
+        apart = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            (local,) = torch.autograd.grad(F.mse_loss(model(x), y), model[2].bias)
+            apart.append(torch.allclose(seen[-1][1], local) and not torch.allclose(model[2].bias.grad, local))
+            optimizer.step()
+        return apart
+
+    for found in workers(2, body):
+        assert all(found)
