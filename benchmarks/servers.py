@@ -26,11 +26,11 @@ import torch
 import zmq
 from harness import bootstrap
 
-from paceline.comm.buckets import Shape, cut
-from paceline.comm.rpc import Caller, keys
+from paceline.comm.buckets import BucketShape, cut
+from paceline.comm.rpc import RpcClient, keys
 from paceline.server.main import write
-from paceline.server.partition import Piece
-from paceline.server.shard import Plan
+from paceline.server.partition import RowRange
+from paceline.server.shard import ShardPlan
 
 SECONDS = 60.0
 SECRET, JOB = b"0123456789abcdef", "benchmark"
@@ -80,10 +80,10 @@ class Served:
         self.addresses = json.loads(self._process.stdout.readline())
         self.memory = psutil.Process(self._process.pid)
         rows = int(unit_mb * 1e6) // 4 // 1000
-        shape = Shape.of(torch.empty(rows, 1000, device="meta"))._replace(device=torch.device("cpu"))
+        shape = BucketShape.of(torch.empty(rows, 1000, device="meta"))._replace(device=torch.device("cpu"))
         count = round(mb / unit_mb)
-        found = [Piece(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)]
-        plan = Plan(
+        found = [RowRange(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)]
+        plan = ShardPlan(
             found, cut([piece.shape for piece in found], range(count), int(unit_mb * 1e6)), [(0, 0)] * count, [("SGD", [{"lr": 0.1}])]
         )
         self.units = [torch.zeros(rows * 1000) for _ in range(count)]
@@ -95,13 +95,13 @@ class Served:
         """Bytes that it takes."""
         return int(self.memory.memory_info().rss)
 
-    def caller(self, address: str, sender: int) -> Caller:
+    def caller(self, address: str, sender: int) -> RpcClient:
         """A worker that comes this way."""
-        found = Caller(address, keys(SECRET, JOB), sender=sender, who="the server")
+        found = RpcClient(address, keys(SECRET, JOB), sender=sender, who="the server")
         found.call("plan", tensors=[self._plan], seconds=SECONDS)
         return found
 
-    def turn(self, caller: Caller, sender: int) -> float:
+    def turn(self, caller: RpcClient, sender: int) -> float:
         """Seconds of a step: everything is pushed, applied, and pulled."""
         self._step += 1
         began = time.perf_counter()

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.apps.gpt import next_token_loss
 from paceline.apps.pretrain import BATCH, task
-from paceline.server.scheduler import Keeper
-from paceline.server.spans import Piece
-from paceline.server.stragglers import Open
+from paceline.server.scheduler import SampleScheduler
+from paceline.server.spans import SampleSpan
+from paceline.server.stragglers import OpenStep
 
 RATE = 3e-3
 
@@ -50,13 +50,13 @@ class Simulation:
         self.model, self._train, self._held_out = task(steps)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.01)
         self._rates, self._bound, self._slow, self._chance = rates(steps), bound, slow, random.Random(0)
-        self._keeper, self._share, self.now = Keeper(), BATCH // workers, 0.0
+        self._keeper, self._share, self.now = SampleScheduler(), BATCH // workers, 0.0
         self._keeper.begin(0, 0, [BATCH] * steps, range(workers))
         self._batches, self._dealt = enumerate(self._train), dict[int, Any]()
         self._modes = dict.fromkeys(range(workers), "take")
         self._ends = dict.fromkeys(range(workers), 0.0)
         self._number = dict.fromkeys(range(workers), 0)
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, SampleSpan] = {}
         self._read = {worker: self._values() for worker in range(workers)}
         self._sent: dict[int, list[Tensor]] = {}  # by worker: its last gradient
         self._behind = set[int]()  # who has gone on before its gradient was in a step
@@ -82,7 +82,7 @@ class Simulation:
         """What a worker does next."""
         mode, keeper = self._modes[worker], self._keeper
         if mode == "take" and (found := keeper.take(worker, self._share)) is not None:
-            if not isinstance(found, Piece):
+            if not isinstance(found, SampleSpan):
                 return "last" if worker in self._behind else "rest"
             keeper.starts(worker, self.now)
             self._pieces[worker] = found
@@ -99,7 +99,7 @@ class Simulation:
             self._sent[worker] = self._gradient(worker)
             return "gather"
         if mode == "gather" and (told := self._gathers(worker, self._bound > 0)) is not None:
-            self._behind |= {worker} if isinstance(told, Open) else set()
+            self._behind |= {worker} if isinstance(told, OpenStep) else set()
             self._read[worker] = self._values()
             keeper.tick(worker, self._number[worker])
             return "tick"
@@ -111,7 +111,7 @@ class Simulation:
     def _gathers(self, worker: int, part: bool) -> Any:
         said = (self._number[worker], self._pieces[worker])
         found = self._keeper.gather(worker, 0, self._number[worker], said, bound=self._bound, now=self.now, part=part)
-        if found is not None and not isinstance(found, Open) and found.number > self.steps:
+        if found is not None and not isinstance(found, OpenStep) and found.number > self.steps:
             self.steps = found.number
             self.sizes[len(found.came)] += 1
             self._step(found.came)
@@ -135,7 +135,7 @@ class Simulation:
             for parameter, value in zip(self.model.parameters(), values, strict=True):
                 parameter.copy_(value)
 
-    def _step(self, came: dict[int, tuple[int, Piece]]) -> None:
+    def _step(self, came: dict[int, tuple[int, SampleSpan]]) -> None:
         """With the mean of these gradients, clipped, by their part of a batch."""
         counts = {worker: piece.stop - piece.start for worker, (_, piece) in came.items()}
         whole = sum(counts.values())

@@ -35,9 +35,9 @@ class Paceline:
     def __init__(self, options: argparse.Namespace) -> None:
         import paceline as pl
         from paceline.apps import recommender
-        from paceline.apps.clicks import Clicks, Log
+        from paceline.apps.clicks import ClickLog, Clicks
 
-        log = Log(options.tables, options.rows, options.bag)
+        log = ClickLog(options.tables, options.rows, options.bag)
         self._run: Any = pl.start(name="tables", compare=None)
         self._model = recommender.build(log, options.dim, served=True, servers=options.servers)
         self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
@@ -74,11 +74,11 @@ class DDP:
         from torch.nn.parallel import DistributedDataParallel
 
         from paceline.apps import recommender
-        from paceline.apps.clicks import Log
+        from paceline.apps.clicks import ClickLog
 
         dist.init_process_group("gloo")
         self._rank, self._batch = dist.get_rank(), options.batch
-        self._log = Log(options.tables, options.rows, options.bag)
+        self._log = ClickLog(options.tables, options.rows, options.bag)
         self._plain = recommender.build(self._log, options.dim, served=False, servers=None)
         self._model = DistributedDataParallel(self._plain, gradient_as_bucket_view=True)
         self._optimizer = recommender.optimizer_of(options.optimizer, self._model)

@@ -90,7 +90,7 @@ _NAMES: Final = {
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),
-    "paceline.sync.codec_auto": ("auto",),
+    "paceline.codec.auto": ("auto",),
     "paceline.sync.parameterserver.strategy": ("ParameterServer",),
     "paceline.sync.gossip.strategy": ("Gossip",),
     "paceline.sync.localsgd.strategy": ("LocalSGD",),

@@ -80,7 +80,7 @@ def run(
     servers: Servers = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
-    job = launch.Job(
+    job = launch.LaunchRequest(
         script=str(script),
         args=tuple(args or ()),
         workers=workers,
@@ -100,7 +100,7 @@ def run(
     raise typer.Exit(_start(job, interface))
 
 
-def _start(job: launch.Job, interface: str | None = None) -> int:
+def _start(job: launch.LaunchRequest, interface: str | None = None) -> int:
     """The exit code of a job, once it has ended."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
@@ -121,13 +121,13 @@ def demo(
     """Train a small GPT on this machine, alone and with several workers, and compare."""
     from rich.console import Console
 
-    from paceline.apps.demo import Plan
+    from paceline.apps.demo import DemoPlan
     from paceline.apps.demo import demo as play
 
     def start(script: Path, args: Sequence[str], workers: int, threads: int) -> int:
-        return _start(launch.Job(str(script), tuple(args), workers, threads=threads))
+        return _start(launch.LaunchRequest(str(script), tuple(args), workers, threads=threads))
 
-    raise typer.Exit(play(Plan(workers, steps, alone, folder, text), start, Console()))
+    raise typer.Exit(play(DemoPlan(workers, steps, alone, folder, text), start, Console()))
 
 
 @bench.command()
@@ -173,7 +173,7 @@ def training(
 def _measure(script: str, args: Sequence[str], workers: int, threads: int | None, sync: str | None = None) -> int:
     """Run a script of paceline/bench on the workers, with run folders that go when it ends."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        return _start(launch.Job(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
+        return _start(launch.LaunchRequest(str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, sync=sync))
 
 
 class ScriptLast(TyperCommand):
@@ -210,9 +210,9 @@ def run_in_lab(
 ) -> None:
     """Build a cluster, run a script on all of its hosts, and take the cluster down."""
     from paceline.lab import terminal
-    from paceline.lab.running import Start
+    from paceline.lab.running import LabRequest
 
-    start = Start(
+    start = LabRequest(
         str(script), tuple(args or ()), fault or (), sync, name, min_workers=min_workers, restarts=restarts, patience=patience, show=True
     )
     raise typer.Exit(terminal.run(cluster, placement, start))

@@ -47,7 +47,7 @@ _KINDS: Final[dict[Any, str]] = {int: "a whole number", float: "a number", str: 
 
 
 @dataclass(frozen=True)
-class Call:
+class NotationCall:
     """A call that was read and not made yet; `text` is how it was written."""
 
     word: str
@@ -82,7 +82,7 @@ def prove(text: str) -> None:
         return
     try:
         isolation.attempt(partial(strategy, text))
-    except isolation.Refused as refused:
+    except isolation.AttemptFailed as refused:
         raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(str(refused)) from None
 
 
@@ -106,7 +106,7 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
 
 
 def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
-    """A literal as its value, a call as a `Call`; everything else is refused."""
+    """A literal as its value, a call as a `NotationCall`; everything else is refused."""
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -134,7 +134,7 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
     )
 
 
-def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Call:
+def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
     _known(word, vocabulary)
     segment = _segment(node, text)
     if any(isinstance(argument, ast.Starred) for argument in node.args) or any(keyword.arg is None for keyword in node.keywords):
@@ -144,7 +144,7 @@ def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Call:
         raise NotationError(f"{segment} gives {', '.join(sorted(map(str, twice)))} twice: leave one out")
     positional = tuple(_read(argument, text, vocabulary) for argument in node.args)
     named = {keyword.arg or "": _read(keyword.value, text, vocabulary) for keyword in node.keywords}
-    return Call(word, positional, named, segment)
+    return NotationCall(word, positional, named, segment)
 
 
 def _known(word: str, vocabulary: Vocabulary) -> None:
@@ -155,7 +155,7 @@ def _known(word: str, vocabulary: Vocabulary) -> None:
 def _make(node: Any, vocabulary: Vocabulary) -> Any:
     if isinstance(node, tuple | list):
         return type(node)(_make(item, vocabulary) for item in node)
-    if not isinstance(node, Call):
+    if not isinstance(node, NotationCall):
         return node
     maker = _maker(node.word, vocabulary)
     _fits(node, maker)
@@ -181,7 +181,7 @@ def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
     return entry
 
 
-def _fits(node: Call, maker: Callable[..., Any]) -> None:
+def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
     """Raise if the arguments aren't those of `maker`."""
     signature = inspect.signature(maker)
     parameters = signature.parameters.values()
@@ -197,7 +197,7 @@ def _fits(node: Call, maker: Callable[..., Any]) -> None:
         raise NotationError(f"{node.text} doesn't fit {wanted}: {error}") from None
 
 
-def _suits(node: Call, maker: Callable[..., Any], name: str, value: Any) -> None:
+def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
     """Raise if a value is of another kind than its argument is annotated with."""
     kinds = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)  # type: ignore[misc]
     wanted = kinds.get(name, Any)

@@ -103,9 +103,9 @@ def together(case: Case, name: str, folder: Path) -> None:
 
 def _silent() -> None:
     from paceline.comm.group import Finished
-    from paceline.sync.routes import Native
+    from paceline.sync.routes import GroupReducer
 
-    Native.all_reduce = lambda self, flat, name: Finished(flat)  # type: ignore[method-assign, assignment]
+    GroupReducer.all_reduce = lambda self, flat, name: Finished(flat)  # type: ignore[method-assign, assignment]
 
 
 def _unweighted() -> None:

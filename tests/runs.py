@@ -16,23 +16,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster import store
 from paceline.cluster.discover import Place
-from paceline.cluster.topology import Cluster, Host
+from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.rpc import Receiver, keys
+from paceline.comm.rpc import RpcServer, keys
 from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
-from paceline.server.endpoints import Room
+from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
-from paceline.session.groups import Surroundings
-from paceline.session.record.folder import Folder
-from paceline.session.record.log import Log, OnNan
-from paceline.session.record.writer import Book
+from paceline.session.groups import WorkerContext
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.log import MetricsLog, OnNan
+from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.context import Moment, Scene
+from paceline.sync.context import StepState, SyncContext
 from paceline.trace import Trace
 
 T = TypeVar("T")
@@ -53,35 +53,35 @@ def make(
     place = Place(rank=group.rank, size=group.size, local_rank=group.rank, local_size=group.size, hostname="here")
     where = hosts or (0,) * group.size
     dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
-    cluster = Cluster(tuple(Host("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
-    around = Surroundings(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
-    moment = Moment(scale=1.0 / group.size)
+    cluster = Topology(tuple(HostRanks("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
+    around = WorkerContext(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
+    moment = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
-    scene = Scene(group, agreement, moment, Trace(), cluster.where(), say, None)
+    scene = SyncContext(group, agreement, moment, Trace(), cluster.where(), say, None)
     scene.servers = scene.table_servers = serving(agreement, len(dealt))
     run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
-    kept = Folder.agree(agreement, Path(folder), "test", say=say)
-    run.open(kept, Log(Book(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
+    kept = RunFolder.agree(agreement, Path(folder), "test", say=say)
+    run.open(kept, MetricsLog(MetricsWriter(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run
 
 
-def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], Room]:
+def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], ServerEndpoints]:
     """What starts servers, as threads."""
     found, over, threads = keys(b"0123456789abcdef", "tests"), threading.Event(), []
 
     def begin(count: int) -> bytes:
         addresses = []
         for _ in range(count):
-            receiver = Receiver(found, hosts=["127.0.0.1"])
+            receiver = RpcServer(found, hosts=["127.0.0.1"])
             threads.append(threading.Thread(target=lambda r=receiver: (Server(r, over.is_set).run(), r.close()), daemon=True))
             threads[-1].start()
             addresses += receiver.addresses
         return json.dumps(addresses).encode()
 
-    def servers(asked: int | None, copies: int) -> Room:
+    def servers(asked: int | None, copies: int) -> ServerEndpoints:
         count = asked or hosts
         addresses = tuple(json.loads(agreement.tell("servers begin", lambda: begin(count))))
-        return Room(addresses, tuple(f"server {number} on here" for number in range(count)), found, lambda told: None, end)
+        return ServerEndpoints(addresses, tuple(f"server {number} on here" for number in range(count)), found, lambda told: None, end)
 
     def end() -> None:
         over.set()

@@ -19,10 +19,10 @@ class Launcher:
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.jobs: list[launch.Job] = []
+        self.jobs: list[launch.LaunchRequest] = []
         self.environs: list[dict[str, str]] = []
 
-    def run(self, job: launch.Job, environ: dict[str, str]) -> int:
+    def run(self, job: launch.LaunchRequest, environ: dict[str, str]) -> int:
         self.jobs.append(job)
         self.environs.append(environ)
         return self.code
@@ -128,7 +128,7 @@ def test_what_typer_refuses_ends_with_2(monkeypatch: pytest.MonkeyPatch, launche
 
 
 def test_other_errors_of_ours_end_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(job: launch.Job, environ: dict[str, str]) -> int:
+    def fails(job: launch.LaunchRequest, environ: dict[str, str]) -> int:
         raise CheckpointError("no checkpoint")
 
     monkeypatch.setattr(launch, "run", fails)

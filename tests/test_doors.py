@@ -22,11 +22,11 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster import network
-from paceline.cluster.hosts.admission import Door
+from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.channel import Channel, call, ready
-from paceline.cluster.hosts.elastic import Assembly
-from paceline.cluster.hosts.membership import Seat, View
-from paceline.comm.rpc import Caller, Receiver, keys
+from paceline.cluster.hosts.elastic import ElasticPeers
+from paceline.cluster.hosts.membership import HostSeat, View
+from paceline.comm.rpc import RpcClient, RpcServer, keys
 from paceline.server.main import Server
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
@@ -161,12 +161,12 @@ class Attack:
 
 
 @contextmanager
-def elastic() -> Iterator[tuple[Assembly, tuple[str, int], Callable[[], None]]]:
+def elastic() -> Iterator[tuple[ElasticPeers, tuple[str, int], Callable[[], None]]]:
     """A launcher of a job that survives losses, at work in a thread; its port; and what ends the thread."""
     listening = network.listen("127.0.0.1")
     point = ("127.0.0.1", int(listening.getsockname()[1]))
     facts = {"name": "h0", "address": point[0], "port": point[1]}
-    launcher = Assembly(0, View(1, (Seat(0, (10, 11), facts),), 1), {}, Door(listening, SECRET))
+    launcher = ElasticPeers(0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET))
     launcher.run = "[]"
     over = threading.Event()
 
@@ -196,7 +196,7 @@ def train(during: Callable[[list[str]], Callable[[float], None]]) -> list[Tensor
     met = threading.Barrier(2)
     told: list[Callable[[float], None]] = []
 
-    class Known(Receiver):
+    class Known(RpcServer):
         def __init__(self, *args: Any, **parts: Any) -> None:
             super().__init__(*args, **parts, say=lambda text: None)
             addresses.extend(self.addresses)
@@ -270,7 +270,7 @@ def test_the_messages_are_refused_and_no_others() -> None:
     """What the test above sends is refused, each of it: else it would show nothing."""
     refused: list[str] = []
     over = threading.Event()
-    receiver = Receiver(KEYS, hosts=["127.0.0.1"], say=refused.append)
+    receiver = RpcServer(KEYS, hosts=["127.0.0.1"], say=refused.append)
     thread = threading.Thread(target=Server(receiver, over.is_set).run)
     thread.start()
     drawn = random.Random(3)
@@ -280,7 +280,7 @@ def test_the_messages_are_refused_and_no_others() -> None:
         found.connect(receiver.addresses[0])
         for number in range(1, 501):
             found.send_multipart(nonsense(drawn, number))
-        caller = Caller(receiver.addresses[0], KEYS, sender=1, who="server 0")
+        caller = RpcClient(receiver.addresses[0], KEYS, sender=1, who="server 0")
         strangers.until(lambda: receiver.refused >= 500, lambda: caller.call("alive", seconds=20))
         assert receiver.refused == 500
         caller.close()

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from paceline.apps import text
-from paceline.apps.gpt import GPT, SMALL, Shape, next_token_loss
+from paceline.apps.gpt import GPT, SMALL, GPTShape, next_token_loss
 
-SHAPES = {"gpt-0.9m": SMALL, "gpt-3.5m": Shape(d=256, layers=4)}
+SHAPES = {"gpt-0.9m": SMALL, "gpt-3.5m": GPTShape(d=256, layers=4)}
 WINDOWS = 1024  # of the validation text
 CLIP = 1.0
 WARM = 20  # steps in which the rate rises

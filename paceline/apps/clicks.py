@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Log:
+class ClickLog:
     """What the log is like: the rows of each table, and the ids of each bag."""
 
     tables: int = 4
@@ -70,7 +70,7 @@ class Log:
 class Clicks(Dataset[Any]):
     """`count` samples of a log from `first` on, read by the batch."""
 
-    def __init__(self, log: Log, first: int, count: int) -> None:
+    def __init__(self, log: ClickLog, first: int, count: int) -> None:
         self._log, self._first, self._count = log, first, count
 
     def __len__(self) -> int:

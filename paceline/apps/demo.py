@@ -24,7 +24,7 @@ Launch = Callable[[Path, Sequence[str], int, int], int]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What the demo runs: `steps` with all workers, and the first `alone` of them with one, for speed and for the same losses."""
 
     workers: int = 2
@@ -43,7 +43,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """What one run has left behind, and how it was made."""
 
     title: str
@@ -54,7 +54,7 @@ class Outcome:
     others: float = 0.0  # cores that other programs have kept busy meanwhile
 
 
-def demo(plan: Plan, launch: Launch, console: Console, clocks: Callable[[], load.Reading | None] = load.read) -> int:
+def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], load.ClockReading | None] = load.read) -> int:
     """Train alone and together, print the table; gives the exit code of the first run that failed, else 0."""
     share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
     whole = share * plan.workers
@@ -83,35 +83,35 @@ def demo(plan: Plan, launch: Launch, console: Console, clocks: Callable[[], load
     return 0
 
 
-def disturbed(outcomes: Sequence[Outcome]) -> bool:
+def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
     """Whether other programs took so much of the processors that speeds can't be compared."""
     return load.crowded(max(outcome.others for outcome in outcomes), cores(), allowed())
 
 
-def busy(outcomes: Sequence[Outcome]) -> str:
+def busy(outcomes: Sequence[DemoOutcome]) -> str:
     """What to say then."""
     most = max(outcomes, key=lambda outcome: outcome.others)
     used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
     return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
 
 
-def collect(folder: Path, title: str) -> Outcome:
+def collect(folder: Path, title: str) -> DemoOutcome:
     """What is in a run folder of the demo."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
     said = json.loads((folder / "demo.json").read_text())
     summary = json.loads((folder / "summary.json").read_text())
-    return Outcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
+    return DemoOutcome(title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"])
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[DemoOutcome]) -> Table:
     """The outcomes side by side; speed-up and losses are compared with the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
     whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
     whole.add_column("", no_wrap=True)
     for outcome in outcomes:
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
-    rows: list[tuple[str, Callable[[Outcome], str]]] = [
+    rows: list[tuple[str, Callable[[DemoOutcome], str]]] = [
         ("steps", lambda o: f"{len(o.losses)}"),
         ("train loss, first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
         ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
@@ -140,11 +140,11 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=False))
 
 
-def milliseconds(outcome: Outcome, part: str) -> str:
+def milliseconds(outcome: DemoOutcome, part: str) -> str:
     """How long that part of a step took."""
     return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
 
 
-def megabytes(outcome: Outcome, where: str) -> str:
+def megabytes(outcome: DemoOutcome, where: str) -> str:
     """What one step sent."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """The sizes of a GPT: width `d`, layers, heads, tokens seen at once, different tokens; `tied` shares the two embeddings."""
 
     d: int = 128
@@ -23,14 +23,14 @@ class Shape:
     tied: bool = False
 
 
-SMALL = Shape()  # 0.9 M parameters
-MEDIUM = Shape(d=512, layers=6, heads=8)  # 19 M parameters
+SMALL = GPTShape()  # 0.9 M parameters
+MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
 
 class Attention(nn.Module):
     """Causal self-attention of every token to those before it; (batch, tokens, d) in and out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads, self.dropout = shape.heads, shape.dropout
         self.qkv = nn.Linear(shape.d, 3 * shape.d)
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a two-layer perceptron, each added to what came in."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.before_attention, self.before_perceptron = nn.LayerNorm(shape.d), nn.LayerNorm(shape.d)
         self.attention = Attention(shape)
@@ -63,7 +63,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab)."""
 
-    def __init__(self, shape: Shape = SMALL) -> None:
+    def __init__(self, shape: GPTShape = SMALL) -> None:
         super().__init__()
         if shape.d % shape.heads:
             raise ValueError(f"d = {shape.d} can't be cut in {shape.heads} heads: choose a d that the number of heads divides")

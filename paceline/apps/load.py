@@ -12,7 +12,7 @@ BUSY = 0.1  # of what is needed: when others take so much of it, they disturb
 _TICKS = (0, 1, 2, 5, 6, 7)  # of a line in /proc/stat: user, nice, system, irq, softirq, steal
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """The clocks at one moment, in seconds."""
 
     now: float
@@ -20,7 +20,7 @@ class Reading(NamedTuple):
     ours: float  # of this process and the children that have ended
 
 
-def read() -> Reading | None:
+def read() -> ClockReading | None:
     """Read the clocks; None where the kernel doesn't tell."""
     try:
         text = Path("/proc/stat").read_text(encoding="ascii")
@@ -28,7 +28,7 @@ def read() -> Reading | None:
     except (OSError, AttributeError):  # another system than Linux
         return None
     used = os.times()
-    return Reading(time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4]))
+    return ClockReading(time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4]))
 
 
 def busy(text: str, cores: Iterable[int]) -> int:
@@ -38,7 +38,7 @@ def busy(text: str, cores: Iterable[int]) -> int:
     return sum(int(words[1 + tick]) for words in lines if words[0] in names for tick in _TICKS if len(words) > 1 + tick)
 
 
-def others(before: Reading | None, after: Reading | None) -> float:
+def others(before: ClockReading | None, after: ClockReading | None) -> float:
     """How many cores others have kept busy between two readings, in the mean; 0 where that isn't known."""
     if before is None or after is None or after.now <= before.now:
         return 0.0

@@ -22,7 +22,7 @@ VALIDATION = 1024  # windows
 PROMPT = "def "
 
 
-class Task(NamedTuple):
+class TrainingTask(NamedTuple):
     """What to train: a model that is the same in every process, and batches in an order that doesn't depend on workers."""
 
     model: GPT
@@ -30,7 +30,7 @@ class Task(NamedTuple):
     validation: DataLoader[tuple[Tensor, Tensor]]
 
 
-def task(steps: int, folder: Path | None = None) -> Task:
+def task(steps: int, folder: Path | None = None) -> TrainingTask:
     """The model and the data of the demo; the first k steps are the same whatever `steps` is."""
     train, validation = text.datasets(SMALL.context, folder=folder)
     chance = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ def task(steps: int, folder: Path | None = None) -> Task:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT(SMALL)
-    return Task(
+    return TrainingTask(
         model,
         DataLoader(Subset(train, rows.tolist()), batch_size=BATCH),
         DataLoader(Subset(validation, held_out.tolist()), batch_size=256),

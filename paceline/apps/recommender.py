@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline.apps.clicks import NUMBERS, Batch, Clicks, Log, auc
+from paceline.apps.clicks import NUMBERS, Batch, ClickLog, Clicks, auc
 from paceline.server.row_optimizers import initial
 from paceline.sync.base import Strategy
 from paceline.sync.parameterserver.strategy import ParameterServer
@@ -57,7 +57,7 @@ class Recommender(nn.Module):
                 table.prefetch(batch.ids[:, number])
 
 
-def build(log: Log, dim: int, *, served: bool, servers: int | None, replicas: int | None = None) -> Recommender:
+def build(log: ClickLog, dim: int, *, served: bool, servers: int | None, replicas: int | None = None) -> Recommender:
     """The same model in every process, with tables on servers or on each worker; both begin with the same numbers."""
     given: dict[str, Any] = {"std": STD, "servers": servers, "replicas": replicas}
     with torch.random.fork_rng(devices=[]):
@@ -114,7 +114,7 @@ def main() -> None:
     if (options.staleness or options.backup_workers) and options.dense_by != "server":
         parser.error("--staleness and --backup-workers are for --dense-by server")
 
-    log, samples = Log(options.tables, options.rows, options.bag), options.steps * options.batch
+    log, samples = ClickLog(options.tables, options.rows, options.bag), options.steps * options.batch
     layers: Strategy = pl.AllReduce()
     if options.dense_by == "server":
         layers = ParameterServer(options.servers, options.staleness, options.backup_workers, replicas=options.replicas)

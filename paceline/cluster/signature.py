@@ -17,18 +17,18 @@ _ADVICE = "Give every worker the same PACELINE_SECRET"
 
 
 @dataclass(frozen=True)
-class Seal:
+class Signer:
     """Closes and opens values under keys that begin with `path`. `start` tells one start of one job from all others (empty: from none)."""
 
     secret: bytes | None = None
     path: str = ""
     start: str = ""
 
-    def sub(self, prefix: str) -> Seal:
+    def sub(self, prefix: str) -> Signer:
         """That of keys that begin with `prefix`, too."""
         return replace(self, path=f"{self.path}/{prefix}" if self.path else prefix)
 
-    def bound(self, start: str) -> Seal:
+    def bound(self, start: str) -> Signer:
         """That of one start of the job: what was closed in another is none of its values."""
         return replace(self, start=start)
 

@@ -17,8 +17,8 @@ from torch.distributed import DistError
 from paceline.cluster import network
 from paceline.cluster.discover import Place
 from paceline.cluster.machine import cores, fingerprint
-from paceline.cluster.signature import Seal
-from paceline.cluster.topology import Cluster, Host
+from paceline.cluster.signature import Signer
+from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
@@ -42,7 +42,7 @@ class Store:
 
     def __init__(self, store: TorchStore, secret: bytes | None = None, *, path: str = "", deadline: float = 30.0, start: str = "") -> None:
         self.torch = PrefixStore(path, store) if path else store
-        self._base, self._seal, self._deadline = store, Seal(secret, path, start), deadline
+        self._base, self._seal, self._deadline = store, Signer(secret, path, start), deadline
 
     def bind(self, start: str) -> None:
         """From now on values are those of this start of the job alone. On all workers at the same place."""
@@ -162,7 +162,7 @@ def address(place: Place) -> str:
     return chosen
 
 
-def hosts(store: Store, place: Place) -> Cluster:
+def hosts(store: Store, place: Place) -> Topology:
     """Who shares a machine with whom: the same answer on every rank. All ranks call it.
 
     Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm, same user) and their
@@ -244,7 +244,7 @@ def _collect(here: Store, place: Place) -> list[dict[str, Any]]:
     return ranks
 
 
-def _cluster(ranks: list[dict[str, Any]]) -> Cluster:
+def _cluster(ranks: list[dict[str, Any]]) -> Topology:
     members: dict[tuple[str, int], list[int]] = {}
     for rank, entry in enumerate(ranks):
         members.setdefault((entry["machine"], entry["group"]), []).append(rank)
@@ -253,8 +253,8 @@ def _cluster(ranks: list[dict[str, Any]]) -> Cluster:
     for index, found in enumerate(members.values()):
         first = ranks[found[0]]
         name = first["name"] if names[first["name"]] == 1 else f"{first['name']}#{index}"
-        machines.append(Host(name, tuple(found), first["address"], first["cores"]))
-    return Cluster(tuple(machines))
+        machines.append(HostRanks(name, tuple(found), first["address"], first["cores"]))
+    return Topology(tuple(machines))
 
 
 def _serve(place: Place, deadline: float) -> TorchStore:

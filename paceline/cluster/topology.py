@@ -16,7 +16,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostRanks:
     """Workers that can share memory. `ranks` ascend; `address` is the IP address its workers are reached at."""
 
     name: str
@@ -27,8 +27,8 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Link:
-    """The way from one host to another (indices into `Cluster.hosts`), as measured."""
+class HostLink:
+    """The way from one host to another (indices into `Topology.hosts`), as measured."""
 
     source: int
     target: int
@@ -37,11 +37,11 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Topology:
     """Hosts, ordered by their lowest rank, and the links that were measured between them."""
 
-    hosts: tuple[Host, ...]
-    links: tuple[Link, ...] = ()
+    hosts: tuple[HostRanks, ...]
+    links: tuple[HostLink, ...] = ()
 
     @property
     def size(self) -> int:
@@ -57,6 +57,6 @@ class Cluster:
         """The name of the host of each rank, for messages."""
         return tuple(self.hosts[index].name for index in self.where())
 
-    def of(self, rank: int) -> Host:
+    def of(self, rank: int) -> HostRanks:
         """The host that `rank` runs on."""
         return self.hosts[self.where()[rank]]

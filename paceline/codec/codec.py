@@ -22,7 +22,7 @@ import torch
 from torch import Size, Tensor
 
 from paceline.codec.coding import Coding, exact, parts, room
-from paceline.comm.group import Group, Unchecked, Work, pieces
+from paceline.comm.group import Group, UncheckedAllReduce, Work, pieces
 from paceline.errors import UsageError
 from paceline.formatting import spell
 
@@ -127,7 +127,7 @@ class plain(_Simple):
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         """See `Codec.sum`."""
-        start = wire.group.all_reduce_agreed if isinstance(wire.group, Unchecked) else wire.group.all_reduce
+        start = wire.group.all_reduce_agreed if isinstance(wire.group, UncheckedAllReduce) else wire.group.all_reduce
         total = yield start(x)
         return Sum(total, lambda y: _take(y, x), state)
 

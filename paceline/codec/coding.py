@@ -29,7 +29,7 @@ NARROWED = "through a codec float64 travels as float32"  # what a strategy says 
 Message = Sequence[Tensor]
 
 
-class Part(NamedTuple):
+class WirePart(NamedTuple):
     """A piece of a message; `values` says that it holds numbers that another coding may make smaller."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class Coding(Protocol):
     """A way to write a tensor in fewer bytes. All tensors are contiguous, 1-D and float32, on any device."""
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """The parts of the message of a tensor of `numel` elements, widest dtype first."""
         ...
 
@@ -96,9 +96,9 @@ class exact:
 
     __repr__ = spell
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
-        return (Part(torch.float32, numel, values=True),)
+        return (WirePart(torch.float32, numel, values=True),)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         """See `Coding.encode`."""
@@ -129,9 +129,9 @@ class compose:
         if not any(part.values for part in self.outer.layout(1)):
             raise UsageError(f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; put it last")
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
-        found: list[Part] = []
+        found: list[WirePart] = []
         for part in self.outer.layout(numel):
             found += self.inner.layout(part.numel) if part.values else [part]
         return tuple(found)
@@ -174,12 +174,12 @@ class compose:
         return between
 
 
-def _aligned(start: int, part: Part) -> int:
+def _aligned(start: int, part: WirePart) -> int:
     width = part.dtype.itemsize
     return -(-start // width) * width
 
 
-def _end(layout: Sequence[Part]) -> int:
+def _end(layout: Sequence[WirePart]) -> int:
     end = 0
     for part in layout:
         end = _aligned(end, part) + part.nbytes

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, Part, spans
+from paceline.codec.coding import Message, WirePart, spans
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
 
@@ -29,14 +29,14 @@ TINY = 1e-30  # scales below are as good as zero; 1 / TINY is still a number
 BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1, gives their bits in the highest byte
 
 
-class _Cast:
+class _NarrowFloat:
     """Another floating-point type."""
 
     kind: torch.dtype
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
-        return (Part(self.kind, numel),)
+        return (WirePart(self.kind, numel),)
 
     def decode(self, message: Message, out: Tensor) -> None:
         """See `Coding.decode`."""
@@ -48,7 +48,7 @@ class _Cast:
 
 
 @dataclass(frozen=True)
-class half(_Cast):
+class half(_NarrowFloat):
     """float16: two bytes an element, 11 significant bits; what is larger than 65,504 becomes that."""
 
     __repr__ = spell
@@ -65,7 +65,7 @@ class half(_Cast):
 
 
 @dataclass(frozen=True)
-class bfloat16(_Cast):
+class bfloat16(_NarrowFloat):
     """bfloat16: two bytes an element, 8 significant bits, the range of float32."""
 
     __repr__ = spell
@@ -82,10 +82,10 @@ class _Blocks:
     block: int
     packed: int = 1  # levels in a byte
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
         kind = torch.int8 if self.packed == 1 else torch.uint8
-        return Part(torch.float32, -(-numel // self.block)), Part(kind, -(-numel // self.packed))
+        return WirePart(torch.float32, -(-numel // self.block)), WirePart(kind, -(-numel // self.packed))
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         """See `Coding.encode`."""

@@ -25,7 +25,7 @@ from paceline.formatting import spell
 SEED = 1909  # of the first Q, the same on every rank
 
 
-class _Cut(NamedTuple):
+class _Matrices(NamedTuple):
     """Where a tensor lies in the flat one, and the matrix that it is; without one it is sent as it is."""
 
     start: int
@@ -99,17 +99,17 @@ class powersgd:
 
     # ---- layout
 
-    def _cuts(self, shapes: Sequence[Size]) -> list[_Cut]:
+    def _cuts(self, shapes: Sequence[Size]) -> list[_Matrices]:
         ends = list(accumulate(map(math.prod, shapes), initial=0))
         found = []
         for start, stop, shape in zip(ends, ends[1:], shapes, strict=False):
             rows = shape[0] if len(shape) > 1 else 0
             columns = (stop - start) // rows if rows else 0
             thin = rows * columns > self.rank * (rows + columns)
-            found.append(_Cut(start, stop, (rows, columns) if thin else None))
+            found.append(_Matrices(start, stop, (rows, columns) if thin else None))
         return found
 
-    def _thin(self, cuts: Sequence[_Cut], side: int) -> list[Size]:
+    def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
         """The shapes of what travels: P with the tensors that are no matrices (side 0), or Q (side 1)."""
         found = []
         for cut in cuts:
@@ -119,7 +119,7 @@ class powersgd:
                 found.append(Size((cut.stop - cut.start,)))
         return found
 
-    def _views(self, cuts: Sequence[_Cut], flat: Tensor, side: int) -> dict[_Cut, Tensor]:
+    def _views(self, cuts: Sequence[_Matrices], flat: Tensor, side: int) -> dict[_Matrices, Tensor]:
         """The thin matrices in `flat`."""
         found, at = {}, 0
         for cut in cuts:
@@ -131,7 +131,9 @@ class powersgd:
                 at += cut.stop - cut.start
         return found
 
-    def _lay(self, cuts: Sequence[_Cut], out: Tensor, basis: dict[_Cut, Tensor], q: Tensor, p: Tensor, *, minus: bool = False) -> None:
+    def _lay(
+        self, cuts: Sequence[_Matrices], out: Tensor, basis: dict[_Matrices, Tensor], q: Tensor, p: Tensor, *, minus: bool = False
+    ) -> None:
         """Write P Q' where matrices are, and what travelled with P where the rest is; or subtract it."""
         turned, at = self._views(cuts, q, 1), 0
         for cut in cuts:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, Part, spans
+from paceline.codec.coding import Message, WirePart, spans
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
 
@@ -67,10 +67,10 @@ class topk(_Picked):
         if self.threshold not in THRESHOLDS:
             raise UsageError(f"threshold={self.threshold!r} is unknown; {choices(str(self.threshold), THRESHOLDS)}")
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
         count = self._count(numel)
-        return Part(torch.float32, count, values=True), Part(torch.int32, count)
+        return WirePart(torch.float32, count, values=True), WirePart(torch.int32, count)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         """See `Coding.encode`."""
@@ -111,9 +111,9 @@ class randomk(_Picked):
 
     __repr__ = spell
 
-    def layout(self, numel: int) -> tuple[Part, ...]:
+    def layout(self, numel: int) -> tuple[WirePart, ...]:
         """See `Coding.layout`."""
-        return Part(torch.int64, 1), Part(torch.float32, self._count(numel), values=True)
+        return WirePart(torch.int64, 1), WirePart(torch.float32, self._count(numel), values=True)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         """See `Coding.encode`."""

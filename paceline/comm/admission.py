@@ -26,7 +26,7 @@ _ACKNOWLEDGED = slice(120, 128)  # of Linux's struct tcp_info: how many bytes th
 _READY = 280  # bytes that a server has sent to who is let in: 64 of greeting, 170 of WELCOME, then READY; who isn't gets 12 instead
 
 
-class Guard:
+class ConnectionGuard:
     """A thread that answers what ZeroMQ asks, and counts strangers. `refused` is told of those with another key."""
 
     def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:

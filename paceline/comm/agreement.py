@@ -22,18 +22,18 @@ T = TypeVar("T")
 SKIPPED = "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
 
 
-class Voided(PacelineError):
+class CallDiscarded(PacelineError):
     """A call is void, on all workers, because one of them was lost in it."""
 
 
-class Result(Generic[T]):
+class CallResult(Generic[T]):
     """What a call gave, here or on another worker."""
 
     def __init__(self, value: T) -> None:
         self.value = value
 
 
-Recovery = Callable[[PacelineError], Result[Any] | None]  # brings the living together in a new group; what others got, if any did
+Recovery = Callable[[PacelineError], CallResult[Any] | None]  # brings the living together in a new group; what others got, if any did
 
 
 class Agreement:
@@ -90,7 +90,7 @@ class Agreement:
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
         """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
 
-        Raises `Voided` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
+        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
         """
         mine: list[T] = []
 
@@ -105,7 +105,7 @@ class Agreement:
             return self.attempt(act, what)
         self._name(what)
         if self._attempt(whole) is None:
-            raise Voided("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
+            raise CallDiscarded("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
         self._complete(None)
         return mine[0]
 
@@ -114,7 +114,7 @@ class Agreement:
         while True:
             try:
                 return self.settle(act, what)
-            except Voided:
+            except CallDiscarded:
                 void()
 
     def wait(self, act: Callable[[], T], what: str) -> T:
@@ -173,12 +173,12 @@ class Agreement:
         self._complete(None)
         return found
 
-    def _attempt(self, act: Callable[[], T]) -> Result[T] | None:
+    def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
         """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
         assert self.recovery is not None
         self._inside, self.since = True, time.monotonic()
         try:
-            return Result(act())
+            return CallResult(act())
         except LOSSES as error:
             self.since = None
             return self.recovery(error)

@@ -15,7 +15,7 @@ from torch import Tensor
 ALIGN = 64  # bytes: each parameter starts on a cache line
 
 
-class Shape(NamedTuple):
+class BucketShape(NamedTuple):
     """What a bucket has to know of a parameter."""
 
     size: tuple[int, ...]
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     kind: Hashable = None  # parameters of different kinds share no bucket; where one is given they lie there without gaps
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Shape:
+    def of(cls, parameter: Tensor) -> BucketShape:
         """The shape and strides of a parameter; contiguous strides where its own overlap or have holes."""
         dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
         return cls(tuple(parameter.shape), tuple(dense.stride()), parameter.dtype, parameter.device)
@@ -63,7 +63,7 @@ class Bucket(NamedTuple):
         return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
 
 
-def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
+def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
     """Parameter numbers in `order`, cut into runs of one dtype, device and kind of at most `limit` bytes (the first run: `first` bytes).
 
     A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their own side by side.
@@ -85,7 +85,7 @@ def cut(shapes: Sequence[Shape], order: Iterable[int], limit: int, first: int | 
 
 
 def build(
-    shapes: Sequence[Shape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]
+    shapes: Sequence[BucketShape], runs: Sequence[Sequence[int]], empty: Callable[[int, torch.dtype, torch.device], Tensor]
 ) -> list[Bucket]:
     """Allocate the buckets with `empty(numel, dtype, device)`; all zero at first."""
     buckets = []

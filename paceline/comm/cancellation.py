@@ -8,7 +8,7 @@ from collections.abc import Callable
 from paceline.errors import PacelineError
 
 
-class Breaker:
+class CancelScope:
     """Groups are made with one; `trip` ends every wait in all of them, and in those that are made with it later."""
 
     def __init__(self) -> None:

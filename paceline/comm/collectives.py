@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline import callsite
 from paceline.comm import fingerprint, reduction
-from paceline.comm.fingerprint import Call
+from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group import Group, Op, Work, pieces
 from paceline.comm.schedule import Schedule, carried
 from paceline.errors import PacelineError
@@ -31,7 +31,7 @@ Steps = Generator[Work[None], None, Any]
 
 
 @runtime_checkable
-class Trusting(Protocol):
+class UncheckedExchange(Protocol):
     """A group that can exchange what all ranks are known to agree on, without comparing it first."""
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
@@ -39,7 +39,7 @@ class Trusting(Protocol):
         ...
 
 
-class Message(NamedTuple):
+class ChunkMessage(NamedTuple):
     """Chunks `start` to `stop` from `src` to `dst`; partial sums are `wide`."""
 
     src: int
@@ -50,7 +50,7 @@ class Message(NamedTuple):
     wide: bool
 
 
-class Stepped:
+class GeneratorWork:
     """The Work of a generator that yields a Work whenever it has to wait: pushed forward by `wait` and `done`."""
 
     def __init__(self, steps: Steps) -> None:
@@ -95,7 +95,7 @@ class Stepped:
             self._error, self._ended = error, True
 
 
-def meet(group: Group, call: Call) -> None:
+def meet(group: Group, call: CallFingerprint) -> None:
     """Compare what every rank is about to do, over the control channel; raises on all ranks if it differs."""
     texts = [tuple(msgpack.unpackb(answer)) for answer in group.agree(msgpack.packb((str(call), call.flaw)))]
     apart = any(text != texts[0] for text in texts)  # which all of them see
@@ -107,7 +107,7 @@ def all_reduce(
 ) -> Work[Tensor]:
     """The reduction of every rank's `x` by the moves of `schedule`; bit-equal on all ranks. Compared with the others before it starts.
 
-    One at a time on a group; a `Lane` holds several.
+    One at a time on a group; a `ScheduleQueue` holds several.
     """
     call = fingerprint.reducing("all_reduce", x, op, name, out)
     if schedule.size != group.size:
@@ -121,10 +121,10 @@ def all_reduce_agreed(
 ) -> Work[Tensor]:
     """`all_reduce` of what all ranks are known to agree on. Its rounds have the tags from `tag` on."""
     reduction.admit(op, x.dtype)
-    return Stepped(_run(group, x.detach(), (schedule, op, tag), out))
+    return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out))
 
 
-class Lane:
+class ScheduleQueue:
     """Schedules on one group, several under way at a time: each begins when the one before it has ended.
 
     Rounds are pushed by whoever waits, so without a lane those of two operations could go out in another order on another rank.
@@ -138,7 +138,7 @@ class Lane:
         """As `all_reduce_agreed`, after all that this lane was given before; when one of those fails, so does this."""
         reduction.admit(op, x.dtype)
         steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
-        self._last = Stepped(steps if self._last is None else _after(self._last, steps))
+        self._last = GeneratorWork(steps if self._last is None else _after(self._last, steps))
         return self._last
 
 
@@ -158,7 +158,7 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
     if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
         flat.view(x.shape).copy_(x)
     held = flat.to(reduction.wide(x.dtype, op))
-    buffers = _Buffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
+    buffers = _ScheduleBuffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
         buffers.complete(0, len(schedule.chunks))
     for number, (messages, completed) in enumerate(plan(schedule)):
@@ -170,7 +170,7 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
     return out
 
 
-class _Buffers(NamedTuple):
+class _ScheduleBuffers(NamedTuple):
     """`flat` holds own parts and finished chunks, `held` the partial sums; one and the same tensor but for the halves."""
 
     flat: Tensor
@@ -179,7 +179,7 @@ class _Buffers(NamedTuple):
     op: Op
     size: int
 
-    def part(self, message: Message) -> Tensor:
+    def part(self, message: ChunkMessage) -> Tensor:
         """What `message` carries away, or where it is kept."""
         return (self.held if message.wide else self.flat)[self.edges[message.start] : self.edges[message.stop]]
 
@@ -204,7 +204,7 @@ class _Buffers(NamedTuple):
             mine.copy_(total)
 
 
-def _round(group: Group, buffers: _Buffers, messages: Sequence[Message], tag: int) -> Steps:
+def _round(group: Group, buffers: _ScheduleBuffers, messages: Sequence[ChunkMessage], tag: int) -> Steps:
     """Exchange the messages of one round, and add or keep what came."""
     nonempty = [m for m in messages if buffers.edges[m.stop] > buffers.edges[m.start]]
     mine = [m for m in nonempty if m.src == group.rank]
@@ -214,7 +214,7 @@ def _round(group: Group, buffers: _Buffers, messages: Sequence[Message], tag: in
         part = buffers.part(message)
         busy = any(m.start < message.stop and message.start < m.stop for m in mine)
         landings.append(torch.empty_like(part) if message.add or busy else part)
-    exchange = group.exchange_agreed if isinstance(group, Trusting) else group.exchange
+    exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
     recvs = [(m.src, landing) for m, landing in zip(coming, landings, strict=True)]
     yield exchange([(m.dst, buffers.part(m)) for m in mine], recvs, tag=tag)
     added: dict[int, list[tuple[int, Tensor]]] = {}
@@ -232,7 +232,7 @@ def _round(group: Group, buffers: _Buffers, messages: Sequence[Message], tag: in
     return None
 
 
-Round: TypeAlias = tuple[list[Message], dict[int, list[int]]]  # the messages, and the chunks that each rank has summed up after them
+Round: TypeAlias = tuple[list[ChunkMessage], dict[int, list[int]]]  # the messages, and the chunks that each rank has summed up after them
 
 
 def edges(chunks: Sequence[float], numel: int) -> list[int]:
@@ -247,13 +247,13 @@ def plan(schedule: Schedule) -> list[Round]:
     rounds: list[Round] = []
     for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
         parts = [(m.src, m.dst, m.add, 1 < len(load) < schedule.size, m.chunk) for m, load in zip(moves, loads, strict=True)]
-        messages: list[Message] = []
+        messages: list[ChunkMessage] = []
         for src, dst, add, wide, chunk in sorted(parts):
             last = messages[-1] if messages else None
             if last is not None and (last.src, last.dst, last.add, last.wide, last.stop) == (src, dst, add, wide, chunk):
                 messages[-1] = last._replace(stop=chunk + 1)
             else:
-                messages.append(Message(src, dst, chunk, chunk + 1, add, wide))
+                messages.append(ChunkMessage(src, dst, chunk, chunk + 1, add, wide))
         completed: dict[int, list[int]] = {}
         for move, load in zip(moves, loads, strict=True):
             if move.add:
@@ -275,17 +275,17 @@ def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> 
         received: list[Tensor] = yield from _deal(group, parts, [(mine[1] - mine[0],)] * group.size, tag)
         return reduction.reduce(op, received)
 
-    return Stepped(steps())
+    return GeneratorWork(steps())
 
 
 def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
     """Everyone sends `x` to all others; `shapes` are those of all ranks. Agreed on before."""
-    return Stepped(_deal(group, [x.detach()] * group.size, shapes, tag))
+    return GeneratorWork(_deal(group, [x.detach()] * group.size, shapes, tag))
 
 
 def all_to_all(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
     """xs[r] goes to rank r; `shapes` are those of what comes from each rank. Agreed on before."""
-    return Stepped(_deal(group, xs, shapes, tag))
+    return GeneratorWork(_deal(group, xs, shapes, tag))
 
 
 def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int) -> Steps:
@@ -295,6 +295,6 @@ def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], t
     outs[me].copy_(xs[me])
     turns = [(me + step) % group.size for step in range(1, group.size)]  # not all at rank 0 first
     sends = [(to, xs[to].detach().contiguous()) for to in turns if xs[to].numel()]
-    exchange = group.exchange_agreed if isinstance(group, Trusting) else group.exchange
+    exchange = group.exchange_agreed if isinstance(group, UncheckedExchange) else group.exchange
     yield exchange(sends, [(source, outs[source]) for source in turns if outs[source].numel()], tag=tag)
     return outs

@@ -18,7 +18,7 @@ DIGEST = 16  # bytes
 OWN = "in memory of its own"  # a place that goes with any other
 
 
-class Call(NamedTuple):
+class CallFingerprint(NamedTuple):
     """One collective call as its rank made it; all but `flaw` has to be the same on every rank.
 
     `flaw` says what is wrong with this rank's arguments: then every rank raises UsageError, not just this one. `place`: where this rank's
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=65_536)
-def digest(call: Call) -> bytes:
+def digest(call: CallFingerprint) -> bytes:
     """The fingerprint of `call`, flaw and place included; cached, as the same calls come back at every step."""
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
@@ -85,32 +85,32 @@ def on_device(x: Tensor) -> str:
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
-def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> Call:
+def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
     """The call of a reduction of `x`."""
     flaw = dense_flaw(x)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
     elif op not in OPS:
         flaw = f"op={op!r} is unknown; there are {', '.join(OPS)}"
-    return Call(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
+    return CallFingerprint(kind, name, tuple(x.shape), x.dtype, f"{op}{on_device(x)}", flaw)
 
 
-def rows(kind: str, x: Tensor, name: str | None) -> Call:
+def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
     """The call that moves `x`, whose first dim may differ between ranks."""
     shape = ("*", *x.shape[1:]) if x.dim() else ()
-    return Call(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
+    return CallFingerprint(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
 
 
-def rooted(x: Tensor, root: int, size: int, name: str | None) -> Call:
+def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
     """The call of a broadcast of `x` from `root`."""
     flaw = dense_flaw(x) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
-    return Call("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
+    return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
 
 
-def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> Call:
+def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
     """The call of an all_to_all of `xs`."""
     if len(xs) != size:
-        return Call("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
+        return CallFingerprint("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
     call = rows("all_to_all", xs[0], name)
     for rank, x in enumerate(xs):
         if rows("all_to_all", x, name)[:5] != call[:5]:
@@ -119,12 +119,12 @@ def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> Call:
     return call
 
 
-def choosing(ranks: Sequence[int], size: int) -> Call:
+def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
     """The call that makes a subgroup of `ranks`."""
     flaw = ""
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
         flaw = f"the ranks of a subgroup are different numbers of 0..{size - 1}, at least one"
-    return Call("sub", detail=f"ranks {', '.join(map(str, ranks))}", flaw=flaw)
+    return CallFingerprint("sub", detail=f"ranks {', '.join(map(str, ranks))}", flaw=flaw)
 
 
 def parcel(x: Tensor) -> str:
@@ -132,11 +132,11 @@ def parcel(x: Tensor) -> str:
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
-def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> Call:
+def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
     """The call of an exchange; what is sent and expected is compared pair by pair."""
     flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
     flaws += [dense_flaw(x) for _, x in (*sends, *recvs) if dense_flaw(x)]
-    return Call("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
+    return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
 
 
 def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequence[int]) -> None:
@@ -153,12 +153,14 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
                 raise Mismatch(f"exchange: rank {names[source]} sends {offers} to rank {names[to]}, which expects {expects}")
 
 
-def objects(obj: Any, name: str | None) -> tuple[str, Call]:
+def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
     """`obj` as JSON, and the call that gathers it."""
     try:
-        return json.dumps(obj), Call("gather_objects", name)
+        return json.dumps(obj), CallFingerprint("gather_objects", name)
     except (TypeError, ValueError) as error:
-        return "", Call("gather_objects", name, flaw=f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): {error}")
+        return "", CallFingerprint(
+            "gather_objects", name, flaw=f"{type(obj).__name__} is not JSON (dict, list, str, int, float, bool, None): {error}"
+        )
 
 
 def dense_flaw(x: Tensor) -> str:

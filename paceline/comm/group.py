@@ -145,7 +145,7 @@ class Group(Protocol):
 
 
 @runtime_checkable
-class Unchecked(Protocol):
+class UncheckedAllReduce(Protocol):
     """A group that can all-reduce what all ranks are known to agree on, without comparing it first: buckets, whose layout was agreed."""
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:

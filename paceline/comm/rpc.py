@@ -30,9 +30,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from paceline.cluster.secret import derive
 from paceline.comm import wire_format
-from paceline.comm.admission import SECONDS, Guard
-from paceline.comm.cancellation import Breaker
-from paceline.comm.wire_format import Form, Refused
+from paceline.comm.admission import SECONDS, ConnectionGuard
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.wire_format import MalformedMessage, TensorForm
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 from paceline.state.snapshot import raw
 
@@ -47,25 +47,25 @@ _COVER = 1 << 10  # bytes that encryption adds to a frame, and more
 _SENDERS = 1 << 12  # connections of which it is known what has come last
 
 
-class Keys(NamedTuple):
+class RpcKeys(NamedTuple):
     """Of one job, as ZeroMQ writes them (Z85)."""
 
     server: tuple[bytes, bytes]  # public, secret
     worker: tuple[bytes, bytes]
 
 
-def keys(secret: bytes, job: str) -> Keys:
+def keys(secret: bytes, job: str) -> RpcKeys:
     """The keys of all who know the secret: one pair for the servers of this job, one for its workers."""
 
     def pair(role: str) -> tuple[bytes, bytes]:
         private = z85.encode(derive(secret, f"paceline {job} {role}"))
         return zmq.curve_public(private), private
 
-    return Keys(pair("server"), pair("worker"))
+    return RpcKeys(pair("server"), pair("worker"))
 
 
 @dataclass(frozen=True)
-class Message:
+class RpcMessage:
     """What one process says to another.
 
     `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of what it answers. Tensors that have
@@ -84,43 +84,43 @@ class Message:
     def dump(self, frame: int | None = None) -> list[Any]:
         """The frames: the header, and the memory of each tensor, which is not copied; in frames of so many bytes, or one for each.
 
-        Raises `Refused` where the header would be: who asks for too much at a time is told so.
+        Raises `MalformedMessage` where the header would be: who asks for too much at a time is told so.
         """
         told = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
         head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, told])
         if len(head) > HEAD_BYTES:
-            raise Refused(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
+            raise MalformedMessage(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
         return [head, *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame))]
 
     @classmethod
-    def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> Message:
-        """From frames (anything with the buffer protocol), which `dump` has made. Raises `Refused`."""
+    def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
+        """From frames (anything with the buffer protocol), which `dump` has made. Raises `MalformedMessage`."""
         kind, numbers, body, told = _head(memoryview(frames[0]) if frames else memoryview(b""))
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in told]
         if sum(counts) != len(frames) - 1:
-            raise Refused(f"its header tells of {len(told)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
+            raise MalformedMessage(f"its header tells of {len(told)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
         parts = iter([memoryview(part) for part in frames[1:]])
         tensors = tuple(wire_format.tensor(form, [*islice(parts, count)]) for form, count in zip(told, counts, strict=True))
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
 
-def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Form]]:
+def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[TensorForm]]:
     if not 0 < frame.nbytes <= HEAD_BYTES:
-        raise Refused(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
+        raise MalformedMessage(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
     try:
         found = msgpack.unpackb(frame, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Refused(f"its header is no msgpack ({type(error).__name__})") from error
+        raise MalformedMessage(f"its header is no msgpack ({type(error).__name__})") from error
     if not isinstance(found, list) or len(found) != 7:
-        raise Refused("its header is not of seven parts")
+        raise MalformedMessage("its header is not of seven parts")
     kind, *numbers, body, told = found
     if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
-        raise Refused("its header begins with something else than a kind and four numbers")
+        raise MalformedMessage("its header begins with something else than a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
-        raise Refused(f"the body of its header is no map, or nests more than {DEPTH} deep")
+        raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
     if not isinstance(told, list):
-        raise Refused("its header has no list of tensors")
+        raise MalformedMessage("its header has no list of tensors")
     return kind, numbers, body, [wire_format.read(form) for form in told]
 
 
@@ -137,7 +137,7 @@ def _tune(socket: zmq.Socket[Any], largest: int) -> None:
     socket.handshake_ivl = round(1000 * SECONDS)
 
 
-class Receiver:
+class RpcServer:
     """A server's end: anybody with the key may call.
 
     Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
@@ -148,12 +148,18 @@ class Receiver:
     LOUD = 20
 
     def __init__(
-        self, keys: Keys, *, hosts: Sequence[str] = (), path: str | None = None, largest: int = 1 << 30, say: Callable[[str], None] = print
+        self,
+        keys: RpcKeys,
+        *,
+        hosts: Sequence[str] = (),
+        path: str | None = None,
+        largest: int = 1 << 30,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._say, self._said, self._largest = say, 0, largest
         self._heard: dict[tuple[bytes, int], int] = {}  # the last number of each sender, over each connection
-        self._guard = Guard(self._context, keys.worker[0], self._refuse)
+        self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
         self.nbytes = 0  # of all that has come
         self.sent = 0  # bytes of all answers
         self._path = path
@@ -190,7 +196,7 @@ class Receiver:
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
-    def receive(self, seconds: float) -> Message | None:
+    def receive(self, seconds: float) -> RpcMessage | None:
         """The next message; None if there is none within so many seconds, or what came was refused."""
         ready = self._poller.poll(round(1000 * seconds))
         if not ready:
@@ -199,10 +205,10 @@ class Receiver:
         route, *frames = socket.recv_multipart(copy=False)
         way = bytes([self._sockets.index(socket)]) + route.bytes
         try:
-            found = Message.load(frames, way, self._frame(way))
+            found = RpcMessage.load(frames, way, self._frame(way))
             if any(x.nbytes > self._largest for x in found.tensors):
-                raise Refused(f"a tensor in it has more than {self._largest} bytes")
-        except Refused as error:
+                raise MalformedMessage(f"a tensor in it has more than {self._largest} bytes")
+        except MalformedMessage as error:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
@@ -219,12 +225,12 @@ class Receiver:
         """Of how many bytes frames are on this way; None: as large as tensors are."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
-    def answer(self, message: Message, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
+    def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
         """Answer it; False if who asked is gone, or reads nothing. The tensors have to stay as they are until they have arrived.
 
-        Raises `Refused` if the answer is none that can be sent.
+        Raises `MalformedMessage` if the answer is none that can be sent.
         """
-        said = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+        said = RpcMessage(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
         frames = said.dump(self._frame(message.route))
         try:
             self._sockets[message.route[0]].send_multipart([message.route[1:], *frames], zmq.DONTWAIT, copy=False)
@@ -233,7 +239,7 @@ class Receiver:
         self.sent += sum(memoryview(frame).nbytes for frame in frames)
         return True
 
-    def refuse(self, message: Message, why: str) -> None:
+    def refuse(self, message: RpcMessage, why: str) -> None:
         """Tell who asked, and the log, that this can't be honoured."""
         self._refuse(f"{message.kind} of {message.sender} was refused: {why}")
         self.answer(message, REFUSED, {"why": why[:1000]})
@@ -265,13 +271,13 @@ def _check_folder(folder: str) -> None:
         raise AssertionError(f"{folder} is open to others: a folder for sockets has mode 0700")
 
 
-class Caller:
+class RpcClient:
     """A worker's end towards one server. `who` is what the server is called in messages. Of any thread, one at a time.
 
     With `alert` a connection that has broken, or over which nothing has come for so many seconds, ends all waits with `ServerLost`.
     """
 
-    def __init__(self, address: str, keys: Keys, *, sender: int, who: str, largest: int = 1 << 30, alert: float | None = None) -> None:
+    def __init__(self, address: str, keys: RpcKeys, *, sender: int, who: str, largest: int = 1 << 30, alert: float | None = None) -> None:
         self.who = who
         self.near = address.startswith("ipc:")  # on this host
         self._sender, self._number = sender, 0
@@ -288,11 +294,11 @@ class Caller:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._lock = threading.RLock()
-        self._found: dict[int, Message] = {}
+        self._found: dict[int, RpcMessage] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
         self._stood = False  # whether the connection does, as far as the monitor has told
         self._broken: PacelineError | None = None
-        self.breaker: Breaker | None = None  # ends waits while it has tripped
+        self.breaker: CancelScope | None = None  # ends waits while it has tripped
         self.waited = 0.0  # seconds
         self.nbytes = 0  # of all that was sent
 
@@ -313,27 +319,27 @@ class Caller:
         with self._lock:
             self._number += 1
             kept = tuple(tensors)
-            frames = Message(kind, self._number, self._sender, view, step, body or {}, kept).dump(self._frame)
+            frames = RpcMessage(kind, self._number, self._sender, view, step, body or {}, kept).dump(self._frame)
             self._poll(zmq.POLLOUT, time.monotonic() + seconds, f"takes no {kind}", seconds)
             self._socket.send_multipart(frames, copy=False)
             self._sent[self._number] = kept
             self.nbytes += sum(memoryview(frame).nbytes for frame in frames)
             return self._number
 
-    def wait(self, number: int, seconds: float) -> Message:
+    def wait(self, number: int, seconds: float) -> RpcMessage:
         """The answer to that one.
 
         Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what `end` was called with.
         """
         return self._wait(number, time.monotonic() + seconds, seconds)
 
-    def _wait(self, number: int, end: float, seconds: float) -> Message:
+    def _wait(self, number: int, end: float, seconds: float) -> RpcMessage:
         with self._lock:
             while number not in self._found:
                 self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    found = Message.load(self._socket.recv_multipart(copy=False), b"", self._frame)
-                except Refused as error:
+                    found = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
+                except MalformedMessage as error:
                     raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
                 if self._sent.pop(found.number, None) is not None:
                     self._found[found.number] = found
@@ -342,7 +348,7 @@ class Caller:
             raise Mismatch(f"{self.who} refused it: {found.body.get('why')}")
         return found
 
-    def call(self, kind: str, *, seconds: float, **parts: Any) -> Message:
+    def call(self, kind: str, *, seconds: float, **parts: Any) -> RpcMessage:
         """`send`, and `wait`."""
         end = time.monotonic() + seconds
         return self._wait(self.send(kind, seconds=seconds, **parts), end, seconds)

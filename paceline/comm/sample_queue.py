@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 
-class Desk(Protocol):
+class SampleQueue(Protocol):
     """Deals the global batches of an epoch piece by piece, to whoever is ready for more; and passes letters on to the first worker."""
 
     open: bool  # an epoch is under way

@@ -41,19 +41,19 @@ class Schedule(NamedTuple):
     rounds: tuple[tuple[Move, ...], ...]
 
 
-class Speed(NamedTuple):
+class LinkSpeed(NamedTuple):
     """A link: seconds until the first byte, and bytes a second."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
-class Network(NamedTuple):
+class ScheduleNetwork(NamedTuple):
     """What a schedule is priced on: the host of each rank; all ranks of a host share its link to the others."""
 
     hosts: Sequence[int]
-    within: Speed
-    between: Speed
+    within: LinkSpeed
+    between: LinkSpeed
 
 
 def direct(size: int) -> Schedule:
@@ -205,7 +205,7 @@ def check(schedule: Schedule) -> None:
             assert state[rank][chunk] == state[0][chunk], f"rank {rank} adds chunk {chunk} up in another order than rank 0"
 
 
-def seconds(schedule: Schedule, nbytes: int, network: Network) -> float:
+def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
     """The price of all-reducing `nbytes`: every round takes its slowest link, sending and receiving at once."""
     total = 0.0
     for moves in schedule.rounds:

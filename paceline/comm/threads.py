@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
-from paceline.comm.fingerprint import Call
+from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group import Op, Traffic, Work, pieces
-from paceline.comm.traffic import Meter
-from paceline.comm.waitgraph import GRACE, Wait, apart, describe, late
+from paceline.comm.traffic import TrafficMeter
+from paceline.comm.waitgraph import GRACE, RankWait, apart, describe, late
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
 
 T = TypeVar("T")
 TICK = 0.1  # seconds between two looks at what went wrong while waiting
 
 
-class _Slot:
+class _ThreadCall:
     """One call: the parts of the ranks that have come, and what becomes of them."""
 
     def __init__(self, number: int, names: Sequence[int]) -> None:
         self.number = number
-        self.parts: dict[int, tuple[Call, Any]] = {}
+        self.parts: dict[int, tuple[CallFingerprint, Any]] = {}
         self.names = names
         self.ended = False
         self.results: list[Any] = []
@@ -50,7 +50,7 @@ class _Slot:
             self.error = error
 
 
-class _Board:
+class _ThreadBoard:
     """What the threads of one group share."""
 
     def __init__(self, names: Sequence[int], deadline: float) -> None:
@@ -58,18 +58,18 @@ class _Board:
         self.size = size = len(self.names)
         self.deadline = deadline
         self.changed = threading.Condition()
-        self.slots: dict[tuple[str, int], _Slot] = {}
+        self.slots: dict[tuple[str, int], _ThreadCall] = {}
         self.made: list[dict[str, int]] = [{} for _ in range(size)]
-        self.waits: dict[int, Wait] = {}
+        self.waits: dict[int, RankWait] = {}
         self.left: dict[int, str] = {}
         self.broken: BaseException | None = None
 
-    def post(self, rank: int, channel: str, call: Call, data: Any, finish: Callable[[list[Any]], list[Any]]) -> _Slot:
+    def post(self, rank: int, channel: str, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]]) -> _ThreadCall:
         """Rank `rank` makes its next call on `channel`."""
         with self.changed:
             number = self.made[rank].get(channel, 0)
             self.made[rank][channel] = number + 1
-            slot = self.slots.setdefault((channel, number), _Slot(number, self.names))
+            slot = self.slots.setdefault((channel, number), _ThreadCall(number, self.names))
             slot.parts[rank] = (call, data)
             last = len(slot.parts) == self.size
             if last:
@@ -95,10 +95,10 @@ class _Board:
             self.changed.notify_all()
 
 
-class _Pending:
+class _ThreadWork:
     """The Work of one rank in one call."""
 
-    def __init__(self, group: ThreadGroup, channel: str, call: Call, slot: _Slot) -> None:
+    def __init__(self, group: ThreadGroup, channel: str, call: CallFingerprint, slot: _ThreadCall) -> None:
         self._group, self._channel, self._call, self._slot = group, channel, call, slot
 
     def done(self) -> bool:
@@ -142,7 +142,7 @@ class _Pending:
         """Find ranks that wait for each other; called with the board's lock held."""
         board = self._group.board
         rank = self._group.rank
-        board.waits[rank] = Wait(self._channel, self._slot.number, str(self._call), dict(board.made[rank]))
+        board.waits[rank] = RankWait(self._channel, self._slot.number, str(self._call), dict(board.made[rank]))
         stuck = apart(board.waits) if waited > GRACE else {}
         if stuck:
             board.fail(describe(stuck, self._group.names))
@@ -163,12 +163,14 @@ class ThreadGroup:
 
     view = 0
 
-    def __init__(self, board: _Board, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, board: _ThreadBoard, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None
+    ) -> None:
         self.board = board
         self.rank = rank
         self.size = board.size
         self.waited = 0.0
-        self._meter = Meter(rank, board.size, hosts)
+        self._meter = TrafficMeter(rank, board.size, hosts)
         self.traffic: Traffic = self._meter.traffic
         self._delay = delay
         self.names = board.names
@@ -179,9 +181,9 @@ class ThreadGroup:
         if self._delay is not None:
             self._delay(self.names[self.rank])
 
-    def _post(self, call: Call, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
+    def _post(self, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
         self.pause()
-        return _Pending(self, channel, call, self.board.post(self.rank, channel, call, data, finish))
+        return _ThreadWork(self, channel, call, self.board.post(self.rank, channel, call, data, finish))
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         for to, x in sends:
@@ -238,7 +240,7 @@ class ThreadGroup:
         return self._post(fingerprint.dealing(xs, self.size, name), list(xs), finish)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        return self._post(Call("barrier", name), None, lambda parts: parts)
+        return self._post(CallFingerprint("barrier", name), None, lambda parts: parts)
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         text, call = fingerprint.objects(obj, name)
@@ -246,14 +248,14 @@ class ThreadGroup:
         return [json.loads(text) for text in everyones]
 
     def agree(self, payload: bytes) -> list[bytes]:
-        payloads: list[bytes] = self._post(Call("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree").wait()
+        payloads: list[bytes] = self._post(CallFingerprint("agree"), bytes(payload), lambda parts: [parts] * len(parts), "agree").wait()
         return list(payloads)
 
     def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
-        def finish(parts: list[None]) -> list[_Board]:
-            return [_Board([self.names[rank] for rank in ranks], self.board.deadline)] * len(parts)
+        def finish(parts: list[None]) -> list[_ThreadBoard]:
+            return [_ThreadBoard([self.names[rank] for rank in ranks], self.board.deadline)] * len(parts)
 
-        board: _Board = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
+        board: _ThreadBoard = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
         if self.rank not in ranks:
             return None
         child = ThreadGroup(board, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
@@ -264,7 +266,7 @@ class ThreadGroup:
         return self.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._post(Call("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
+        self._post(CallFingerprint("empty", None, tuple(shape), dtype), None, lambda parts: parts).wait()
         return torch.empty(tuple(shape), dtype=dtype)
 
     def close(self) -> None:
@@ -304,7 +306,7 @@ def spawn(
     """
     if size < 1:
         raise UsageError(f"spawn needs at least one rank, not {size}")
-    board = _Board(range(size), deadline)
+    board = _ThreadBoard(range(size), deadline)
     results: dict[int, T] = {}
     failures: list[_Failure] = []
 

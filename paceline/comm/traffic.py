@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.comm.group import Traffic
 
 
-class Meter:
+class TrafficMeter:
     """The traffic of one rank; `hosts` is the host of each rank (None: all on one).
 
     Native collectives don't tell what they send: they are counted by the algorithm that they are known to use.

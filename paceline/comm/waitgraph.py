@@ -19,7 +19,7 @@ LOOSE = "exchange"  # the channel whose calls need not be made in the same order
 GRACE = 1.0  # seconds that a wait may last before it is looked into
 
 
-class Wait(NamedTuple):
+class RankWait(NamedTuple):
     """Where a rank waits, and how many calls it has made on each channel."""
 
     channel: str
@@ -28,13 +28,13 @@ class Wait(NamedTuple):
     made: Mapping[str, int]
 
 
-def missing(wait: Wait, waits: Mapping[int, Wait], rank: int, size: int) -> tuple[int, ...]:
+def missing(wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int) -> tuple[int, ...]:
     """The ranks that have not come to `wait` of `rank`: those that are behind, or that are not waiting anywhere."""
     others = (other for other in range(size) if other != rank)
     return tuple(other for other in others if other not in waits or _behind(waits[other], wait))
 
 
-def apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
+def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
     """The waits that can never end, as their ranks wait for each other; empty when there are none."""
     stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
     while True:
@@ -44,19 +44,19 @@ def apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
         stuck = left
 
 
-def describe(stuck: Mapping[int, Wait], names: Sequence[int]) -> Mismatch:
+def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
     """The error that ranks which have come apart raise."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
     return Mismatch(f"workers have come apart: {sides(texts, names)}. Every worker has to make the same collective calls in the same order")
 
 
-def late(what: str, seconds: float, absent: Mapping[int, Wait | None]) -> str:
+def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
     """The message of a deadline that has passed; `absent`: where the ranks are that are missing."""
     places = "; ".join(f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}" for rank, wait in absent.items())
     return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
 
 
-def _behind(other: Wait, wait: Wait) -> bool:
+def _behind(other: RankWait, wait: RankWait) -> bool:
     if wait.channel == LOOSE:
         return other.channel != LOOSE
     return other.made.get(wait.channel, 0) <= wait.number

@@ -22,11 +22,11 @@ DTYPES = {
 }
 
 
-class Refused(PacelineError):
+class MalformedMessage(PacelineError):
     """What came is no message that could be meant for us; says why."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What a header says of a tensor."""
 
     name: str
@@ -38,16 +38,16 @@ class Form(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.name].itemsize
 
 
-def read(form: Any) -> Form:
-    """From a header. Raises `Refused`."""
+def read(form: Any) -> TensorForm:
+    """From a header. Raises `MalformedMessage`."""
     if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
-        raise Refused("a tensor in its header has no dtype that is known")
+        raise MalformedMessage("a tensor in its header has no dtype that is known")
     dtype, shape = form
     if not isinstance(shape, list) or len(shape) > DIMS or any(type(length) is not int or length < 0 for length in shape):
-        raise Refused("a tensor in its header has no shape")
+        raise MalformedMessage("a tensor in its header has no shape")
     if math.prod(max(length, 1) for length in shape) >= 1 << 48:  # torch counts strides of what is empty, too
-        raise Refused("a tensor in its header is larger than any could be")
-    return Form(dtype, tuple(shape))
+        raise MalformedMessage("a tensor in its header is larger than any could be")
+    return TensorForm(dtype, tuple(shape))
 
 
 def cut(memory: memoryview, frame: int | None) -> list[memoryview]:
@@ -57,11 +57,11 @@ def cut(memory: memoryview, frame: int | None) -> list[memoryview]:
     return [memory[start : start + frame] for start in range(0, memory.nbytes, frame)]
 
 
-def tensor(form: Form, frames: Sequence[memoryview]) -> Tensor:
-    """The tensor of that form which lies in these frames. Raises `Refused`."""
+def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
+    """The tensor of that form which lies in these frames. Raises `MalformedMessage`."""
     dtype, came = DTYPES[form.name], sum(frame.nbytes for frame in frames)
     if form.nbytes != came:
-        raise Refused(f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came")
+        raise MalformedMessage(f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came")
     if not came:
         return torch.empty(form.shape, dtype=dtype)
     if len(frames) == 1 and not frames[0].readonly:

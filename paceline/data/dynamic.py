@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from paceline.comm.group import pieces
-from paceline.comm.sample_queue import Desk
+from paceline.comm.sample_queue import SampleQueue
 from paceline.data import rng
-from paceline.data.indexed import Feed, Indexed
+from paceline.data.indexed import IndexedPipeline, IndexFeed
 from paceline.data.reader_failure import read
 from paceline.data.sampler import is_list
-from paceline.data.spec import Part, Step, Terms
+from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart
 from paceline.errors import DataError, UsageError
 
 PART = 1 << 20  # indices, about, that are drawn at a time
 
 
-class Taken(NamedTuple):
+class StepSamples(NamedTuple):
     """What a step consists of: my samples, in so many micro-batches, of a global batch of `whole`."""
 
     samples: int
@@ -31,12 +31,12 @@ class Taken(NamedTuple):
     whole: int
 
 
-class Takes(Feed):
+class QueueFeed(IndexFeed):
     """The index lists of one worker: it takes a piece each time its DataLoader asks for one."""
 
-    def __init__(self, terms: Terms, desk: Desk) -> None:
+    def __init__(self, terms: LoaderSpec, desk: SampleQueue) -> None:
         super().__init__(terms)
-        self.steps: deque[Taken] = deque()
+        self.steps: deque[StepSamples] = deque()
         self.latest = -1  # the last global batch of which a piece was taken here
         self._desk = desk
 
@@ -60,8 +60,8 @@ class Takes(Feed):
         assert whole is not None, f"batch {batch} is not here"
         mine = whole[start:stop]
         micros = pieces(len(mine), self.terms.turns(len(mine)))
-        self._waiting.extend((mine[first:last], Part(last - first, last - first, None)) for first, last in micros)
-        self.steps.append(Taken(len(mine), len(micros), len(whole)))
+        self._waiting.extend((mine[first:last], MicroBatchPart(last - first, last - first, None)) for first, last in micros)
+        self.steps.append(StepSamples(len(mine), len(micros), len(whole)))
         self.latest = max(self.latest, batch)
         return True
 
@@ -77,13 +77,13 @@ class Takes(Feed):
         return self.terms.shares(self.size)[self.terms.rank]
 
 
-class Demand(Indexed):
-    """The pipeline of a map-style data set whose samples are taken from a desk; in evaluation it deals as `Indexed` does."""
+class DynamicPipeline(IndexedPipeline):
+    """The pipeline of a map-style data set whose samples are taken from a desk; in evaluation it deals as `IndexedPipeline` does."""
 
-    def __init__(self, terms: Terms, desk: Desk) -> None:
+    def __init__(self, terms: LoaderSpec, desk: SampleQueue) -> None:
         super().__init__(terms)
         self._desk = desk
-        self._feed: Takes = Takes(terms, desk)
+        self._feed: QueueFeed = QueueFeed(terms, desk)
         self._epoch = 0
         self._taking = False
 
@@ -122,7 +122,7 @@ class Demand(Indexed):
         self._taking = True
         self._desk.begin(self._epoch, start, indices.sizes())
 
-    def step(self, index: int) -> Step | None:
+    def step(self, index: int) -> GlobalBatch | None:
         if not self.terms.training:
             return super().step(index)
         first = self._first()
@@ -131,9 +131,9 @@ class Demand(Indexed):
             return None
         taken = self._feed.steps.popleft()
         weights = [float(last - start) for start, last in pieces(taken.samples, taken.micros)]
-        return Step(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
+        return GlobalBatch(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
 
-    def _first(self) -> Part | None:
+    def _first(self) -> MicroBatchPart | None:
         """What was read for the first part of the next piece; None where the epoch is over."""
         while True:
             found = self._next()
@@ -143,7 +143,7 @@ class Demand(Indexed):
                 return None
             self._open(rng.twin(self.terms.loader.generator))
 
-    def _next(self) -> Part | None:
+    def _next(self) -> MicroBatchPart | None:
         assert self._batches is not None
         data = read(self._batches, self)
         if data is self:
@@ -151,7 +151,7 @@ class Demand(Indexed):
         _, part = self._feed.dealt.popleft()
         return part._replace(batch=data)
 
-    def _rest(self, first: Part, count: int) -> Iterator[Part]:
+    def _rest(self, first: MicroBatchPart, count: int) -> Iterator[MicroBatchPart]:
         yield first
         for _ in range(count - 1):
             found = self._next()
@@ -204,7 +204,7 @@ class Demand(Indexed):
             self._desk.leave()
 
 
-def check_terms(terms: Terms) -> None:
+def check_terms(terms: LoaderSpec) -> None:
     """Raise `UsageError` for terms that need all workers in every step."""
     if terms.weigh is not None:
         raise UsageError(

@@ -13,28 +13,28 @@ from torch.utils.data import DataLoader
 from paceline.data import rng
 from paceline.data.empty_batch import emptied
 from paceline.data.reader_failure import read
-from paceline.data.sampler import Indices, is_list
+from paceline.data.sampler import EpochIndices, is_list
 from paceline.data.shares import spans
-from paceline.data.spec import Part, Pipeline, Step, Terms, whole_rows
+from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, Pipeline, whole_rows
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
 TWICE: Final = "twice"  # the sample that was asked for is asked for twice next, which tells what of a batch are rows
 
 
-class Feed:
+class IndexFeed:
     """The index lists of one worker, in the order in which its DataLoader asks for them; `dealt` remembers what was asked."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
-        self.indices: Indices | None = None
-        self.dealt: deque[tuple[int, Part]] = deque()
+        self.indices: EpochIndices | None = None
+        self.dealt: deque[tuple[int, MicroBatchPart]] = deque()
         self.round = 0  # what was asked for in an earlier round is void
         self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
         self._step = 0
-        self._waiting: deque[tuple[Any, Part]] = deque()
+        self._waiting: deque[tuple[Any, MicroBatchPart]] = deque()
 
-    def __iter__(self) -> Feed:
+    def __iter__(self) -> IndexFeed:
         return self
 
     def __next__(self) -> Any:
@@ -48,7 +48,7 @@ class Feed:
         self.dealt.append((self.round, part))
         return index
 
-    def go(self, indices: Indices, step: int) -> None:
+    def go(self, indices: EpochIndices, step: int) -> None:
         """Go on at `step`; what was asked for before is void."""
         self.indices = indices
         self.round += 1
@@ -56,37 +56,37 @@ class Feed:
         self._step = step
         self._waiting.clear()
 
-    def _cut(self, batch: Any) -> Iterator[tuple[Any, Part]]:
+    def _cut(self, batch: Any) -> Iterator[tuple[Any, MicroBatchPart]]:
         terms = self.terms
         if terms.loader.batch_sampler is None and not is_list(batch):
-            yield batch, Part(0, 0, None)  # one item, cut when it has been read
+            yield batch, MicroBatchPart(0, 0, None)  # one item, cut when it has been read
             return
         count = len(batch)
         if terms.alone and terms.turns(count) == 1:
-            yield batch, Part(count, count, None)
+            yield batch, MicroBatchPart(count, count, None)
             return
         for first, shares in terms.micros(count):
             start, stop = spans(shares)[terms.rank]
             mine = batch if stop - start == count else batch[first + start : first + stop] if stop > start else batch[:1]
             twice = stop == start and not self.ghosts
-            yield mine, Part(sum(shares), stop - start, TWICE if twice else None)
+            yield mine, MicroBatchPart(sum(shares), stop - start, TWICE if twice else None)
             if twice:
-                yield [*mine, *mine], Part(sum(shares), 0, None)
+                yield [*mine, *mine], MicroBatchPart(sum(shares), 0, None)
 
 
-class Indexed(Pipeline):
+class IndexedPipeline(Pipeline):
     """The pipeline of a map-style data set."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
-        self._feed = Feed(terms)
-        self._indices: Indices | None = None
+        self._feed = IndexFeed(terms)
+        self._indices: EpochIndices | None = None
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._asked = -1  # the step asked for last
         self._left = 0  # parts of it that have not been read
-        self._held: tuple[int, tuple[Part, Any]] | None = None  # what was read ahead for `peek`, and its round
-        self.at_once: int | None = None  # see `Indices`
+        self._held: tuple[int, tuple[MicroBatchPart, Any]] | None = None  # what was read ahead for `peek`, and its round
+        self.at_once: int | None = None  # see `EpochIndices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
         """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
@@ -105,7 +105,7 @@ class Indexed(Pipeline):
         seeds = rng.twin(loader.generator)
         if seeded:
             rng.draw_seed(loader.generator)
-        indices = Indices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
+        indices = EpochIndices(loader, self.terms.agreement, ahead=self._depth(), origin=origin, start=start, at_once=self.at_once)
         self._indices = indices
         indices.prime(check)
         if now is not None:
@@ -124,7 +124,7 @@ class Indexed(Pipeline):
     def primed(self, start: int) -> None:
         """The first indices are here, and nothing has been read yet."""
 
-    def step(self, index: int) -> Step | None:
+    def step(self, index: int) -> GlobalBatch | None:
         indices = self._found
         self._asked = index
         indices.refill(index)
@@ -138,7 +138,7 @@ class Indexed(Pipeline):
         if self._feed.ghosts and not self.terms.ghosts and self._empty(len(batch)):
             self.redeal(index)
         turns = self._left = self.terms.turns(len(batch))
-        return Step(len(batch), turns, self._parts(turns))
+        return GlobalBatch(len(batch), turns, self._parts(turns))
 
     def _empty(self, batch: int) -> bool:
         return any(shares[self.terms.rank] == 0 for _, shares in self.terms.micros(batch))
@@ -183,7 +183,7 @@ class Indexed(Pipeline):
         self._feed.dealt.clear()
 
     @property
-    def _found(self) -> Indices:
+    def _found(self) -> EpochIndices:
         assert self._indices is not None, "the epoch has not begun"
         return self._indices
 
@@ -200,11 +200,11 @@ class Indexed(Pipeline):
             self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
         self._batches = iter(self._loader)
 
-    def _parts(self, turns: int) -> Iterator[Part]:
+    def _parts(self, turns: int) -> Iterator[MicroBatchPart]:
         for _ in range(turns):
             yield self._part()
 
-    def _part(self) -> Part:
+    def _part(self) -> MicroBatchPart:
         part, data = self._read()
         self._left -= 1
         return part._replace(batch=data)
@@ -213,7 +213,7 @@ class Indexed(Pipeline):
         twice = self._read()[1]
         return data if self.terms.ghosts else emptied(data, twice, surely=not self.terms.training)
 
-    def _read(self) -> tuple[Part, Any]:
+    def _read(self) -> tuple[MicroBatchPart, Any]:
         """The next part that isn't void, with what was read for it."""
         held, self._held = self._held, None
         if held is not None and held[0] == self._feed.round:

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group
-from paceline.comm.sample_queue import Desk
+from paceline.comm.sample_queue import SampleQueue
 from paceline.data.batch_lifetime import Lent, lent
-from paceline.data.dynamic import Demand, check_terms
-from paceline.data.indexed import Indexed
+from paceline.data.dynamic import DynamicPipeline, check_terms
+from paceline.data.indexed import IndexedPipeline
 from paceline.data.sampler import check_samplers
 from paceline.data.shares import Shares, policy, probe
-from paceline.data.spec import Loss, Part, Pipeline, Readers, Sharding, Step, Terms, Weigh, drained
-from paceline.data.stream import Stream, check_stream
+from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, MicroBatchPart, Pipeline, Readers, Sharding, Weigh, drained
+from paceline.data.stream import StreamPipeline, check_stream
 from paceline.errors import DataError
 
 VERSION = 1
@@ -45,7 +45,7 @@ class Turn:
     source: int | None = None  # where some worker has a ghost: the first one that has samples
 
 
-class Watcher(Protocol):
+class LoaderObserver(Protocol):
     """Who is called by a loader as it moves, in the thread that iterates it.
 
     `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step, and counts how often the workers have
@@ -60,7 +60,7 @@ class Watcher(Protocol):
     def epoch_ends(self, loader: ShareLoader) -> None: ...
 
 
-class Unwatched:
+class NoObserver:
     """A Watcher that does nothing."""
 
     def epoch_asked(self, loader: ShareLoader) -> None:
@@ -96,10 +96,10 @@ def deal(
     readers: Readers = "worker",
     shard: Sharding | None = None,
     local: Group | None = None,
-    hooks: Watcher | None = None,
+    hooks: LoaderObserver | None = None,
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
-    desk: Desk | None = None,
+    desk: SampleQueue | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -116,7 +116,7 @@ def deal(
     _check(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
     told: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
-    terms = Terms(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **told)
+    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **told)
     if desk is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
@@ -126,13 +126,13 @@ def deal(
                 "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
             )
         check_stream(terms)
-        return ShareLoader(terms, Stream(terms), hooks or Unwatched())
+        return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
     if readers != "worker" or shard is not None:
         raise DataError(
             f"readers={readers!r}, shard={shard!r} are for streams, not for a {type(loader.dataset).__qualname__}: leave them out"
         )
     check_samplers(loader)
-    return ShareLoader(terms, Indexed(terms) if desk is None else Demand(terms, desk), hooks or Unwatched())
+    return ShareLoader(terms, IndexedPipeline(terms) if desk is None else DynamicPipeline(terms, desk), hooks or NoObserver())
 
 
 class ShareLoader:
@@ -141,7 +141,7 @@ class ShareLoader:
     A step of `len()` is one global batch; with `accumulate=k` it takes k turns of the loop. `turn` is the present turn.
     """
 
-    def __init__(self, terms: Terms, pipeline: Pipeline, hooks: Watcher) -> None:
+    def __init__(self, terms: LoaderSpec, pipeline: Pipeline, hooks: LoaderObserver) -> None:
         self.terms = terms
         self.hooks = hooks
         self.turn: Turn | None = None
@@ -255,7 +255,7 @@ class ShareLoader:
 
         Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
         """
-        head = {"version": VERSION, "stream": isinstance(self._pipeline, Stream), "epoch": self.epoch}
+        head = {"version": VERSION, "stream": isinstance(self._pipeline, StreamPipeline), "epoch": self.epoch}
         if not self._open:
             return {**head, **(self._resumed or self._pipeline.next_epoch())}
         done = self.turn is not None and self.turn.last_micro and not redo and not self._again
@@ -263,11 +263,12 @@ class ShareLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where `state_dict` was called, with any number of workers; the next iter() goes on there."""
-        if state.get("version") != VERSION or state["stream"] != isinstance(self._pipeline, Stream):
+        if state.get("version") != VERSION or state["stream"] != isinstance(self._pipeline, StreamPipeline):
             kinds = ("a map-style data set", "a stream")
             raise DataError(
                 f"the state of a loader (version {state.get('version')}, of {kinds[bool(state.get('stream'))]}) does not fit this one "
-                f"(version {VERSION}, of {kinds[isinstance(self._pipeline, Stream)]}): load it into the loader that it was saved from"
+                f"(version {VERSION}, of {kinds[isinstance(self._pipeline, StreamPipeline)]}): "
+                "load it into the loader that it was saved from"
             )
         self._abandon()
         self.turn = None
@@ -297,7 +298,7 @@ class ShareLoader:
             if mine == self._round:
                 self._abandon()
 
-    def _step(self) -> Step | None:
+    def _step(self) -> GlobalBatch | None:
         self._follow()
         while True:
             step = None if self._ending else self._pipeline.step(self._index)
@@ -341,7 +342,7 @@ class ShareLoader:
             self.epoch += 1
             self._index = 0
 
-    def _parts(self, step: Step) -> Iterator[tuple[Turn, list[Any]]]:
+    def _parts(self, step: GlobalBatch) -> Iterator[tuple[Turn, list[Any]]]:
         """The turns of a step, each with a list of its batch: who takes it out holds it alone."""
         for micro in range(step.micros):
             part = next(step.parts)
@@ -350,16 +351,16 @@ class ShareLoader:
             del part
             yield turn, held
 
-    def _weighed(self, step: Step) -> Step:
+    def _weighed(self, step: GlobalBatch) -> GlobalBatch:
         """The step with the weights of its parts, which are read for it, and of all workers together."""
         assert self.terms.weigh is not None
         parts = list(step.parts)
         weights = [_weight(self.terms.weigh, part) for part in parts]
         answers = self.terms.agreement.meet("weights", struct.pack("<d", math.fsum(weights)))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return Step(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
+        return GlobalBatch(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
 
-    def _turn(self, step: Step, micro: int, part: Part, weight: float, total: float) -> Turn:
+    def _turn(self, step: GlobalBatch, micro: int, part: MicroBatchPart, weight: float, total: float) -> Turn:
         terms = self.terms
         ghost = part.share == 0
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
@@ -383,7 +384,7 @@ class ShareLoader:
                     raise DataError(f"workers deal a loader on different terms: {name} is {value} on rank {rank} and {first} on rank 0")
 
 
-def _weight(weigh: Weigh, part: Part) -> float:
+def _weight(weigh: Weigh, part: MicroBatchPart) -> float:
     if part.share == 0:
         return 0.0
     weight = float(weigh(part.batch))

@@ -16,14 +16,14 @@ from paceline.comm.group import pieces
 from paceline.data.empty_batch import collated_empty
 from paceline.data.serialization import pack
 from paceline.data.shares import proportional, spans
-from paceline.data.spec import Part
+from paceline.data.spec import MicroBatchPart
 from paceline.errors import DataError
 
 Cuts = tuple[tuple[int, tuple[int, ...]], ...]  # (first sample, shares) of each micro-batch
 BRIEF = 256  # elements of a tensor that its mark looks at
 
 
-class Start(NamedTuple):
+class ReadStart(NamedTuple):
     """Where the first read begins: batches that were consumed before, what the data set's state was, and the mark of those batches."""
 
     done: int
@@ -31,12 +31,12 @@ class Start(NamedTuple):
     mark: int
 
 
-class Command(NamedTuple):
+class ReadCommand(NamedTuple):
     """What a reader is told. `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any more."""
 
     number: int
     oldest: int = 0
-    start: Start | None = None  # with the first command: begin anew
+    start: ReadStart | None = None  # with the first command: begin anew
     batch: int | None = None  # samples of a whole batch; None: the stream gives batches by itself
     cuts: Cuts = ()
     wanted: tuple[int, ...] = ()  # the ranks whose parts are to be made
@@ -44,26 +44,26 @@ class Command(NamedTuple):
     train: bool = True  # and if these can't be had, the first sample nevertheless
 
 
-class Dealt(NamedTuple):
+class ReadResult(NamedTuple):
     """What a reader gives: of each wanted rank its parts, by micro-batch (or the one batch that the stream gave, uncut)."""
 
     samples: int
-    parts: list[list[Part]]
+    parts: list[list[MicroBatchPart]]
     whole: Any
     mark: int
     state: Any
     ended: bool = False
 
 
-NOTHING = Dealt(0, [], None, 0, None, ended=True)
+NOTHING = ReadResult(0, [], None, 0, None, ended=True)
 
 
-class Reader(Dataset[Any]):
+class StreamReader(Dataset[Any]):
     """A stream as a map from commands to batches. Attributes are those of the stream, to read and to set."""
 
-    _reading: Reading
+    _reading: ReadState
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadState) -> None:
         object.__setattr__(self, "_reading", reading)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,11 +74,11 @@ class Reader(Dataset[Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._reading.stream, name, value)
 
-    def __getitem__(self, command: Command) -> Dealt:
+    def __getitem__(self, command: ReadCommand) -> ReadResult:
         return self._reading.obey(command)
 
 
-class Reading:
+class ReadState:
     """How far a stream has been read, and the batches that may be asked for again."""
 
     def __init__(self, stream: Any, collate: Callable[[Any], Any], *, drop_last: bool) -> None:
@@ -90,7 +90,7 @@ class Reading:
         self._read = 0  # batches read so far
         self._mark = 0  # of what was read so far
 
-    def obey(self, command: Command) -> Dealt:
+    def obey(self, command: ReadCommand) -> ReadResult:
         """What a command asks for."""
         if command.start is not None:
             self._begin(command.start, command.batch)
@@ -103,10 +103,10 @@ class Reading:
                 return NOTHING
         found, mark, state = self._kept[command.number]
         if command.batch is None:
-            return Dealt(1, [], self.collate(found), mark, state)
-        return Dealt(len(found), self._cut(found, command), None, mark, state)
+            return ReadResult(1, [], self.collate(found), mark, state)
+        return ReadResult(len(found), self._cut(found, command), None, mark, state)
 
-    def _begin(self, start: Start, batch: int | None) -> None:
+    def _begin(self, start: ReadStart, batch: int | None) -> None:
         """Read from the start, or from where the state says; without one, what was consumed is read again and left out."""
         self._kept.clear()
         self._read, self._mark = start.done, start.mark
@@ -156,16 +156,16 @@ class Reading:
                 return {"of_iterator": of_iterator, "state": copy.deepcopy(source.state_dict())}
         return None
 
-    def _cut(self, samples: list[Any], command: Command) -> list[list[Part]]:
+    def _cut(self, samples: list[Any], command: ReadCommand) -> list[list[MicroBatchPart]]:
         cuts = command.cuts if len(samples) == command.batch else recut(command.cuts, len(samples))
         return [[self._part(samples, first, shares, rank, command=command) for first, shares in cuts] for rank in command.wanted]
 
-    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, command: Command) -> Part:
+    def _part(self, samples: list[Any], first: int, shares: tuple[int, ...], rank: int, *, command: ReadCommand) -> MicroBatchPart:
         start, stop = spans(shares)[rank]
         if start == stop:
             none = None if command.ghosts else collated_empty(self.collate, samples[0], surely=not command.train)
-            return Part(sum(shares), 0, self.collate(samples[:1]) if command.ghosts else none)
-        return Part(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
+            return MicroBatchPart(sum(shares), 0, self.collate(samples[:1]) if command.ghosts else none)
+        return MicroBatchPart(sum(shares), stop - start, self.collate(samples[first + start : first + stop]))
 
 
 def recut(cuts: Cuts, count: int) -> Cuts:

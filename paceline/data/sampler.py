@@ -29,7 +29,7 @@ CHUNK = 32  # batches in a message, where they are small
 CHUNK_INDICES = 65_536  # and about so many indices, where they are not
 
 
-class Indices:
+class EpochIndices:
     """The global batches (of indices) of one epoch, by step.
 
     Made on every worker with the same arguments. `ahead` is the deepest prefetch of any worker, in steps. `origin` is what the

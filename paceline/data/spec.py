@@ -20,7 +20,7 @@ Weigh = Callable[[Any], float]
 
 
 @dataclass
-class Terms:
+class LoaderSpec:
     """How one DataLoader is dealt to the workers; the same on all of them."""
 
     loader: DataLoader[Any]
@@ -95,7 +95,7 @@ def source(shares: Sequence[int]) -> int | None:
     return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
 
 
-class Part(NamedTuple):
+class MicroBatchPart(NamedTuple):
     """My part of one micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
 
     whole: int
@@ -104,18 +104,18 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class GlobalBatch:
     """A global batch: how many samples, in how many micro-batches, and my part of each, made when asked for."""
 
     global_batch: int
     micros: int
-    parts: Iterator[Part]
+    parts: Iterator[MicroBatchPart]
     weights: list[float] | None = None  # of my parts, where they are not their samples
     total: float = 0.0  # of all workers
-    sources: Sequence[int | None] | None = None  # of each micro-batch, as `Terms.source` says, where it would say something else
+    sources: Sequence[int | None] | None = None  # of each micro-batch, as `LoaderSpec.source` says, where it would say something else
 
 
-def drained(parts: list[Part]) -> Iterator[Part]:
+def drained(parts: list[MicroBatchPart]) -> Iterator[MicroBatchPart]:
     """These parts, each let go of as it is given."""
     parts.reverse()
     while parts:
@@ -146,7 +146,7 @@ class Pipeline(Protocol):
         """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
         ...
 
-    def step(self, index: int) -> Step | None:
+    def step(self, index: int) -> GlobalBatch | None:
         """*The global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
         ...
 
@@ -175,23 +175,23 @@ class Pipeline(Protocol):
         ...
 
 
-def whole_rows(terms: Terms, item: Any) -> Step:
+def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
     """A batch that was read whole, dealt along dim 0 of its tensors."""
     count = rows(item, missing=1 if terms.alone and terms.accumulate == 1 else None)
     micros = terms.micros(count)
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[MicroBatchPart]:
         for micro in micros:
             yield rows_part(terms, item, count, micro, terms.rank)
 
-    return Step(count, len(micros), parts())
+    return GlobalBatch(count, len(micros), parts())
 
 
-def rows_part(terms: Terms, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> Part:
+def rows_part(terms: LoaderSpec, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> MicroBatchPart:
     """The part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
     first, shares = micro
     start, stop = spans(shares)[rank]
     if start == stop:
-        return Part(sum(shares), 0, cut(item, 0, 1 if terms.ghosts else 0, count))
+        return MicroBatchPart(sum(shares), 0, cut(item, 0, 1 if terms.ghosts else 0, count))
     mine = item if stop - start == count else cut(item, first + start, first + stop, count)
-    return Part(sum(shares), stop - start, mine)
+    return MicroBatchPart(sum(shares), stop - start, mine)

@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from paceline.data import rng
 from paceline.data.indexed import like
-from paceline.data.reader import Command, Dealt, Reader, Reading, Start
+from paceline.data.reader import ReadCommand, ReadResult, ReadStart, ReadState, StreamReader
 from paceline.data.reader_failure import read
-from paceline.data.spec import Pipeline, Step, Terms
-from paceline.data.stream_access import Cursor, Hands, Local, Mine, Own
+from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline
+from paceline.data.stream_access import FirstOfHostReads, ReadAll, SelfSharded, StreamAccess, StreamPosition
 from paceline.errors import DataError
 
 COMPARED = 16  # steps between two comparisons of what the workers read
 
 
-class Commands:
+class ReadCommands:
     """What the DataLoader workers of a stream are told, in turn; `told` remembers it."""
 
     def __init__(self, workers: int) -> None:
@@ -35,16 +35,16 @@ class Commands:
         self.oldest = [0] * workers  # the batches of each worker that may be asked for again
         self._workers = workers
         self._slot = 0  # commands given so far: a DataLoader hands them to its workers in turn
-        self._starts: dict[int, Start] = {}  # of the workers that haven't begun
+        self._starts: dict[int, ReadStart] = {}  # of the workers that haven't begun
         self._numbers = [0] * workers
         self._ended = [False] * workers
         self._next = 0
-        self._ask = Command(0)
+        self._ask = ReadCommand(0)
 
-    def __iter__(self) -> Commands:
+    def __iter__(self) -> ReadCommands:
         return self
 
-    def __next__(self) -> Command:
+    def __next__(self) -> ReadCommand:
         worker = self._slot % self._workers
         self._slot += 1
         asked = worker == self._next and not self._ended[worker]
@@ -52,18 +52,18 @@ class Commands:
         if worker == self._next:
             self._next = (worker + 1) % self._workers
         if not asked:
-            return Command(-1, self.oldest[worker])
+            return ReadCommand(-1, self.oldest[worker])
         self._numbers[worker] += 1
         return self._ask._replace(number=self._numbers[worker] - 1, oldest=self.oldest[worker], start=self._starts.pop(worker, None))
 
-    def open(self, cursor: Cursor) -> None:
+    def open(self, cursor: StreamPosition) -> None:
         """A new iterator of a DataLoader begins: its first command goes to the first worker, and all workers begin anew."""
         self._slot = 0
         self.told.clear()
         told = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
-        self._starts = {worker: Start(*start) for worker, start in enumerate(told)}
+        self._starts = {worker: ReadStart(*start) for worker, start in enumerate(told)}
 
-    def go(self, cursor: Cursor, ask: Command) -> None:
+    def go(self, cursor: StreamPosition, ask: ReadCommand) -> None:
         """Go on where `cursor` stands, with commands like `ask`; what was told before is void."""
         self.round += 1
         self._numbers, self._ended, self._next, self._ask = list(cursor.numbers), list(cursor.ended), cursor.worker, ask
@@ -73,18 +73,18 @@ class Commands:
         self._ended[worker] = True
 
 
-class Stream(Pipeline):
+class StreamPipeline(Pipeline):
     """The pipeline of a stream."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self._workers = max(1, terms.loader.num_workers)
-        self._commands = Commands(self._workers)
+        self._commands = ReadCommands(self._workers)
         self._hands = _hands(terms)
-        self._reader = Reader(Reading(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last))
+        self._reader = StreamReader(ReadState(terms.loader.dataset, terms.loader.collate_fn, drop_last=terms.loader.drop_last))
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._before = Cursor.at_start(self._workers)  # before the step that was asked for last
+        self._before = StreamPosition.at_start(self._workers)  # before the step that was asked for last
         self._after = self._before  # and after it
         self._index = 0
         self._ghosts = True  # what an empty share is, as it was asked for
@@ -103,7 +103,7 @@ class Stream(Pipeline):
             self._origin["seeds"] = state["seeds"]
         if seeded and (loader.generator is not None or not taken_up):
             rng.draw_seed(loader.generator)
-        self._after = Cursor.at_start(self._workers)
+        self._after = StreamPosition.at_start(self._workers)
         if taken_up and state is not None:
             self._hands.restored(self._after, state["cursors"])
         self._before = self._after.copy()
@@ -114,7 +114,7 @@ class Stream(Pipeline):
             self._open()
         return self._index
 
-    def step(self, index: int) -> Step | None:
+    def step(self, index: int) -> GlobalBatch | None:
         if self._ghosts != self.terms.ghosts:
             self._ghosts = self.terms.ghosts
             if self._hands.reads:
@@ -158,12 +158,12 @@ class Stream(Pipeline):
         self._batches = None
         self._commands.told.clear()
 
-    def _fetch(self) -> Dealt | None:
+    def _fetch(self) -> ReadResult | None:
         """The next global batch of the stream; None at its end."""
         after = self._after
         while not all(after.ended):
             assert self._batches is not None
-            dealt: Dealt = read(self._batches, None)
+            dealt: ReadResult = read(self._batches, None)
             made, worker = self._commands.told.popleft()
             if made != self._commands.round or worker < 0:
                 continue
@@ -190,10 +190,10 @@ class Stream(Pipeline):
             self.terms.announce("the stream has no state_dict: it is resumed by reading and leaving out all samples before its position")
         self._batches = iter(self._loader)
 
-    def _ask(self) -> Command:
+    def _ask(self) -> ReadCommand:
         batch, cuts = self._hands.asked()
         self._ghosts = self.terms.ghosts
-        return Command(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts, train=self.terms.training)
+        return ReadCommand(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts, train=self.terms.training)
 
     def _seeds(self) -> torch.Generator:
         """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
@@ -216,7 +216,7 @@ class Stream(Pipeline):
                 )
 
 
-def check_stream(terms: Terms) -> None:
+def check_stream(terms: LoaderSpec) -> None:
     """Raise `DataError` where a stream can't be dealt on these terms."""
     dataset = terms.loader.dataset
     name = type(dataset).__qualname__
@@ -239,10 +239,12 @@ def check_stream(terms: Terms) -> None:
         )
 
 
-def _hands(terms: Terms) -> Hands:
+def _hands(terms: LoaderSpec) -> StreamAccess:
     if terms.shard == "mine" and not terms.alone:
-        return Mine(terms)
-    return Local(terms, terms.local) if terms.local is not None and terms.readers == "host" and not terms.alone else Own(terms)
+        return SelfSharded(terms)
+    return (
+        FirstOfHostReads(terms, terms.local) if terms.local is not None and terms.readers == "host" and not terms.alone else ReadAll(terms)
+    )
 
 
 def _self_sharding(value: Any, depth: int) -> str | None:

@@ -13,14 +13,14 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group, pieces
 from paceline.data.batches import cut, rows
 from paceline.data.empty_batch import collated_empty
-from paceline.data.reader import Cuts, Dealt, recut
+from paceline.data.reader import Cuts, ReadResult, recut
 from paceline.data.serialization import flatten, pack, room, unflatten, unpack
-from paceline.data.spec import Part, Step, Terms, drained, rows_part, source, whole_rows
+from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, drained, rows_part, source, whole_rows
 from paceline.errors import DataError
 
 
 @dataclass
-class Cursor:
+class StreamPosition:
     """Where a stream stands: of each DataLoader worker the batches consumed, whether it has ended, its mark and what the stream says."""
 
     numbers: list[int]
@@ -31,13 +31,13 @@ class Cursor:
     every: list[dict[str, Any]] = field(default_factory=list)  # the cursors of all ranks, where they differ
 
     @classmethod
-    def at_start(cls, workers: int) -> Cursor:
+    def at_start(cls, workers: int) -> StreamPosition:
         """Before the first batch."""
         return cls([0] * workers, [False] * workers, [0] * workers, [None] * workers)
 
-    def copy(self) -> Cursor:
+    def copy(self) -> StreamPosition:
         """Another one, at the same place."""
-        return Cursor(list(self.numbers), list(self.ended), list(self.marks), list(self.states), self.worker, self.every)
+        return StreamPosition(list(self.numbers), list(self.ended), list(self.marks), list(self.states), self.worker, self.every)
 
     def dump(self) -> dict[str, Any]:
         """As plain values."""
@@ -54,10 +54,10 @@ class Cursor:
         self.marks, self.states, self.worker = list(saved["marks"]), list(saved["states"]), int(saved["worker"])
 
 
-Fetch = Callable[[], Dealt | None]  # the next global batch; None at the end of the stream
+Fetch = Callable[[], ReadResult | None]  # the next global batch; None at the end of the stream
 
 
-class Hands(Protocol):
+class StreamAccess(Protocol):
     """What differs between the ways to read a stream."""
 
     @property
@@ -79,25 +79,25 @@ class Hands(Protocol):
         """The samples to be read at a time (None: whole batches come), and how they are cut."""
         ...
 
-    def step(self, fetch: Fetch, cursor: Cursor) -> Step | None:
+    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         """The next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
         ...
 
-    def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
+    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         """The cursors that a state holds."""
         ...
 
-    def restored(self, cursor: Cursor, saved: list[dict[str, Any]]) -> None:
+    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         """Move `cursor` to where `saved` was called."""
         ...
 
 
-class Own:
+class ReadAll:
     """I read everything, and take my share."""
 
     reads = True
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self.wanted = (terms.rank,)
         size = terms.agreement.group.size
@@ -107,25 +107,25 @@ class Own:
         batch = self.terms.loader.batch_size
         return batch, () if batch is None else tuple(self.terms.micros(batch))
 
-    def step(self, fetch: Fetch, cursor: Cursor) -> Step | None:
+    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
         if dealt is None:
             return None
         if self.terms.loader.batch_size is None:
             return whole_rows(self.terms, dealt.whole)
-        return Step(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
+        return GlobalBatch(dealt.samples, len(dealt.parts[0]), drained(dealt.parts[0]), sources=_sources(self.asked(), dealt.samples))
 
-    def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
+    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
 
-    def restored(self, cursor: Cursor, saved: list[dict[str, Any]]) -> None:
+    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         _one(cursor, saved)
 
 
-class Local:
+class FirstOfHostReads:
     """The first worker of my host reads, and hands the others their shares: structure and sizes first, then all tensors as one."""
 
-    def __init__(self, terms: Terms, local: Group) -> None:
+    def __init__(self, terms: LoaderSpec, local: Group) -> None:
         self.terms = terms
         self._local = local
         self._agreement = Agreement(local)
@@ -134,14 +134,14 @@ class Local:
         self.wanted = ranks
         self._place = ranks.index(terms.rank)
         self._sends: list[Tensor] = []
-        self._mine: list[Part] = []
+        self._mine: list[MicroBatchPart] = []
         self.cost = "the first worker of each host reads the whole stream and hands the others their shares"
 
     def asked(self) -> tuple[int | None, Cuts]:
         batch = self.terms.loader.batch_size
         return batch, () if batch is None else tuple(self.terms.micros(batch))
 
-    def step(self, fetch: Fetch, cursor: Cursor) -> Step | None:
+    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
 
         def tell() -> bytes:
             return self._agreement.tell("shares of a stream", lambda: self._read(fetch, cursor))
@@ -156,15 +156,15 @@ class Local:
         if self.reads:
             sends = [(rank + 1, buffer) for rank, buffer in enumerate(self._sends) if buffer.numel()]
             self._local.exchange(sends, []).wait()
-        return Step(count, len(parts), drained(parts), sources=_sources(self.asked(), count))
+        return GlobalBatch(count, len(parts), drained(parts), sources=_sources(self.asked(), count))
 
-    def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
+    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return [cursor.dump()]
 
-    def restored(self, cursor: Cursor, saved: list[dict[str, Any]]) -> None:
+    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         _one(cursor, saved)
 
-    def _read(self, fetch: Fetch, cursor: Cursor) -> bytes:
+    def _read(self, fetch: Fetch, cursor: StreamPosition) -> bytes:
         dealt = fetch()
         if dealt is None:
             return pack((None, cursor.dump(), [], []), what="the state of the stream")
@@ -179,25 +179,25 @@ class Local:
             self._sends.append(buffer)
         return pack((count, cursor.dump(), [[list(pair) for pair in head] for head in heads], bodies), what="the state of the stream")
 
-    def _rows(self, item: Any) -> tuple[int, list[list[Part]]]:
+    def _rows(self, item: Any) -> tuple[int, list[list[MicroBatchPart]]]:
         count = whole_rows(self.terms, item).global_batch
         return count, [[rows_part(self.terms, item, count, micro, rank) for micro in self.terms.micros(count)] for rank in self.wanted]
 
-    def _receive(self, head: list[list[Any]], body: bytes) -> list[Part]:
+    def _receive(self, head: list[list[Any]], body: bytes) -> list[MicroBatchPart]:
         heads = [(str(kind), list(shape)) for kind, shape in head]
         buffer = torch.empty(room(heads), dtype=torch.uint8)
         self._local.exchange([], [(0, buffer)] if buffer.numel() else []).wait()
-        return [Part(*values) for values in unpack(body, unflatten(heads, buffer))]
+        return [MicroBatchPart(*values) for values in unpack(body, unflatten(heads, buffer))]
 
 
-class Mine:
+class SelfSharded:
     """The stream gives each rank its own samples. How many there are is told at every step; whose stream has ended goes on with ghosts."""
 
     reads = True
     wanted: tuple[int, ...] = (0,)
     cost = 'shard="mine": each worker reads its own part, and the workers tell each other at every step how many samples they have'
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
         self._last: Any = None  # a batch to be a ghost
         self._none: Any = None  # one of no rows
@@ -215,7 +215,7 @@ class Mine:
         micros = self.terms.accumulate if self.terms.training else 1
         return mine, tuple((first, (stop - first,)) for first, stop in pieces(mine, min(micros, mine)))
 
-    def step(self, fetch: Fetch, cursor: Cursor) -> Step | None:
+    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
         parts = self._parts(dealt)
         told = pack(([part.share for part in parts], cursor.dump(), any(cursor.numbers)), what="the stream's state")
@@ -231,22 +231,22 @@ class Mine:
             )
         micros = max(len(counts) for counts in shares)
         wholes = [sum(counts[micro] for counts in shares if micro < len(counts)) for micro in range(micros)]
-        mine = [Part(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
-        mine += [Part(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
+        mine = [MicroBatchPart(whole, part.share, part.batch) for whole, part in zip(wholes, parts, strict=False)]
+        mine += [MicroBatchPart(whole, 0, self._ghost()) for whole in wholes[len(parts) :]]
         held = [[counts[micro] if micro < len(counts) else 0 for counts in shares] for micro in range(micros)]
-        return Step(sum(wholes), micros, drained(mine), sources=[source(each) for each in held])
+        return GlobalBatch(sum(wholes), micros, drained(mine), sources=[source(each) for each in held])
 
-    def saved(self, cursor: Cursor) -> list[dict[str, Any]]:
+    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
 
-    def restored(self, cursor: Cursor, saved: list[dict[str, Any]]) -> None:
+    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         size = self.terms.agreement.group.size
         if len(saved) != size:
             raise DataError(f'shard="mine": the state was saved by {len(saved)} workers, and there are {size} here: give as many workers')
         cursor.fill(saved[self.terms.rank])
         cursor.every = saved
 
-    def _parts(self, dealt: Dealt | None) -> list[Part]:
+    def _parts(self, dealt: ReadResult | None) -> list[MicroBatchPart]:
         if dealt is None:
             return []
         parts = dealt.parts[0] if self.terms.loader.batch_size is not None else self._rows(dealt.whole)
@@ -254,10 +254,12 @@ class Mine:
         self._last = cut(parts[0].batch, 0, 1, count) if count else parts[0].batch
         return parts
 
-    def _rows(self, item: Any) -> list[Part]:
+    def _rows(self, item: Any) -> list[MicroBatchPart]:
         count = rows(item)
         micros = self.terms.accumulate if self.terms.training else 1
-        return [Part(stop - start, stop - start, cut(item, start, stop, count)) for start, stop in pieces(count, min(micros, count))]
+        return [
+            MicroBatchPart(stop - start, stop - start, cut(item, start, stop, count)) for start, stop in pieces(count, min(micros, count))
+        ]
 
     def _ghost(self) -> Any:
         if not self.terms.ghosts:
@@ -287,7 +289,7 @@ def _sources(asked: tuple[int | None, Cuts], count: int) -> list[int | None] | N
     return None if batch is None or batch == count else [source(shares) for _, shares in recut(cuts, count)]
 
 
-def _one(cursor: Cursor, saved: list[dict[str, Any]]) -> None:
+def _one(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
     if len(saved) != 1:
         raise DataError(
             f'the state was saved with shard="mine" by {len(saved)} workers: give shard="mine" and as many workers, or start anew'

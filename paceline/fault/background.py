@@ -15,7 +15,7 @@ LOWEST = 19  # as `nice` counts
 Moved = Callable[[int], None]  # told of bytes, as they are written
 
 
-class Writing:
+class BackgroundWrite:
     """One write, under way from now on: `write`, in a thread of its own. `said` is told at once when it fails.
 
     `what` and `nbytes` are for messages: what is written, and how much.

@@ -36,8 +36,8 @@ import safetensors.torch
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import disk
-from paceline.fault.disk import Written, block
-from paceline.fault.file_layout import Image, image
+from paceline.fault.disk import WrittenFile, block
+from paceline.fault.file_layout import FileLayout, image
 from paceline.state.snapshot import UNREADABLE, Snapshot, lift
 
 FORMAT: Final = 1
@@ -83,7 +83,7 @@ class _Newer(_Broken):
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CheckpointEntry:
     """A checkpoint in its folder. `serial`: its place in the order of saving, None if that can't be read."""
 
     path: Path
@@ -103,12 +103,12 @@ def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snaps
 
 def write(
     folder: Path,
-    state: Image,
+    state: FileLayout,
     step: int,
     *,
-    own: Mapping[int, Image],
+    own: Mapping[int, FileLayout],
     keep: int,
-    more: Iterable[tuple[str, Image]] = (),
+    more: Iterable[tuple[str, FileLayout]] = (),
     target: Path | None = None,
     moved: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
@@ -183,7 +183,7 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _found(folder: Path) -> list[_Entry]:
+def _found(folder: Path) -> list[_CheckpointEntry]:
     try:
         return [_entry(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -192,21 +192,21 @@ def _found(folder: Path) -> list[_Entry]:
         raise CheckpointError(f"the checkpoints in {folder} can't be looked at ({error.strerror})") from error
 
 
-def _entry(path: Path) -> _Entry:
+def _entry(path: Path) -> _CheckpointEntry:
     try:
         serial = _manifest(path).get("serial")
-        return _Entry(path, serial if type(serial) is int else None, newer=False)
+        return _CheckpointEntry(path, serial if type(serial) is int else None, newer=False)
     except _Newer as newer:
-        return _Entry(path, newer.serial, newer=True)
+        return _CheckpointEntry(path, newer.serial, newer=True)
     except _Broken:
-        return _Entry(path, None, newer=False)
+        return _CheckpointEntry(path, None, newer=False)
 
 
 # Writing ----------------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, images: Iterable[tuple[str, Image]], head: dict[str, Any], moved: Callable[[int], None]) -> None:
-    files: dict[str, Written] = {}
+def _write(folder: Path, images: Iterable[tuple[str, FileLayout]], head: dict[str, Any], moved: Callable[[int], None]) -> None:
+    files: dict[str, WrittenFile] = {}
     for name, state in images:
         tree, tensors = _names(name)
         files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
@@ -317,7 +317,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, str], dict[str, Written]]:
+def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, str], dict[str, WrittenFile]]:
     """The step, the states of single ranks, and the files. A name never leads out of the folder."""
     step, ranks, found = (manifest.get(name) for name in ("step", "own", "files"))
     if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks) or not isinstance(found, dict):
@@ -332,7 +332,7 @@ def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, s
     absent = [file for state in ("", *own.values()) for file in _names(state) if file not in found]
     if absent:
         raise _Broken(f"{MANIFEST} doesn't name {', '.join(absent)}, which it has to have")
-    return step, own, {file: Written(**wanted) for file, wanted in found.items()}
+    return step, own, {file: WrittenFile(**wanted) for file, wanted in found.items()}
 
 
 def _written(wanted: Any) -> bool:
@@ -356,7 +356,7 @@ def _state(path: Path, name: str) -> Snapshot:
     return snapshot
 
 
-def _check(path: Path, written: Written) -> None:
+def _check(path: Path, written: WrittenFile) -> None:
     try:
         nbytes = path.lstat().st_size
         if nbytes != written.nbytes:

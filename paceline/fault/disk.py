@@ -30,14 +30,14 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _NOT_SO: Final = (errno.EINVAL, errno.EFAULT)  # what a file system, a disk, or memory that can't be lent to it refuses O_DIRECT with
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """What a file holds now."""
 
     nbytes: int
     sha256: str
 
 
-def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None) -> Written:
+def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None) -> WrittenFile:
     """Write `parts` (1-D uint8, on the CPU) one after the other to a new file, and wait until the disk has them.
 
     `moved` is told of the bytes that are written, as they are. Raises OSError.
@@ -54,7 +54,7 @@ def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] =
                 sink.put(piece[whole:], direct=False)
                 moved(len(piece))
             nbytes += len(view)
-    return Written(nbytes, digest.hexdigest())
+    return WrittenFile(nbytes, digest.hexdigest())
 
 
 def block(data: bytes) -> Tensor:

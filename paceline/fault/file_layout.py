@@ -39,7 +39,7 @@ _NAMES: Final = {
 
 
 @dataclass(frozen=True)
-class Image:
+class FileLayout:
     """One state on its way to the disk: `tree` is what its first file holds, the second one `head` and the bytes of `tensors`, in order."""
 
     tree: dict[str, Json]
@@ -58,7 +58,7 @@ class Image:
         for tensor in self.tensors:
             yield raw(tensor)
 
-    def hold(self, room: Room, number: int) -> Image:
+    def hold(self, room: CopyMemory, number: int) -> FileLayout:
         """The same with a copy of all bytes in `room`, at the place `number`, which whatever was held there before loses."""
         whole = room.place(number, self.nbytes)
         end = len(self.head)
@@ -69,7 +69,7 @@ class Image:
                 whole[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=room.pinned)
         for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return Image(self.tree, b"", (whole,))
+        return FileLayout(self.tree, b"", (whole,))
 
     def dump(self) -> Tensor:
         """All of it as one tensor of bytes, to be sent to another worker."""
@@ -82,20 +82,20 @@ class Image:
         return whole
 
 
-def image(snapshot: Snapshot) -> Image:
+def image(snapshot: Snapshot) -> FileLayout:
     """Lay `snapshot` out; its tensors stay where they are, and must not change before they are held or written."""
     tensors, notes = plain(snapshot.tensors)
     order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))  # each stands where its dtype may stand
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
-    return Image(tree, _head({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
+    return FileLayout(tree, _head({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
 
 
-def received(whole: Tensor) -> Image:
-    """What `Image.dump` gave on another worker."""
+def received(whole: Tensor) -> FileLayout:
+    """What `FileLayout.dump` gave on another worker."""
     data = whole.numpy().data
     (length,) = _LENGTH.unpack_from(data)
     begin = _LENGTH.size + length
-    return Image(json.loads(bytes(data[_LENGTH.size : begin])), b"", (whole[begin:],))
+    return FileLayout(json.loads(bytes(data[_LENGTH.size : begin])), b"", (whole[begin:],))
 
 
 def _head(tensors: Mapping[str, Tensor]) -> bytes:
@@ -109,7 +109,7 @@ def _head(tensors: Mapping[str, Tensor]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-class Room:
+class CopyMemory:
     """Memory for copies that is used again and again: most of the time of a copy to fresh memory goes into getting it.
 
     `pinned`: for copies from a GPU. Children that are forked don't have it, so that it needn't be copied once more after they were.

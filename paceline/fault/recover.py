@@ -20,7 +20,7 @@ from paceline.errors import Mismatch, WorkerLost
 
 
 @dataclass(frozen=True)
-class Reach:
+class WorkerProgress:
     """How far one worker has come."""
 
     origin: int  # what it was called at the start, or when it was let in; -1: it has just come, and has no state
@@ -28,12 +28,12 @@ class Reach:
     turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
 
     def dump(self) -> list[int]:
-        """As `Reach(*...)` takes it."""
+        """As `WorkerProgress(*...)` takes it."""
         return list(astuple(self))
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """What all do."""
 
     members: tuple[int, ...]  # who goes on, in the order of new ranks: that of their origins
@@ -45,7 +45,7 @@ class Plan:
     turn: int  # the turn in which no exchange of gradients can be completed any more; 0: none
 
 
-def decide(reaches: Mapping[int, Reach]) -> Plan:
+def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
     """The plan of the living.
 
     Raises `WorkerLost` if nobody is left who has the state, and `Mismatch` if workers had come apart before.
@@ -61,7 +61,7 @@ def decide(reaches: Mapping[int, Reach]) -> Plan:
     ahead = [worker for worker in members if old[worker].calls == calls]
     fresh = tuple(sorted(worker for worker in reaches if worker not in old))
     origins = tuple(old[worker].origin for worker in members)
-    return Plan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
+    return RecoveryPlan(members, origins, fresh, calls, frozenset(members) - {*ahead}, ahead[0], max(old[worker].turn for worker in ahead))
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:

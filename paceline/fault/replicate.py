@@ -65,7 +65,7 @@ def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, i
     return found
 
 
-class Figures(NamedTuple):
+class ReplicationTimes(NamedTuple):
     """What one worker has measured, in seconds."""
 
     stall: float  # how long a step stood still for a copy
@@ -73,7 +73,7 @@ class Figures(NamedTuple):
     step: float  # a step beside which none was
 
 
-def cadence(figures: Sequence[Figures], budget: float = BUDGET) -> int:
+def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
     """Steps from one copy to the next, so that copies take at most `budget` of the time, even if none of it is hidden behind a step."""
     spent = max(each.stall + each.transfer for each in figures)
     return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
@@ -82,7 +82,7 @@ def cadence(figures: Sequence[Figures], budget: float = BUDGET) -> int:
 # ---- a copy
 
 
-class Label(NamedTuple):
+class CopyLabel(NamedTuple):
     """What is told of a copy before its bytes come."""
 
     step: int  # as of which
@@ -95,7 +95,7 @@ class Label(NamedTuple):
         return json.dumps([FORM, *self]).encode()
 
     @classmethod
-    def load(cls, data: bytes) -> Label:
+    def load(cls, data: bytes) -> CopyLabel:
         """Raises `CheckpointError` for what another version of paceline has written."""
         form, *fields = json.loads(data)
         if form != FORM:
@@ -136,34 +136,34 @@ class Label(NamedTuple):
         return Snapshot(self.step, self.tree, tensors).unpack()
 
 
-def wrap(state: Any, step: int) -> tuple[Label, list[Tensor]]:
+def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
     """The label of a copy of `state` as of `step`, and the bytes of its tensors, where they are."""
     snapshot = pack(state, step, copy=False)
     tensors = snapshot.tensors
     described = [(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for path, tensor in tensors.items()]
     pieces = [raw(tensor) for tensor in tensors.values()]
-    return Label(step, snapshot.tree, described, checksums(pieces)), pieces
+    return CopyLabel(step, snapshot.tree, described, checksums(pieces)), pieces
 
 
 # ---- the copies that one worker keeps
 
 
 @dataclass
-class _Place:
+class _CopyPlace:
     """Memory for a copy, and the label of the whole one in it."""
 
     room: Tensor
-    label: Label | None = None
+    label: CopyLabel | None = None
 
 
-class Shelf:
+class CopyShelf:
     """The copies that a worker keeps, by the names of their owners: of each the newest that is whole.
 
     The next one comes beside it, into the memory of the one before: until it is whole, nothing of the newest is touched.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, list[_Place]] = {}  # the newest, and the one for what comes
+        self._places: dict[int, list[_CopyPlace]] = {}  # the newest, and the one for what comes
         self._lock = threading.Lock()
 
     @property
@@ -173,16 +173,16 @@ class Shelf:
             labels = {owner: [place.label for place in places if place.label is not None] for owner, places in self._places.items()}
         return {owner: found[0].step for owner, found in labels.items() if found}
 
-    def room(self, owner: int, label: Label) -> list[Tensor]:
+    def room(self, owner: int, label: CopyLabel) -> list[Tensor]:
         """Where the bytes of the next copy go."""
         with self._lock:
-            places = self._places.setdefault(owner, [_Place(torch.empty(0, dtype=torch.uint8)) for _ in range(2)])
+            places = self._places.setdefault(owner, [_CopyPlace(torch.empty(0, dtype=torch.uint8)) for _ in range(2)])
             places[1].label = None
             if places[1].room.numel() != label.nbytes:
                 places[1].room = torch.empty(label.nbytes, dtype=torch.uint8)
             return label.pieces(places[1].room)
 
-    def put(self, owner: int, label: Label) -> str | None:
+    def put(self, owner: int, label: CopyLabel) -> str | None:
         """Its bytes have come; gives in words why it is refused, if it is."""
         with self._lock:
             newest, place = self._places[owner]
@@ -196,7 +196,7 @@ class Shelf:
     def forfeit(self, owner: int) -> None:
         """Its bytes won't come any more, or whoever knows when: that memory isn't used again."""
         with self._lock:
-            self._places[owner][1] = _Place(torch.empty(0, dtype=torch.uint8))
+            self._places[owner][1] = _CopyPlace(torch.empty(0, dtype=torch.uint8))
 
     def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
         """(step, state) of each copy of what `owner` had, the newest first; `refused` is told of one that has changed since it came."""

@@ -21,10 +21,10 @@ import msgpack
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives import Trusting
+from paceline.comm.collectives import UncheckedExchange
 from paceline.comm.group import Group, Traffic
 from paceline.errors import LOSSES, PacelineError
-from paceline.fault.replicate import FORM, Label, Shelf, keepers, wrap
+from paceline.fault.replicate import FORM, CopyLabel, CopyShelf, keepers, wrap
 from paceline.trace import Trace
 
 TICK = 0.1  # seconds after which a wait looks up
@@ -32,7 +32,7 @@ PATIENCE = 5.0  # seconds that a copy under way is given at the end
 SLOWEST = 1e6  # bytes a second, below which a copy counts as stuck
 
 
-class _Job:
+class _Transfer:
     """One worker's part in carrying: what it has (None: nothing) as of a step."""
 
     def __init__(self, state: Any, step: int) -> None:
@@ -40,12 +40,12 @@ class _Job:
         self.ended = threading.Event()
 
 
-class Courier:
+class Replicator:
     """Takes charge of `group`. `hosts` and `names` are those of its ranks; copies that come go to `shelf`."""
 
     waited = 0.0  # seconds that training has waited for others here: what it waits for is said in `wait`
 
-    def __init__(self, group: Group, hosts: Sequence[int], names: Sequence[int], shelf: Shelf, *, trace: Trace | None = None) -> None:
+    def __init__(self, group: Group, hosts: Sequence[int], names: Sequence[int], shelf: CopyShelf, *, trace: Trace | None = None) -> None:
         self._group, self._hosts, self._names, self._shelf = group, tuple(hosts), tuple(names), shelf
         self._trace = Trace(0) if trace is None else trace
         self.traffic = Traffic()  # as of the last start
@@ -55,8 +55,8 @@ class Courier:
         self.nbytes = 0  # of the last copy that I have sent
         self.seconds: deque[float] = deque(maxlen=5)  # that the last copies were on their way
         self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # on copies that were refused, on all workers
-        self._job: _Job | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._job: _Transfer | None = None
+        self._jobs: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline courier", daemon=True)
         self._thread.start()
@@ -78,7 +78,7 @@ class Courier:
         """Carry what this worker has (None: nothing); its tensors must stay as they are until that has ended."""
         assert self.idle
         self.traffic = self._group.traffic + Traffic()
-        self._job = _Job(state, step)
+        self._job = _Transfer(state, step)
         self._jobs.put(self._job)
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -127,7 +127,7 @@ class Courier:
             finally:
                 job.ended.set()
 
-    def _carry(self, job: _Job) -> None:
+    def _carry(self, job: _Transfer) -> None:
         label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
         told = [msgpack.unpackb(head) for head in self._group.agree(msgpack.packb([FORM, None if label is None else label.dump()]))]
         began, me = time.perf_counter(), self._group.rank
@@ -135,7 +135,7 @@ class Courier:
         self.owners = frozenset(self._names[rank] for rank in owners)
         pairs = keepers(owners)
         odd = [owner for owner, keeper in pairs.items() if told[owner][0] != told[keeper][0]]
-        labels = {owner: Label.load(told[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
+        labels = {owner: CopyLabel.load(told[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
         sends = [] if label is None or me not in pairs or me in odd else [(pairs[me], piece) for piece in (*pieces, label.end)]
         self.nbytes = sum(piece.nbytes for _, piece in sends)
         remarks = self._receive(sends, labels)
@@ -149,11 +149,11 @@ class Courier:
             self._shelf.keep(self._names[owner] for owner in labels)  # who kept others before knows that these are elsewhere now
             self.whole = job.step
 
-    def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, Label]) -> list[str]:
+    def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
         """Send mine, and put what comes on the shelf; gives why something of it was refused."""
         ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
         comes = [(owner, piece) for owner, label in labels.items() for piece in (*self._shelf.room(self._names[owner], label), ends[owner])]
-        exchange = self._group.exchange_agreed if isinstance(self._group, Trusting) else self._group.exchange
+        exchange = self._group.exchange_agreed if isinstance(self._group, UncheckedExchange) else self._group.exchange
         arrived: list[int] = []
         try:
             exchange(sends, comes).wait(PATIENCE + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST)

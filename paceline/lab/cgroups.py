@@ -59,7 +59,7 @@ def find(controller: str, mounts: Mounts | None = None) -> Base:
     raise ResourceError(f"this kernel offers no control group with the {controller} controller: mount /sys/fs/cgroup, or leave quotas out")
 
 
-class Group:
+class Cgroup:
     """The control groups of one host, one for each base (one in all if the bases are the same folder)."""
 
     def __init__(self, name: str, bases: Iterable[Base]) -> None:

@@ -22,7 +22,7 @@ from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, space
 from paceline.lab.description import Description, Placement, Rate, find, rate, regular
 
 if TYPE_CHECKING:
-    from paceline.lab.running import Outcome, Start
+    from paceline.lab.running import LabRequest, Outcome
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _DESCRIPTORS: Final = 64  # of this process, and more for each host: its namespaces, and the pipes of its launcher
@@ -32,7 +32,7 @@ _QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "process_group": 0
 
 
 @dataclass(frozen=True)
-class Seat:
+class BuiltHost:
     """One host of a built cluster. `space` holds its namespaces; `network` tells them in /proc; `port` is its interface at the switch."""
 
     number: int
@@ -42,7 +42,7 @@ class Seat:
     interface: str
     port: str
     space: spaces.Space
-    group: cgroups.Group
+    group: cgroups.Cgroup
 
     @property
     def network(self) -> str:
@@ -60,7 +60,7 @@ class Cluster:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.identity = secrets.token_hex(4)
-        self.hosts: tuple[Seat, ...] = ()
+        self.hosts: tuple[BuiltHost, ...] = ()
         self.folder = Path()  # temporary files of this lab
         self.notes: list[str] = []  # what could not be built as described, though that was allowed
         self._delays = True
@@ -100,11 +100,11 @@ class Cluster:
 
     def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
         """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `running.Start`."""
-        from paceline.lab.running import Start
+        from paceline.lab.running import LabRequest
 
-        return self.perform(Start(str(script), args, **options))
+        return self.perform(LabRequest(str(script), args, **options))
 
-    def perform(self, start: Start) -> Outcome:
+    def perform(self, start: LabRequest) -> Outcome:
         """The same, with all of it in one object."""
         from paceline.lab.running import run
 
@@ -211,7 +211,7 @@ class Cluster:
         if not self.hosts:
             raise UsageError("this cluster isn't built (any more): use it inside `with Cluster(...) as cluster:`")
 
-    def _seat(self, host: int) -> Seat:
+    def _seat(self, host: int) -> BuiltHost:
         self._built()
         if not 0 <= host < len(self.hosts):
             raise UsageError(f"there is no host {host}: {self.description.name} has 0 to {len(self.hosts) - 1}")
@@ -237,15 +237,15 @@ class Cluster:
         self.hosts = tuple(seats)
         self._wire()
 
-    def _furnish(self, number: int, names: Path, held: ExitStack) -> Seat:
+    def _furnish(self, number: int, names: Path, held: ExitStack) -> BuiltHost:
         host = self.description.hosts[number]
         (self.folder / host.name).mkdir()
         space = spaces.Space.make(_KINDS, spaces.furnish(host.name, names))
         held.callback(space.close)
-        group = cgroups.Group(f"{cgroups.PREFIX}{self.identity}-{number}", _bases(host.processors, host.memory))
-        return Seat(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
+        group = cgroups.Cgroup(f"{cgroups.PREFIX}{self.identity}-{number}", _bases(host.processors, host.memory))
+        return BuiltHost(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
 
-    def _record(self, seats: Sequence[Seat], keeper: int) -> Path:
+    def _record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
         """Write down what there is to be removed if this process is killed."""
         hosts = [
             {
@@ -266,7 +266,7 @@ class Cluster:
                 f"the lab's record can't be written to {error.filename} ({error.strerror}): make that place yours"
             ) from error
 
-    def _watch_over(self, seats: Sequence[Seat], held: ExitStack) -> None:
+    def _watch_over(self, seats: Sequence[BuiltHost], held: ExitStack) -> None:
         """Start the keeper, who waits for the death of this process."""
         path = self._record(seats, 0)
         keeper = subprocess.Popen(

@@ -28,7 +28,7 @@ from paceline.cluster.launcher import launch
 from paceline.errors import PacelineError, ResourceError
 from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
 from paceline.lab.description import Description, Rate
-from paceline.session.record.folder import Folder, tame, write_whole
+from paceline.session.record.folder import RunFolder, tame, write_whole
 
 _TICK_SECONDS: Final = 0.005
 _EVENTS: Final = "events.json"  # beside a summary that was never written
@@ -36,7 +36,7 @@ _EVENTS: Final = "events.json"  # beside a summary that was never written
 Lasts = TypeVar("Lasts", Cut, Slow, Link)
 
 
-class Cluster(Protocol):
+class FaultTarget(Protocol):
     """What faults are carried out on. Hosts are numbered as in the description; every method may be called twice."""
 
     @property
@@ -90,7 +90,7 @@ class Chaos:
     carried out raises its error then.
     """
 
-    def __init__(self, cluster: Cluster, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, cluster: FaultTarget, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
         self._cluster, self._folder, self._say = cluster, folder, say or _say
         late, hosts = absent(faults), cluster.description.hosts
         workers = [0 if number in late else host.workers for number, host in enumerate(hosts)]
@@ -278,7 +278,7 @@ class Chaos:
 
 def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Gives the file."""
-    run, found = Folder(folder), list(events)
+    run, found = RunFolder(folder), list(events)
     if not run.summary.exists():
         write_whole(folder / _EVENTS, json.dumps(tame(found), indent=2) + "\n")
         return folder / _EVENTS

@@ -18,7 +18,7 @@ _WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come t
 _VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
 
 
-class Desk:
+class OutputSorter:
     """Sorts what launchers write on to the screen. Every launcher ends with the same last words: they are kept, and shown once.
 
     `names` are those of the hosts; `places` says on which host each rank is.
@@ -96,12 +96,12 @@ class Desk:
         return f"[{self._names[host]}{'' if rank is None else f' {rank}'}] ".encode()
 
 
-class Source:
+class LauncherOutput:
     """One output of one launcher, in pieces that the desk can sort."""
 
     PIECES: Final = re.compile(rb"[^\r\n]*[\r\n]")
 
-    def __init__(self, host: int, desk: Desk, descriptor: int) -> None:
+    def __init__(self, host: int, desk: OutputSorter, descriptor: int) -> None:
         self._host, self._desk, self._descriptor = host, desk, descriptor
         self._rest = b""
         self._fresh = True  # at the start of a line

@@ -25,7 +25,7 @@ from paceline.lab import remains
 from paceline.lab.chaos import absent
 from paceline.lab.chaos import script as plot
 from paceline.lab.injector import Chaos, record
-from paceline.lab.output import Desk, Source
+from paceline.lab.output import LauncherOutput, OutputSorter
 from paceline.notation import prove
 from paceline.session.record import folder
 
@@ -41,7 +41,7 @@ _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET
 
 
 @dataclass(frozen=True)
-class Start:
+class LabRequest:
     """What is to be run. `folder` is where (None: here), `deadline` ends a run that takes longer (seconds), `show` shows it on this screen.
 
     `sync`, `name`, `threads`, `min_workers`, `restarts` (of each host) and `patience` are those of `paceline run`.
@@ -80,7 +80,7 @@ class _Launcher:
 
     host: int
     process: subprocess.Popen[bytes]
-    sources: dict[int, Source]  # by descriptor, while it is open
+    sources: dict[int, LauncherOutput]  # by descriptor, while it is open
     heard: float = 0.0
     ended: float | None = None  # monotonic: when its process was seen to be gone
 
@@ -106,7 +106,7 @@ class _Launcher:
             os.close(descriptor)
 
 
-def run(cluster: Cluster, start: Start, folder: Path) -> Outcome:
+def run(cluster: Cluster, start: LabRequest, folder: Path) -> Outcome:
     """Run it on every host and wait for the end; `folder` is for the pages that show where workers are.
 
     Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended; `DeadlineExceeded` when it took too long.
@@ -117,11 +117,11 @@ def run(cluster: Cluster, start: Start, folder: Path) -> Outcome:
     return _Run(cluster, start, folder, absent(faults)).wait(faults)
 
 
-def check(start: Start) -> None:
+def check(start: LabRequest) -> None:
     """Raise `UsageError` for what makes no sense, before anything is built."""
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
     launch.check(
-        launch.Job(
+        launch.LaunchRequest(
             script, start.args, start.min_workers or 1, threads=start.threads, min_workers=start.min_workers, restarts=start.restarts
         )
     )
@@ -136,7 +136,7 @@ def check(start: Start) -> None:
 class _Run:
     """The launchers of one run."""
 
-    def __init__(self, cluster: Cluster, start: Start, folder: Path, late: frozenset[int]) -> None:
+    def __init__(self, cluster: Cluster, start: LabRequest, folder: Path, late: frozenset[int]) -> None:
         self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
         self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
         self._launchers: list[_Launcher] = []
@@ -146,7 +146,7 @@ class _Run:
         self._joining = threading.Lock()  # faults come from another thread
         dealt = launch.deal([cluster.hosts[number].workers for number in self._present], cluster.description.placement)
         places = {rank: number for number, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
-        self._desk = Desk([seat.name for seat in cluster.hosts], places, show=start.show)
+        self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of whoever carries out faults, in another thread
 
     def wait(self, faults: list[Any]) -> Outcome:
@@ -218,7 +218,7 @@ class _Run:
             descriptor = os.dup(pipe.fileno())
             pipe.close()
             os.set_blocking(descriptor, False)
-            sources[descriptor] = Source(host, self._desk, number)
+            sources[descriptor] = LauncherOutput(host, self._desk, number)
         with self._joining:
             self._launchers.append(_Launcher(host, process, sources))
 

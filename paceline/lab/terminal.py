@@ -21,7 +21,7 @@ from paceline.lab.description import Description, Placement, find, spell
 _SHELL: Final = "/bin/sh"
 
 
-def run(cluster: str, placement: str | None, start: running.Start) -> int:
+def run(cluster: str, placement: str | None, start: running.LabRequest) -> int:
     """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline run` gives."""
     from paceline.lab.hosts import Cluster
 

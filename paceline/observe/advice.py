@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.formatting import counted
 from paceline.observe import serving
-from paceline.observe.facts import FEWEST, Facts, Steady
+from paceline.observe.facts import FEWEST, RunFacts, SteadyTimes
 from paceline.session.record.stragglers import remedy
 
 LEAST = 1e-3  # seconds of a step that are worth a change of the training
@@ -20,7 +20,7 @@ READERS_COST = 10e-3  # seconds of a step below which it may be the handing over
 STOOD = 1.0  # seconds of a run that are worth another way to save
 
 
-def advise(facts: Facts) -> str:
+def advise(facts: RunFacts) -> str:
     """What to do, or why there is nothing."""
     always = [advice for rule in WHOLE for advice in rule(facts)]
     steady = facts.steady
@@ -37,7 +37,7 @@ def advise(facts: Facts) -> str:
     return "Nothing to gain for sure: what isn't compute is short, or comes and goes."
 
 
-def exchange(facts: Facts, steady: Steady) -> Iterator[str]:
+def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     """The exchange is exposed for more than a quarter of a step."""
     if not steady.lasts("exchange", 0.25, LEAST):
         return
@@ -55,7 +55,7 @@ def exchange(facts: Facts, steady: Steady) -> Iterator[str]:
         yield "One copy per host is sent already. `paceline bench collectives` says whether the link is as fast as it should be"
 
 
-def slow(facts: Facts, steady: Steady) -> Iterator[str]:
+def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     """Workers wait for one that is slower, or for a different one each time."""
     if not steady.lasts("wait", 0.1, LEAST):
         return
@@ -76,7 +76,7 @@ def slow(facts: Facts, steady: Steady) -> Iterator[str]:
         )
 
 
-def _evened(facts: Facts, busy: list[float]) -> str:
+def _evened(facts: RunFacts, busy: list[float]) -> str:
     """What to do about a slow worker: shares by speed, where they are not so already."""
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
@@ -86,7 +86,7 @@ def _evened(facts: Facts, busy: list[float]) -> str:
     return f"See what else runs there; the shares are {', '.join(map(str, shares))} now, and by speed they would be shares=[{fit}]"
 
 
-def data(facts: Facts, steady: Steady) -> Iterator[str]:
+def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     """Batches come too slowly."""
     readers = facts.dealing.num_workers if facts.dealing else 0
     if not steady.lasts("data", 0.1, LEAST if readers else READING):
@@ -109,15 +109,15 @@ def data(facts: Facts, steady: Steady) -> Iterator[str]:
         )
 
 
-def servers(facts: Facts, steady: Steady) -> Iterator[str]:
+def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
     """See `serving.advise`."""
     return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 
-RULES: tuple[Callable[[Facts, Steady], Iterator[str]], ...] = (exchange, slow, data, servers)
+RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[str]], ...] = (exchange, slow, data, servers)
 
 
-def outside(facts: Facts) -> Iterator[str]:
+def outside(facts: RunFacts) -> Iterator[str]:
     """Much of the run lies outside of its steps."""
     if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
         yield (
@@ -126,7 +126,7 @@ def outside(facts: Facts) -> Iterator[str]:
         )
 
 
-def checkpoints(facts: Facts) -> Iterator[str]:
+def checkpoints(facts: RunFacts) -> Iterator[str]:
     """Training stands still for checkpoints."""
     stood = facts.stall * facts.saves
     if not facts.seconds or stood < STOOD or stood <= 0.03 * facts.seconds:
@@ -137,7 +137,7 @@ def checkpoints(facts: Facts) -> Iterator[str]:
         yield f"Training stood still for checkpoints for {stood / facts.seconds:.0%} of the run: save less often"
 
 
-WHOLE: tuple[Callable[[Facts], Iterator[str]], ...] = (outside, checkpoints)
+WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints)
 
 
 def seconds(value: float) -> str:

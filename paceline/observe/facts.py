@@ -10,13 +10,13 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.observe import serving
-from paceline.session.record.folder import PARTS, Folder
+from paceline.session.record.folder import PARTS, RunFolder
 
 WARM, TENTHS, FEWEST = 5, 10, 25  # first steps that are left out; stretches that are compared; fewer steps tell nothing for sure
 
 
 @dataclass(frozen=True)
-class Dealing:
+class DealingFacts:
     """How the training loader was dealt."""
 
     num_workers: int = 0  # processes that read ahead, for each worker
@@ -24,7 +24,7 @@ class Dealing:
 
 
 @dataclass(frozen=True)
-class Work:
+class OwnWork:
     """What a worker had to do by itself, apart from exchange and waiting."""
 
     seconds: float  # in a step, the median
@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyTimes:
     """What lasts through a run, told from what comes and goes: what is so in four of five tenths of it, first steps left out."""
 
     step: float  # seconds of a step, the median of the tenths
@@ -44,7 +44,7 @@ class Steady:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """What the files of a run say; a run that has not ended lacks what only the summary has."""
 
     name: str
@@ -57,9 +57,9 @@ class Facts:
     sync: str = ""
     workers: int = 1
     hosts: int = 1
-    steady: Steady | None = None  # None where the steps are too few to tell
-    work: tuple[Work, ...] = ()  # of each rank
-    dealing: Dealing | None = None  # None where it isn't known
+    steady: SteadyTimes | None = None  # None where the steps are too few to tell
+    work: tuple[OwnWork, ...] = ()  # of each rank
+    dealing: DealingFacts | None = None  # None where it isn't known
     bytes_sent: dict[str, float] | None = None
     codecs: list[str] = field(default_factory=list)  # whether each paid, in words
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Facts:
     stall: float = 0.0  # seconds for which training stood still for each of them
     write: float = 0.0  # seconds that each took until it was on the disk
     background: bool = False  # whether all were asked for in the background
-    servers: list[serving.Server] = field(default_factory=list)
+    servers: list[serving.ServerFacts] = field(default_factory=list)
 
     @property
     def step(self) -> float:
@@ -79,7 +79,7 @@ class Facts:
         return self.step_seconds[part] / self.step if self.step > 0 else 0.0
 
 
-def read(folder: Folder) -> Facts:
+def read(folder: RunFolder) -> RunFacts:
     """The facts of a run: from its summary, or, if it has none yet, from its metrics."""
     if folder.summary.is_file():
         return _from_summary(folder)
@@ -92,13 +92,13 @@ def read(folder: Folder) -> Facts:
         near = f"runs in {folder.path.parent}: {', '.join(runs[-8:])}" if runs else f"{folder.path.parent} holds no runs"
         raise UsageError(f"there is no run folder {folder.path}; {near}")
     if not any(folder.path.iterdir()):
-        return Facts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0))
+        return RunFacts(folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0))
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     inside = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
     raise UsageError(f"{folder.path} is no run folder: it has neither {folder.summary.name} nor {folder.metrics.name}{inside}")
 
 
-def steadied(steps: Sequence[dict[str, float]]) -> Steady | None:
+def steadied(steps: Sequence[dict[str, float]]) -> SteadyTimes | None:
     """What lasts through these steps, each with the seconds of its parts; None where they are too few."""
     if len(steps) < FEWEST:
         return None
@@ -106,16 +106,16 @@ def steadied(steps: Sequence[dict[str, float]]) -> Steady | None:
     tenths = [warmed[n * len(warmed) // TENTHS : (n + 1) * len(warmed) // TENTHS] for n in range(TENTHS)]
     means = [{part: statistics.fmean(step[part] for step in tenth) for part in PARTS} for tenth in tenths]
     least = {part: sorted(mean[part] for mean in means)[TENTHS // 5] for part in PARTS}
-    return Steady(statistics.median(sum(mean.values()) for mean in means), least)
+    return SteadyTimes(statistics.median(sum(mean.values()) for mean in means), least)
 
 
-def _from_summary(folder: Folder) -> Facts:
+def _from_summary(folder: RunFolder) -> RunFacts:
     try:
         fields = json.loads(folder.summary.read_text(encoding="utf-8"))
         saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
         each = max(int(saved["count"]), 1)
         dealt = fields.get("loader")
-        facts = Facts(
+        facts = RunFacts(
             name=folder.name,
             ended=True,
             steps=int(fields["steps"]),
@@ -126,8 +126,8 @@ def _from_summary(folder: Folder) -> Facts:
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
             hosts=int(fields["hosts"]),
-            work=tuple(Work(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
-            dealing=Dealing(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
+            work=tuple(OwnWork(float(rank["seconds"]), float(rank["late"])) for rank in fields.get("rank_work", [])),
+            dealing=DealingFacts(int(dealt["num_workers"]), tuple(map(int, dealt["shares"]))) if dealt else None,
             bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
             codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
             events=[{"time": float(event["time"]), "what": str(event["what"])} for event in fields["events"]],
@@ -144,12 +144,12 @@ def _from_summary(folder: Folder) -> Facts:
     return replace(facts, steady=steadied(_steps(folder, _lines(folder)))) if folder.metrics.is_file() else facts
 
 
-def _from_metrics(folder: Folder) -> Facts:
+def _from_metrics(folder: RunFolder) -> RunFacts:
     lines = _lines(folder)
     steps = _steps(folder, lines)
     try:
         losses = [_number(line["loss"]) for line in lines if "loss" in line]
-        return Facts(
+        return RunFacts(
             name=folder.name,
             ended=False,
             steps=len(steps),
@@ -163,7 +163,7 @@ def _from_metrics(folder: Folder) -> Facts:
         raise _foreign(folder, error) from error
 
 
-def _lines(folder: Folder) -> list[dict[str, Any]]:
+def _lines(folder: RunFolder) -> list[dict[str, Any]]:
     texts = folder.metrics.read_text(encoding="utf-8").splitlines()
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(texts, 1):
@@ -175,7 +175,7 @@ def _lines(folder: Folder) -> list[dict[str, Any]]:
     return lines
 
 
-def _steps(folder: Folder, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+def _steps(folder: RunFolder, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """The seconds of the parts of each step."""
     try:
         return [{part: float(line["seconds"][part]) for part in PARTS} for line in lines if "seconds" in line]
@@ -183,7 +183,7 @@ def _steps(folder: Folder, lines: Sequence[dict[str, Any]]) -> list[dict[str, fl
         raise _foreign(folder, error) from error
 
 
-def _foreign(folder: Folder, error: Exception) -> UsageError:
+def _foreign(folder: RunFolder, error: Exception) -> UsageError:
     return UsageError(f"{folder.metrics} is not of this version of paceline: {error!r}")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from paceline.formatting import counted, sized
 from paceline.observe import serving
 from paceline.observe.advice import advise, seconds
-from paceline.observe.facts import Facts, read
-from paceline.session.record.folder import PARTS, Folder
+from paceline.observe.facts import RunFacts, read
+from paceline.session.record.folder import PARTS, RunFolder
 from paceline.session.record.status_line import spoken
 
 _MEANING = {
@@ -24,7 +24,7 @@ def report(folder: Path) -> str:
 
     A folder that is not there, is of no run, or has a damaged file raises UsageError.
     """
-    facts = read(Folder(folder))
+    facts = read(RunFolder(folder))
     if facts.steps == 0:
         return f"{_title(facts)}\n\nNo step was finished, so there is nothing to tell about time."
     served = serving.tell(facts.servers, facts.seconds or 0.0, facts.samples)
@@ -35,7 +35,7 @@ def report(folder: Path) -> str:
 # Telling ----------------------------------------------------------------------------------------------------------------------
 
 
-def _title(facts: Facts) -> str:
+def _title(facts: RunFacts) -> str:
     took = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
     loss = "" if facts.final_loss is None else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
     done = f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in all{took}{loss}"
@@ -44,7 +44,7 @@ def _title(facts: Facts) -> str:
     return f"{facts.name}: {facts.sync}, {counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}, {done}"
 
 
-def _times(facts: Facts) -> str:
+def _times(facts: RunFacts) -> str:
     rate = f" ({facts.samples / facts.steps / facts.step:,.0f} samples/s)" if facts.step > 0 else ""
     lines = [f"A step took {seconds(facts.step)}{rate}, mean over steps{' and workers' if facts.workers > 1 else ''}:"]
     for part in PARTS:
@@ -58,7 +58,7 @@ def _times(facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def _traffic(facts: Facts) -> str:
+def _traffic(facts: RunFacts) -> str:
     if facts.bytes_sent is None or facts.workers == 1:
         return ""
     within, between = facts.bytes_sent["within"], facts.bytes_sent["between"]
@@ -69,7 +69,7 @@ def _traffic(facts: Facts) -> str:
     return text
 
 
-def _checkpoints(facts: Facts) -> str:
+def _checkpoints(facts: RunFacts) -> str:
     if not facts.saves:
         return ""
     once = facts.saves == 1
@@ -79,5 +79,5 @@ def _checkpoints(facts: Facts) -> str:
     )
 
 
-def _events(facts: Facts) -> str:
+def _events(facts: RunFacts) -> str:
     return "\n".join(["Events:", *(f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events)]) if facts.events else ""

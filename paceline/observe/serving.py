@@ -14,7 +14,7 @@ LEFT_OUT = 0.05  # of the samples
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerFacts:
     """What one has done, as the summary says it."""
 
     name: str
@@ -29,10 +29,10 @@ class Server:
     dropped: tuple[int, int, int] = (0, 0, 0)  # gradients, their samples, and how many of those were dealt again
 
 
-def read(fields: Mapping[str, Any], number: int) -> Server:
+def read(fields: Mapping[str, Any], number: int) -> ServerFacts:
     """The one that is told of in these fields of a summary. Raises KeyError, ValueError or TypeError for what is none."""
     dropped = fields.get("dropped") or {}
-    return Server(
+    return ServerFacts(
         name=str(fields.get("name", f"server {number}")),
         busy=float(fields["busy_seconds"]),
         received=int(fields["bytes"]),
@@ -46,7 +46,7 @@ def read(fields: Mapping[str, Any], number: int) -> Server:
     )
 
 
-def tell(servers: Sequence[Server], seconds: float, samples: int) -> str:
+def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
     """In words, of a run of so many seconds in which so many samples were trained; nothing where there were no servers."""
     if not servers:
         return ""
@@ -79,7 +79,7 @@ def _shares(found: Mapping[int, int]) -> str:
     return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(found.items()))
 
 
-def advise(servers: Sequence[Server], seconds: float, samples: int) -> Iterator[str]:
+def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[str]:
     """A server is busy most of the time; workers are held by the bound; work is thrown away."""
     busy = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
     if busy:

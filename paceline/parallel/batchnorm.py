@@ -66,7 +66,7 @@ def synchronise(
     desynchronise(model)
     if group.size > 1:
         for name, layer in layers:
-            answer = partial(_Answer, group=group, ghost=ghost, scale=scale)
+            answer = partial(_GlobalBatchNorm, group=group, ghost=ghost, scale=scale)
             stand_in = _stand_in(layer, f"batchnorm {name}", answer, copies)
             layer.forward = types.MethodType(stand_in, layer)  # type: ignore[method-assign]
     return len(layers)
@@ -92,7 +92,9 @@ def _replaceable(layer: nn.Module, forward: Any) -> bool:
     return hasattr(function, _MARK) or function is type(layer).forward
 
 
-def _stand_in(original: _BatchNorm, name: str, answer: Callable[[str], _Answer], copies: Callable[[], bool]) -> Callable[..., Tensor]:
+def _stand_in(
+    original: _BatchNorm, name: str, answer: Callable[[str], _GlobalBatchNorm], copies: Callable[[], bool]
+) -> Callable[..., Tensor]:
     whose = weakref.ref(original)
 
     # A plain function, bound to its layer as a method: deepcopy binds it to the copy, and pickle stores a method as its name ("forward").
@@ -122,7 +124,7 @@ def _stand_in(original: _BatchNorm, name: str, answer: Callable[[str], _Answer],
     return function
 
 
-class _Answer(TorchFunctionMode):
+class _GlobalBatchNorm(TorchFunctionMode):
     """Answers `F.batch_norm` with statistics of the whole global batch where it would take them from the local one."""
 
     def __init__(self, name: str, group: Group, ghost: Callable[[], bool], scale: Callable[[], float]) -> None:

@@ -3,7 +3,7 @@
     ids of my share -- unique --> rows pulled (unique, dim) -- F.embedding_bag --> bags     backward: gradient of the rows, kept here
     optimizer.step                                                                          ... until the step sends it
 
-The module knows nothing of servers: a run gives it a `Source` when the model is prepared.
+The module knows nothing of servers: a run gives it a `RowSource` when the model is prepared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mode = Literal["sum", "mean"]
 MODES = ("sum", "mean")
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Where the rows of a table come from."""
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
@@ -92,7 +92,7 @@ class SparseEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, dim, dtype=dtype))
         drawn = torch.randint(1 << 62, (), dtype=torch.int64) if seed is None else torch.tensor(seed, dtype=torch.int64)
         self.register_buffer("seed", drawn)
-        self.source: Source | None = None
+        self.source: RowSource | None = None
         self._found: list[tuple[Tensor, Tensor]] = []  # what backward passes have added: rows, and gradients
         self._shown: Tensor | None = None  # the weight.grad that stands for it
 
@@ -141,7 +141,7 @@ class SparseEmbedding(nn.Module):
         return self._source.pull(unique, train=False).to(self.weight.device)[places]
 
     @property
-    def _source(self) -> Source:
+    def _source(self) -> RowSource:
         if self.source is None:
             raise UsageError(
                 "the rows of this SparseEmbedding lie on servers, and it belongs to no run: give its model to run.prepare first "

@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (exact, compose, half, bfloat16, int8, int4, sign, topk, randomk)}
 
 
-class Phase(NamedTuple):
+class CodingPhase(NamedTuple):
     """From turn `begins` on: the coding (None: exact), and whether a worker keeps what it loses."""
 
     begins: int
@@ -31,7 +31,7 @@ class Phase(NamedTuple):
     feedback: bool = False
 
 
-Phases = tuple[Phase, ...]  # by their beginnings; none where it is exact all the time
+Phases = tuple[CodingPhase, ...]  # by their beginnings; none where it is exact all the time
 
 
 def check(codec: Any) -> None:
@@ -88,16 +88,16 @@ def _phases(codec: Any, name: str, shape: Size) -> Phases:
         early = [phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps]
         late = [phase._replace(begins=max(phase.begins, codec.steps)) for phase in _phases(codec.codec, name, shape)]
         return (*early, *(phase for phase, following in zip(late, [*late[1:], None], strict=True) if _lasts(phase, following)))
-    return (Phase(0, _plainly(codec)),)
+    return (CodingPhase(0, _plainly(codec)),)
 
 
-def _lasts(phase: Phase, following: Phase | None) -> bool:
+def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
     return following is None or phase.begins < following.begins
 
 
-def at(found: Phases, turn: int) -> Phase:
+def at(found: Phases, turn: int) -> CodingPhase:
     """The phase of this turn."""
-    return next((phase for phase in reversed(found) if phase.begins <= turn), Phase(0, None))
+    return next((phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None))
 
 
 # ---- on the wire: a server has only the codings that are ours, and makes them by name
@@ -130,4 +130,4 @@ def put(found: Phases) -> list[Any]:
 
 def take(found: Any) -> Phases:
     """Those that were put so; raises as `read` does."""
-    return tuple(Phase(int(begins), None if coding is None else read(coding)) for begins, coding in found)
+    return tuple(CodingPhase(int(begins), None if coding is None else read(coding)) for begins, coding in found)

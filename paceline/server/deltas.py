@@ -25,7 +25,7 @@ from paceline.errors import Mismatch
 from paceline.server.codings import Phases, at
 
 
-class Told:
+class DeltaEncoder:
     """One unit of a server. `phases`: the codings that it travels in; `seed`: of what is drawn by chance."""
 
     def __init__(self, phases: Phases, bucket: Bucket, seed: int) -> None:

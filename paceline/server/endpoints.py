@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from paceline.comm.rpc import Keys
+from paceline.comm.rpc import RpcKeys
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     pass
 
 
-class House(Protocol):
+class ServerPool(Protocol):
     """Servers that outlive the workers which have started them. `next`: the number of the one that is started next, alike on all."""
 
     next: int
@@ -21,7 +21,7 @@ class House(Protocol):
         """What who has just come has to know for `join`: JSON."""
         ...
 
-    def join(self, told: Any) -> Room:
+    def join(self, told: Any) -> ServerEndpoints:
         """Where servers are, as others have told."""
         ...
 
@@ -30,7 +30,7 @@ class House(Protocol):
         """My host, as no other is called."""
         ...
 
-    def lose(self, numbers: Collection[int]) -> Room:
+    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         """These servers are no more."""
         ...
 
@@ -42,11 +42,11 @@ class House(Protocol):
         """What all have to know of one that I start, for `add`, once it has begun (JSON); None before that; False if it couldn't begin."""
         ...
 
-    def add(self, told: Any) -> Room:
+    def add(self, told: Any) -> ServerEndpoints:
         """A server has begun, and has what it is to keep."""
         ...
 
-    def at(self, told: Any) -> Room:
+    def at(self, told: Any) -> ServerEndpoints:
         """One that has begun and isn't added yet, by itself."""
         ...
 
@@ -63,14 +63,14 @@ class House(Protocol):
         ...
 
 
-class Room(NamedTuple):
+class ServerEndpoints(NamedTuple):
     """Where servers are."""
 
     addresses: tuple[str, ...]
     names: tuple[str, ...]  # what they are called in messages
-    keys: Keys
+    keys: RpcKeys
     watch: Callable[[Callable[[PacelineError], None]], None]  # who wants to know when one is lost, from another thread
     close: Callable[[], None]  # ends those that this worker has started
     numbers: tuple[int, ...] = ()  # of each server, never used twice
     shards: tuple[int, ...] = ()  # which each of them keeps
-    house: House | None = None  # where losses are survived; then `addresses` are empty for who has just come
+    house: ServerPool | None = None  # where losses are survived; then `addresses` are empty for who has just come

@@ -15,15 +15,15 @@ import msgpack
 import torch
 from torch import Tensor
 
-from paceline.comm.rpc import Message
+from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch
-from paceline.server.journal import Ledger
+from paceline.server.journal import StepJournal
 from paceline.server.shard import Shard
 
 OPEN = {"alive", "end", "reckon"}  # what anybody may say who has the key
 
 
-class House(Protocol):
+class FencedServer(Protocol):
     """The server, as it is seen from here."""
 
     @property
@@ -31,7 +31,7 @@ class House(Protocol):
         """What it keeps."""
         ...
 
-    def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+    def answer(self, message: RpcMessage, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
         """Answer a message."""
         ...
 
@@ -40,40 +40,40 @@ class House(Protocol):
         ...
 
 
-class Reckoning:
+class Fence:
     """Answers that; False where the answer has to wait."""
 
-    def __init__(self, server: House) -> None:
-        self.ledger = Ledger()
+    def __init__(self, server: FencedServer) -> None:
+        self.ledger = StepJournal()
         self._server = server
         self._workers: frozenset[int] | None = None  # who lives; None: nobody has been lost yet
-        self.kinds: dict[str, Callable[[Message], bool]] = {
+        self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "reckon": self._reckon,
             "since": self._since,
             "void": self._void,
             "drop": self._drop,
         }
 
-    def check(self, message: Message) -> None:
+    def check(self, message: RpcMessage) -> None:
         """Raise `Mismatch` for what a worker says that was lost: it is on its way still, and the living have gone on."""
         if self._workers is not None and message.sender not in self._workers and message.kind not in OPEN:
             raise Mismatch(f"worker {message.sender} counts as lost: the others have gone on without it")
 
-    def _reckon(self, message: Message) -> bool:
+    def _reckon(self, message: RpcMessage) -> bool:
         self._workers = frozenset(map(int, message.body["workers"]))
         self._server.clear()
         self._server.shard.forget(self._workers)
         return self._server.answer(message, {"steps": self._server.shard.steps})
 
-    def _since(self, message: Message) -> bool:
+    def _since(self, message: RpcMessage) -> bool:
         found = self.ledger.since(int(message.body["optimizer"]), message.step)
         return self._server.answer(message, tensors=(_tensor(msgpack.packb(found)),))
 
-    def _void(self, message: Message) -> bool:
+    def _void(self, message: RpcMessage) -> bool:
         self._server.shard.void()
         return self._server.answer(message, tensors=(_tensor(self.ledger.dump(closes=False)),))
 
-    def _drop(self, message: Message) -> bool:
+    def _drop(self, message: RpcMessage) -> bool:
         self.ledger.drop(int(message.body["epoch"]), message.body["pieces"])
         return self._server.answer(message)
 

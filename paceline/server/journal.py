@@ -16,18 +16,18 @@ from typing import Any
 import msgpack
 
 from paceline.errors import StateLost
-from paceline.server.spans import Spans
+from paceline.server.spans import SampleSpans
 
 KEPT = 1024  # closes of each optimizer; no server is further behind than there are workers
 Part = tuple[int, int]  # of an epoch: its number, and that of the first batch in the part
 
 
-class Ledger:
+class StepJournal:
     """Of one server."""
 
     def __init__(self) -> None:
         self.part: Part = (-1, -1)  # that is dealt now
-        self.done = Spans()  # samples of it that are in a step
+        self.done = SampleSpans()  # samples of it that are in a step
         self.dropped: dict[tuple[int, int, int, int], None] = {}  # for good: epoch, batch, first sample, and the one after the last
         self.gradients: dict[tuple[int, int], int] = {}  # by optimizer and worker: its last that is in a step
         self._closes: dict[int, deque[dict[str, Any]]] = {}  # by optimizer
@@ -36,7 +36,7 @@ class Ledger:
         """A step has been made, as this message said."""
         optimizer, part = int(body["optimizer"]), (int(body["of"][0]), int(body["of"][1]))
         if part > self.part:
-            self.part, self.done = part, Spans()
+            self.part, self.done = part, SampleSpans()
         for worker, number, pieces in body["came"]:
             self.gradients[optimizer, worker] = max(number, self.gradients.get((optimizer, worker), 0))
             self.done.add(pieces if part == self.part else ())
@@ -63,20 +63,20 @@ class Ledger:
     def load(self, packed: bytes) -> None:
         """Become what `dump` gave."""
         part, done, dropped, gradients, closes = msgpack.unpackb(packed, strict_map_key=False)
-        self.part, self.done = (part[0], part[1]), Spans(done)
+        self.part, self.done = (part[0], part[1]), SampleSpans(done)
         self.dropped = {(epoch, batch, start, stop): None for epoch, batch, start, stop in dropped}
         self.gradients = {(optimizer, worker): number for optimizer, worker, number in gradients}
         self._closes = {optimizer: deque(found, maxlen=KEPT) for optimizer, found in closes}
 
 
-def merged(packed: Iterable[bytes]) -> Ledger:
+def merged(packed: Iterable[bytes]) -> StepJournal:
     """What several servers remember together, of steps that all of them have made which keep a part of the optimizer's."""
-    whole = Ledger()
+    whole = StepJournal()
     for each in packed:
-        other = Ledger()
+        other = StepJournal()
         other.load(each)
         if other.part > whole.part:
-            whole.part, whole.done = other.part, Spans()
+            whole.part, whole.done = other.part, SampleSpans()
         whole.done.add(other.done.rows() if other.part == whole.part else ())
         whole.dropped |= other.dropped
         whole.gradients |= {key: max(number, whole.gradients.get(key, 0)) for key, number in other.gradients.items()}

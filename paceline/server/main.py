@@ -43,16 +43,16 @@ from torch import Tensor
 from paceline.cluster.launcher.janitor import sockets
 from paceline.cluster.launcher.worker import preparation
 from paceline.cluster.machine import memory
-from paceline.comm.buckets import Shape
-from paceline.comm.rpc import Message, Receiver, keys
+from paceline.comm.buckets import BucketShape
+from paceline.comm.rpc import RpcMessage, RpcServer, keys
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import PacelineError, UsageError
 from paceline.server import codings
-from paceline.server.fencing import Reckoning
-from paceline.server.partition import Piece
-from paceline.server.scheduler_rpc import Dealing
-from paceline.server.shard import Plan, Shard
-from paceline.server.table_rpc import Tables
+from paceline.server.fencing import Fence
+from paceline.server.partition import RowRange
+from paceline.server.scheduler_rpc import SchedulerRpc
+from paceline.server.shard import Shard, ShardPlan
+from paceline.server.table_rpc import TableService
 from paceline.state.snapshot import loads, pack
 from paceline.trace import Trace
 
@@ -67,7 +67,7 @@ CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
 LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
-def write(plan: Plan) -> bytes:
+def write(plan: ShardPlan) -> bytes:
     """A plan as a server reads it."""
     cut = [
         [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
@@ -78,16 +78,17 @@ def write(plan: Plan) -> bytes:
     return packed
 
 
-def read(packed: bytes) -> Plan:
+def read(packed: bytes) -> ShardPlan:
     """The plan that was written. Raises `UsageError` for what is none, or for more than there is memory for."""
     try:
         cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
         cpu = torch.device("cpu")
         pieces = [
-            Piece(slot, start, stop, Shape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole) for slot, start, stop, s, t, dtype, whole in cut
+            RowRange(slot, start, stop, BucketShape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole)
+            for slot, start, stop, s, t, dtype, whole in cut
         ]
         owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
-        plan = Plan(pieces, runs, owned, told, [codings.take(found) for found in ways])
+        plan = ShardPlan(pieces, runs, owned, told, [codings.take(found) for found in ways])
         nbytes = sum(_size(piece) for piece in pieces)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
@@ -111,7 +112,7 @@ def _count(body: Mapping[str, Any]) -> None:
             raise UsageError(f"there is no {name} {number!r}")
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: RowRange) -> int:
     """Of what it takes; raises `ValueError` for what has no size."""
     numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
     if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
@@ -132,16 +133,16 @@ def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
 class Server:
     """Answers what comes to a receiver, until it is told to end. `over` is asked now and then whether nobody is left."""
 
-    def __init__(self, receiver: Receiver, over: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, receiver: RpcServer, over: Callable[[], bool] = lambda: False) -> None:
         self._receiver, self._over = receiver, over
         self._shard: Shard | None = None
         self._digest = b""
-        self._later: list[Message] = []  # what can't be answered yet
+        self._later: list[RpcMessage] = []  # what can't be answered yet
         self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, and how
         self._told: dict[int, Any] = {}  # by optimizer: with what its last step was made, where anyone of those who agree on it makes it
         self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
-        self._kinds: dict[str, Callable[[Message], bool]] = {
+        self._kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "plan": self._plan,
             "fill": self._fill,
             "remember": self._remember,
@@ -163,7 +164,7 @@ class Server:
             "facts": self._facts,
             "end": self._end,
         }
-        self._dealing, self._reckoning, self._tables = Dealing(self.answer), Reckoning(self), Tables(self.answer)
+        self._dealing, self._reckoning, self._tables = SchedulerRpc(self.answer), Fence(self), TableService(self.answer)
         self._kinds |= self._dealing.kinds | self._reckoning.kinds | self._tables.kinds
         self._first = {"plan", "end", "alive", "echo", "facts", "timeline", *self._tables.kinds}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
@@ -182,7 +183,7 @@ class Server:
                 self._later = [message for message in self._later if message is found or not self._done(message)]
             self._note(found, began, waiting)
 
-    def _note(self, found: Message | None, began: int, waiting: int) -> None:
+    def _note(self, found: RpcMessage | None, began: int, waiting: int) -> None:
         now = time.perf_counter_ns()
         self._busy += (now - began) / 1e9
         if found is not None:
@@ -193,14 +194,14 @@ class Server:
         if len(self._later) != waiting:
             self._waiting.append((now, len(self._later)))
 
-    def _put_off(self, message: Message) -> None:
+    def _put_off(self, message: RpcMessage) -> None:
         if len(self._later) < LATER:
             self._later.append(message)
             self._most = max(self._most, len(self._later))
         else:
             self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
 
-    def _done(self, message: Message) -> bool:
+    def _done(self, message: RpcMessage) -> bool:
         """Whether it was answered, one way or the other."""
         act = self._kinds.get(message.kind)
         if act is None or (self._shard is None and message.kind not in self._first):
@@ -217,7 +218,7 @@ class Server:
             self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
         return True
 
-    def answer(self, message: Message, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
+    def answer(self, message: RpcMessage, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
         """Answer a message."""
         self._receiver.answer(message, message.kind, body, tensors)
         return True
@@ -230,7 +231,7 @@ class Server:
 
     # ---- how it begins
 
-    def _plan(self, message: Message) -> bool:
+    def _plan(self, message: RpcMessage) -> bool:
         packed = message.tensors[0].numpy().tobytes()
         digest = hashlib.sha256(packed).digest()
         if self._shard is None:
@@ -239,35 +240,35 @@ class Server:
             raise UsageError("another plan is in use here: workers have prepared different things")
         return self.answer(message)
 
-    def _fill(self, message: Message) -> bool:
+    def _fill(self, message: RpcMessage) -> bool:
         self.shard.fill(message.body["unit"], message.tensors[0])
         return self.answer(message)
 
-    def _remember(self, message: Message) -> bool:
+    def _remember(self, message: RpcMessage) -> bool:
         found = loads(message.tensors[0].numpy().tobytes()).unpack()
         self.shard.remember(found["memories"])
         return self.answer(message)
 
-    def _memories(self, message: Message) -> bool:
+    def _memories(self, message: RpcMessage) -> bool:
         packed = pack({"memories": self.shard.memories()}, copy=False).dumps()
         return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
 
     # ---- steps
 
-    def _push(self, message: Message) -> bool:
+    def _push(self, message: RpcMessage) -> bool:
         body = message.body
         if not body.get("late") or self.shard.in_time(body["unit"], message.body["step"]):
             keep, turn = bool(body.get("keep")), body.get("turn", 0)
             self.shard.push(body["unit"], message.sender, message.tensors[0], body["used"], keep=keep, turn=turn)
         return self.answer(message)
 
-    def _apply(self, message: Message) -> bool:
+    def _apply(self, message: RpcMessage) -> bool:
         body = message.body
         factor, part = float(body["factor"]), float(body["part"])
         self.shard.apply(body["optimizer"], message.sender, message.body["step"], factor=factor, part=part, settings=dict(body["settings"]))
         return self.answer(message)
 
-    def _norm(self, message: Message) -> bool:
+    def _norm(self, message: RpcMessage) -> bool:
         body, shard = message.body, self.shard
         if not body.get("decided"):
             self._next(body["optimizer"], message.body["step"])
@@ -290,7 +291,7 @@ class Server:
         if step != self.shard.steps[optimizer] + 1:
             raise UsageError(f"step {step} of optimizer {optimizer} can't come after step {self.shard.steps[optimizer]}")
 
-    def _close(self, message: Message) -> bool:
+    def _close(self, message: RpcMessage) -> bool:
         body, shard = message.body, self.shard
         optimizer, step, workers = body["optimizer"], message.body["step"], body["workers"]
         if step <= shard.steps[optimizer]:
@@ -321,7 +322,7 @@ class Server:
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self.answer(message)
 
-    def _taken(self, message: Message) -> bool:
+    def _taken(self, message: RpcMessage) -> bool:
         return message.body["step"] <= self.shard.steps[message.body["optimizer"]] and self.answer(message)
 
     def _same(self, optimizer: int, step: int, body: Mapping[str, Any]) -> None:
@@ -331,7 +332,7 @@ class Server:
             told = [*made[1:], *mine[1:]]
             raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
 
-    def _read(self, message: Message) -> bool:
+    def _read(self, message: RpcMessage) -> bool:
         unit, step = message.body["unit"], message.body["step"]
         flat = self.shard.read(unit)
         done = self.shard.steps[self.shard.units[unit].optimizer]
@@ -345,11 +346,11 @@ class Server:
             return self.answer(message, *(coded.read(has) if turn is None else coded.read_apart(message.sender, has, turn)))
         return self.answer(message, tensors=(flat.clone() if message.body.get("copy") else flat,))  # others may step while it is sent
 
-    def _level(self, message: Message) -> bool:
+    def _level(self, message: RpcMessage) -> bool:
         self.shard.level()
         return self.answer(message)
 
-    def _absent(self, message: Message) -> bool:
+    def _absent(self, message: RpcMessage) -> bool:
         optimizer, step = message.body["optimizer"], message.body["step"]
         came = self._closing.get((optimizer, step), {})
         missing = [(worker, self.shard.steps[optimizer]) for worker in message.body["workers"] if worker not in came]
@@ -357,7 +358,7 @@ class Server:
 
     # ---- losses
 
-    def _back(self, message: Message) -> bool:
+    def _back(self, message: RpcMessage) -> bool:
         """A turn comes again: void is what this worker has pushed for it, and steps that were made in it go back, if they haven't yet."""
         for optimizer, step in message.body["steps"]:
             self.shard.back(optimizer, step)
@@ -365,12 +366,12 @@ class Server:
         self._norms.clear()
         return self.answer(message)
 
-    def _state(self, message: Message) -> bool:
+    def _state(self, message: RpcMessage) -> bool:
         kept = {**self.shard.state_dict(), "ledger": self._reckoning.ledger.dump()}
         whole = torch.frombuffer(bytearray(pack(kept, copy=False).dumps()), dtype=torch.uint8)
         return self.answer(message, tensors=whole.split(CHUNK))
 
-    def _become(self, message: Message) -> bool:
+    def _become(self, message: RpcMessage) -> bool:
         state = loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack()
         self.shard.load_state_dict(state)
         self._reckoning.ledger.load(state["ledger"])
@@ -381,11 +382,11 @@ class Server:
         self._later.clear()
         self._norms = {key: found for key, found in self._norms.items() if key[1] <= self.shard.steps[key[0]]}
 
-    def _timeline(self, message: Message) -> bool:
+    def _timeline(self, message: RpcMessage) -> bool:
         packed = msgpack.packb([[list(span) for span in self._trace.spans()], list(self._waiting)])
         return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
 
-    def _facts(self, message: Message) -> bool:
+    def _facts(self, message: RpcMessage) -> bool:
         facts = {
             "messages": dict(self._done_of),
             "put_off": self._most,
@@ -398,7 +399,7 @@ class Server:
         }
         return self.answer(message, facts)
 
-    def _end(self, message: Message) -> bool:
+    def _end(self, message: RpcMessage) -> bool:
         self._ended = True
         return self.answer(message)
 
@@ -417,7 +418,7 @@ def main() -> None:
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:
         path = os.path.join(folder, "server")
-        receiver = Receiver(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
+        receiver = RpcServer(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
         with contextlib.closing(receiver):
             print(json.dumps(receiver.addresses), flush=True)
             Server(receiver, lambda: bool(poll.poll(0))).run()

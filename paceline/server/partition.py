@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.comm.buckets import Shape
+from paceline.comm.buckets import BucketShape
 
 PARTS = 8  # of what each server has: no piece is larger than one, so that all come to about the same
 SMALLEST = 64 << 10  # bytes: smaller parameters are not cut
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Some rows (dim 0) of a parameter; all of it where it has no rows, or may not be cut."""
 
     slot: int  # the parameter's number
     start: int
     stop: int
-    shape: Shape  # of these rows
+    shape: BucketShape  # of these rows
     whole: bool  # whether these are all
 
     @property
@@ -31,26 +31,26 @@ class Piece(NamedTuple):
         return self.shape.numel * self.shape.dtype.itemsize
 
 
-def pieces(shapes: Sequence[Shape], servers: int, whole: Sequence[bool]) -> list[Piece]:
+def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -> list[RowRange]:
     """All parameters, cut where one is more than the `PARTS`-th part of what a server keeps; those that are `whole` are not."""
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
     limit = max(int(share / PARTS), SMALLEST)
     return [piece for number, shape in enumerate(shapes) for piece in _cut(number, shape, limit, whole=whole[number])]
 
 
-def _cut(number: int, shape: Shape, limit: int, *, whole: bool) -> Iterator[Piece]:
+def _cut(number: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
     rows = shape.size[0] if shape.size else 1
     nbytes = shape.numel * shape.dtype.itemsize
     if whole or not shape.size or nbytes <= limit or rows < 2:
-        yield Piece(number, 0, rows, shape, True)
+        yield RowRange(number, 0, rows, shape, True)
         return
     each = max(limit * rows // nbytes, 1)
     for start in range(0, rows, each):
         stop = min(start + each, rows)
-        yield Piece(number, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False)
+        yield RowRange(number, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False)
 
 
-def deal(found: Sequence[Piece], servers: int) -> list[list[int]]:
+def deal(found: Sequence[RowRange], servers: int) -> list[list[int]]:
     """The numbers of the pieces that each server keeps, each in rising order: the largest first, to who has least (LPT, Graham 1969)."""
     loads, dealt = [0] * servers, [list[int]() for _ in range(servers)]
     for number in sorted(range(len(found)), key=lambda number: (-found[number].nbytes, number)):

@@ -15,14 +15,14 @@ from typing import Any
 
 import msgpack
 
-from paceline.server.journal import Ledger, Part
-from paceline.server.spans import Piece, Rows, Spans
+from paceline.server.journal import Part, StepJournal
+from paceline.server.spans import Rows, SampleSpan, SampleSpans
 
 NONE: Part = (-1, -1)
 
 
 @dataclass
-class Report:
+class WorkerReport:
     """What one worker says of itself."""
 
     part: Part = NONE  # of an epoch, that it has begun last
@@ -37,13 +37,13 @@ class Report:
     paused: bool = False  # it waits for all to have stopped taking
 
     @classmethod
-    def load(cls, told: Mapping[str, Any]) -> Report:
+    def load(cls, told: Mapping[str, Any]) -> WorkerReport:
         """From what `asdict` gave, perhaps through JSON."""
         return cls(**{**told, "part": (told["part"][0], told["part"][1])})
 
 
 @dataclass(frozen=True)
-class Standing:
+class RecoveryState:
     """What a keeper goes on from. `gathers`: steps are made by all who have come, and not by the first.
 
     Lists with an entry for each optimizer: `steps` that were made, and `gradients` of each worker that are in them or were left out.
@@ -52,9 +52,9 @@ class Standing:
     part: Part
     times: int
     sizes: Sequence[int]
-    todo: Sequence[Piece]  # to be dealt
+    todo: Sequence[SampleSpan]  # to be dealt
     active: Sequence[int]  # workers that have turns to take; the others may end one, or ask again whether there is anything
-    under_way: Mapping[int, Sequence[Piece]]  # by worker: its pieces, the oldest first
+    under_way: Mapping[int, Sequence[SampleSpan]]  # by worker: its pieces, the oldest first
     clocks: Mapping[int, int]
     held: Sequence[int]  # workers that may not begin their next turn yet
     paused: Sequence[int]  # who has stopped taking
@@ -62,7 +62,7 @@ class Standing:
     steps: Sequence[int]
     gradients: Sequence[Mapping[int, int]]
     gathers: bool
-    dropped: Sequence[tuple[int, Piece]]  # for good, with their epochs
+    dropped: Sequence[tuple[int, SampleSpan]]  # for good, with their epochs
 
     def dump(self) -> bytes:
         """As `load` reads it."""
@@ -70,13 +70,13 @@ class Standing:
         return packed
 
     @classmethod
-    def load(cls, packed: bytes) -> Standing:
+    def load(cls, packed: bytes) -> RecoveryState:
         """From that."""
         told = msgpack.unpackb(packed, strict_map_key=False)
         told["part"] = (told["part"][0], told["part"][1])
-        told["todo"] = [Piece(*piece) for piece in told["todo"]]
-        told["under_way"] = {worker: [Piece(*piece) for piece in found] for worker, found in told["under_way"].items()}
-        told["dropped"] = [(epoch, Piece(*piece)) for epoch, piece in told["dropped"]]
+        told["todo"] = [SampleSpan(*piece) for piece in told["todo"]]
+        told["under_way"] = {worker: [SampleSpan(*piece) for piece in found] for worker, found in told["under_way"].items()}
+        told["dropped"] = [(epoch, SampleSpan(*piece)) for epoch, piece in told["dropped"]]
         return cls(**told)
 
     @property
@@ -85,12 +85,14 @@ class Standing:
         return 0 if self.active or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
 
 
-def latest(told: Mapping[int, Report]) -> tuple[Part, int]:
+def latest(told: Mapping[int, WorkerReport]) -> tuple[Part, int]:
     """The part of an epoch that somebody has begun, and all begin; and how often it was gone on with."""
     return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
 
 
-def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, steps: Sequence[int], *, gathers: bool) -> Standing:
+def stand(
+    told: Mapping[int, WorkerReport], sizes: Sequence[int], ledger: StepJournal, steps: Sequence[int], *, gathers: bool
+) -> RecoveryState:
     """Where the living stand, by what each has `told`; `sizes` are those of the batches in the latest part."""
     part, times = latest(told)
     there = {worker: report for worker, report in told.items() if (report.part, report.times) == (part, times)}
@@ -98,20 +100,20 @@ def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, step
     coming = [worker for worker in told if worker not in there]  # they are cut off in the call before they begin it
     slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in told.values()), default=0))
     clocks = {worker: slowest if worker in coming else report.clock for worker, report in told.items()}
-    gone = Spans(ledger.done.rows() if ledger.part == part else ())
+    gone = SampleSpans(ledger.done.rows() if ledger.part == part else ())
     for report in told.values():
         gone.add([*report.taken, *report.carried] if report.part == part else ())
     gone.add([batch, start, stop] for epoch, batch, start, stop in ledger.dropped if epoch == part[0])
     gradients: list[dict[int, int]] = [{} for _ in steps]
     for (optimizer, worker), number in ledger.gradients.items():
         gradients[optimizer][worker] = number
-    return Standing(
+    return RecoveryState(
         part,
         times,
         sizes,
-        [Piece(*row) for row in gone.holes(part[1], sizes)],
+        [SampleSpan(*row) for row in gone.holes(part[1], sizes)],
         [*inside, *coming],
-        {worker: [Piece(*row) for row in report.taken] if worker in there else [] for worker, report in told.items()},
+        {worker: [SampleSpan(*row) for row in report.taken] if worker in there else [] for worker, report in told.items()},
         clocks,
         [worker for worker, report in inside.items() if report.held],
         [worker for worker, report in inside.items() if report.paused],
@@ -119,5 +121,5 @@ def stand(told: Mapping[int, Report], sizes: Sequence[int], ledger: Ledger, step
         steps,
         [{worker: found.get(worker, 0) for worker in told} for found in gradients],
         gathers,
-        [(epoch, Piece(*row)) for epoch, *row in ledger.dropped],
+        [(epoch, SampleSpan(*row)) for epoch, *row in ledger.dropped],
     )

@@ -54,7 +54,7 @@ def _normal(ids: Any, dim: int, seed: int) -> Tensor:
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).view(len(ids), 2 * pairs)[:, :dim]
 
 
-class Rule(NamedTuple):
+class RowRule(NamedTuple):
     """What an optimizer does to rows: what it remembers of each (names), and the step.
 
     `step` changes the values and what is remembered in place; it takes them, the gradient, the settings, and the number of the step.
@@ -87,10 +87,10 @@ def _adam(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> N
 
 
 _PLAIN: Final = {"weight_decay": 0, "maximize": False, "differentiable": False}
-RULES: Final[Mapping[str, Rule]] = {
-    "SGD": Rule((), _sgd, plain={**_PLAIN, "momentum": 0, "dampening": 0, "nesterov": False}),
-    "Adagrad": Rule(("sum",), _adagrad, lambda settings: float(settings["initial_accumulator_value"]), _PLAIN),
-    "SparseAdam": Rule(("exp_avg", "exp_avg_sq"), _adam, plain={"maximize": False}),
+RULES: Final[Mapping[str, RowRule]] = {
+    "SGD": RowRule((), _sgd, plain={**_PLAIN, "momentum": 0, "dampening": 0, "nesterov": False}),
+    "Adagrad": RowRule(("sum",), _adagrad, lambda settings: float(settings["initial_accumulator_value"]), _PLAIN),
+    "SparseAdam": RowRule(("exp_avg", "exp_avg_sq"), _adam, plain={"maximize": False}),
 }
 _INSTEAD: Final = {name: "SparseAdam" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
 _USED: Final = {"lr", "lr_decay", "eps", "betas", "initial_accumulator_value"}  # all else in a group says how torch computes
@@ -123,7 +123,7 @@ def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
     return {setting: value for setting, value in found.items() if setting in _USED}
 
 
-def check(name: str, found: Settings) -> Rule:
+def check(name: str, found: Settings) -> RowRule:
     """The rule of this name, if these are its settings; raises `UsageError` (on a server, for what has come)."""
     wanted = {"SGD": ("lr",), "Adagrad": ("lr", "lr_decay", "eps", "initial_accumulator_value"), "SparseAdam": ("lr", "betas", "eps")}
     if name not in RULES or any(not _number(found.get(setting), pair=setting == "betas") for setting in wanted[name]):

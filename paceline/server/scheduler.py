@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.server.spans import Piece
-from paceline.server.stragglers import Gathering, Made, Open
+from paceline.server.spans import SampleSpan
+from paceline.server.stragglers import OpenStep, PartialSteps, StepMade
 
 if TYPE_CHECKING:
-    from paceline.server.reconcile import Standing
+    from paceline.server.reconcile import RecoveryState
 
 SHOWN = 1000  # dropped pieces that are told one by one
 
 
 @dataclass
-class Decision:
+class StepDecision:
     """Who makes a step, with backup workers: the first who came, in the order of their numbers."""
 
     came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
@@ -39,36 +39,36 @@ class Decision:
 
 
 @dataclass
-class Tally:
+class ScheduleTally:
     """What came of it all."""
 
     leads: Counter[int] = field(default_factory=Counter)  # how often a worker went on that was so many turns ahead of the slowest
     dropped: int = 0  # gradients that came too late
     samples: int = 0  # of those
     requeued: int = 0  # samples that were dealt again for it
-    pieces: list[tuple[int, Piece]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
+    pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
 
 
-class Keeper:
+class SampleScheduler:
     """Clocks and pieces of one run. Workers are known by their numbers."""
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.tally = ScheduleTally()
         self.clocks: dict[int, int] = {}  # turns that each worker has completed
         self._part: tuple[int, int] | None = None  # epoch, and the number of its first batch that is dealt now
         self._sizes: Sequence[int] = ()
         self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
-        self._again: deque[Piece] = deque()
-        self._under_way: dict[int, list[Piece]] = {}
+        self._again: deque[SampleSpan] = deque()
+        self._under_way: dict[int, list[SampleSpan]] = {}
         self._active: set[int] = set()  # workers that have turns to take
         self._parked: set[int] = set()  # of those, who have asked for pieces when there were none, and wait for what others may drop
-        self._decisions: dict[tuple[int, int], Decision] = {}  # by optimizer and step
+        self._decisions: dict[tuple[int, int], StepDecision] = {}  # by optimizer and step
         self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
-        self._gatherings: dict[int, Gathering] = {}  # by optimizer
+        self._gatherings: dict[int, PartialSteps] = {}  # by optimizer
         self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
-        self._dropped: set[tuple[int, Piece]] = set()  # for good
+        self._dropped: set[tuple[int, SampleSpan]] = set()  # for good
         self._posts: list[tuple[int, Tensor]] = []
         self._posted: dict[int, int] = {}  # by worker: the number of its last letter
         self._stopped = False
@@ -104,7 +104,7 @@ class Keeper:
         latest = max(self.clocks.values(), default=0)
         self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
 
-    def take(self, worker: int, most: int) -> Piece | bool | None:
+    def take(self, worker: int, most: int) -> SampleSpan | bool | None:
         """The next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
 
         Who is told False and is `paused` goes on when all have come together. Who is and hasn't any turns to take (`takes`) is done.
@@ -142,20 +142,20 @@ class Keeper:
     def _more(self) -> bool:
         return bool(self._again) or self._next[0] < len(self._sizes)
 
-    def _cut(self, most: int) -> Piece | None:
+    def _cut(self, most: int) -> SampleSpan | None:
         if self._again:
             batch, start, stop = self._again.popleft()
             if stop - start > most:
-                self._again.appendleft(Piece(batch, start + most, stop))
-            return Piece(batch, start, min(start + most, stop))
+                self._again.appendleft(SampleSpan(batch, start + most, stop))
+            return SampleSpan(batch, start, min(start + most, stop))
         number, start = self._next
         if self._part is None or number == len(self._sizes):
             return None
         stop = min(start + most, self._sizes[number])
         self._next = (number, stop) if stop < self._sizes[number] else (number + 1, 0)
-        return Piece(self._part[1] + number, start, stop)
+        return SampleSpan(self._part[1] + number, start, stop)
 
-    def resume(self, found: Standing) -> None:
+    def resume(self, found: RecoveryState) -> None:
         """Somebody was lost, perhaps the keeper before this one: go on from where the living stand."""
         for epoch, piece in found.dropped:  # what was counted went with the one before; or who dropped it is lost, and never said so
             self._drop(epoch, piece)
@@ -169,7 +169,7 @@ class Keeper:
         self._apart.clear()
         self._decided = dict(enumerate(found.steps))
         for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
-            self._gatherings.setdefault(optimizer, Gathering(self._began)).resume(found.steps[optimizer], numbers)
+            self._gatherings.setdefault(optimizer, PartialSteps(self._began)).resume(found.steps[optimizer], numbers)
 
     def busy(self, worker: int) -> bool:
         """Whether its own turns come first."""
@@ -189,7 +189,7 @@ class Keeper:
         """No more pieces in this epoch."""
         self._stopped = True
 
-    def _drop(self, epoch: int, piece: Piece) -> None:
+    def _drop(self, epoch: int, piece: SampleSpan) -> None:
         if (epoch, piece) in self._dropped:
             return
         self._dropped.add((epoch, piece))
@@ -253,7 +253,7 @@ class Keeper:
 
     # ---- who makes a step, with backup workers
 
-    def arrive(self, worker: int, optimizer: int, step: int, said: Any, backups: int) -> Decision | bool | None:
+    def arrive(self, worker: int, optimizer: int, step: int, said: Any, backups: int) -> StepDecision | bool | None:
         """A worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
 
         A step is decided once all but `backups` of the workers that have turns to take have come.
@@ -261,11 +261,11 @@ class Keeper:
         self._known(worker)
         decided = self._decided.get(optimizer, 0)
         if step <= decided:
-            known = self._decisions.get((optimizer, step), Decision())
+            known = self._decisions.get((optimizer, step), StepDecision())
             return known if worker in known.workers else False
         if step != decided + 1:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {decided}")
-        decision = self._decisions.setdefault((optimizer, step), Decision())
+        decision = self._decisions.setdefault((optimizer, step), StepDecision())
         decision.came.setdefault(worker, said)
         return self._decide(optimizer, step, backups)
 
@@ -273,7 +273,7 @@ class Keeper:
         if self.clocks and worker not in self.clocks:
             raise Mismatch(f"worker {worker} takes no turns here")
 
-    def _decide(self, optimizer: int, step: int, backups: int) -> Decision | None:
+    def _decide(self, optimizer: int, step: int, backups: int) -> StepDecision | None:
         decision, running = self._decisions[optimizer, step], self._active - self._parked
         if not {*decision.came} >= running and len(decision.came) < max(min(len(self.clocks) - backups, len(running)), 1):
             return None
@@ -289,23 +289,23 @@ class Keeper:
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
         """Who has not come to a step yet, and the turns that those have completed."""
         gathering = self._gatherings.get(optimizer)
-        came = self._decisions.get((optimizer, step), Decision()).came if gathering is None else gathering.came
+        came = self._decisions.get((optimizer, step), StepDecision()).came if gathering is None else gathering.came
         return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
 
     # ---- who makes a step, within a bound
 
     def gather(
         self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False, alone: bool = False
-    ) -> Made | Open | None:
+    ) -> StepMade | OpenStep | None:
         """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
 
         `alone`: it makes a step by itself, at once.
 
-        A step is made by all who have turns to take; without those who are late (`Gathering`), unless none of the others could go on then.
-        `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
+        A step is made by all who have turns to take; without those who are late (`PartialSteps`), unless none of the others could go on
+        then. `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
         """
         self._known(worker)
-        gathering = self._gatherings.setdefault(optimizer, Gathering(self._began))
+        gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
         made = gathering.come(worker, number, said, now)
         if made is not None or alone:
             return made or gathering.make(())
@@ -313,7 +313,7 @@ class Keeper:
         absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
         if gathering.part(worker, absent if part else (), now):
             self._apart[optimizer, worker] = self.clocks[worker]
-            return Open(gathering.steps)
+            return OpenStep(gathering.steps)
         if not self._stuck(gathering, bound) and not gathering.awaited(absent, now):
             made = gathering.make(absent)
             for other in made.came:
@@ -324,7 +324,7 @@ class Keeper:
         """The steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
         return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
 
-    def _stuck(self, gathering: Gathering, bound: float) -> bool:
+    def _stuck(self, gathering: PartialSteps, bound: float) -> bool:
         """Whether all who have come to a step would be too far ahead of the slowest with it."""
         gathering.due = math.inf
         clocks = {worker: self._whole(worker) + (worker in gathering.came) for worker in self._active - self._parked}

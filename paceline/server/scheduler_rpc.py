@@ -18,23 +18,23 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm.rpc import Message
+from paceline.comm.rpc import RpcMessage
 from paceline.errors import UsageError
-from paceline.server.reconcile import Standing
-from paceline.server.scheduler import Decision, Keeper
-from paceline.server.stragglers import Open
+from paceline.server.reconcile import RecoveryState
+from paceline.server.scheduler import SampleScheduler, StepDecision
+from paceline.server.stragglers import OpenStep
 
 LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a letter
-Answer = Callable[[Message, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
+Answer = Callable[[RpcMessage, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
 
 
-class Dealing:
+class SchedulerRpc:
     """Answers them; False where the answer has to wait."""
 
     def __init__(self, answer: Answer) -> None:
-        self.keeper = Keeper()
+        self.keeper = SampleScheduler()
         self._answer = answer
-        self.kinds: dict[str, Callable[[Message], bool]] = {
+        self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "deal": self._deal,
             "take": self._take,
             "leave": self._leave,
@@ -49,7 +49,7 @@ class Dealing:
             "resume": self._resume,
         }
 
-    def _deal(self, message: Message) -> bool:
+    def _deal(self, message: RpcMessage) -> bool:
         body, sizes = message.body, message.tensors[0]
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
             raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
@@ -58,7 +58,7 @@ class Dealing:
         self.keeper.starts(message.sender, time.monotonic(), first=True)
         return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
 
-    def _take(self, message: Message) -> bool:
+    def _take(self, message: RpcMessage) -> bool:
         found = self.keeper.take(message.sender, int(message.body["most"]))
         if found is None:
             return False
@@ -66,15 +66,15 @@ class Dealing:
         paused = piece is None and self.keeper.paused and not self.keeper.busy(message.sender)
         return self._answer(message, {"piece": piece, "over": over, "paused": paused}, ())
 
-    def _pause(self, message: Message) -> bool:
+    def _pause(self, message: RpcMessage) -> bool:
         self.keeper.pause()
         return self._answer(message, None, ())
 
-    def _leave(self, message: Message) -> bool:
+    def _leave(self, message: RpcMessage) -> bool:
         self.keeper.leave(message.sender)
         return self._answer(message, None, ())
 
-    def _tick(self, message: Message) -> bool:
+    def _tick(self, message: RpcMessage) -> bool:
         body, clock, bound = message.body, int(message.body["clock"]), float(message.body["bound"])
         if clock > self.keeper.clocks.get(message.sender, -1):  # else it has come before, and had to wait
             self.keeper.tick(message.sender, clock, str(body["dropped"]))
@@ -83,30 +83,30 @@ class Dealing:
         self.keeper.went(message.sender, time.monotonic())
         return self._answer(message, {"made": self.keeper.made()}, ())
 
-    def _slowest(self, message: Message) -> bool:
+    def _slowest(self, message: RpcMessage) -> bool:
         return self._answer(message, {"clock": self.keeper.slowest}, ())
 
-    def _behind(self, message: Message) -> bool:
+    def _behind(self, message: RpcMessage) -> bool:
         return self._answer(message, {"missing": self.keeper.behind(message.sender)}, ())
 
-    def _arrive(self, message: Message) -> bool:
+    def _arrive(self, message: RpcMessage) -> bool:
         body, optimizer = message.body, int(message.body["optimizer"])
         found = self.keeper.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
-        if isinstance(found, Decision):
+        if isinstance(found, StepDecision):
             told = [found.came[worker] for worker in found.workers]
             parts = math.fsum(float(said["part"]) for said in told)
             facts = {"workers": found.workers, "said": told[0], "parts": parts, **_came(found.workers, told)}
             return self._answer(message, facts, ())
         return found is not None and self._answer(message, {"late": self.keeper.decided(optimizer)}, ())
 
-    def _gather(self, message: Message) -> bool:
+    def _gather(self, message: RpcMessage) -> bool:
         body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
         optimizer, number, alone, part = int(body["optimizer"]), int(body["number"]), bool(body.get("alone")), bool(body["part"])
         made = self.keeper.gather(message.sender, optimizer, number, _said(body["said"]), bound=bound, now=now, alone=alone, part=part)
         if made is None:
             return False
         slowest = self.keeper.slowest
-        if isinstance(made, Open):
+        if isinstance(made, OpenStep):
             return self._answer(message, {"open": True, "step": made.after, "slowest": slowest}, ())
         told, mine = list(made.came.values()), message.sender in made.takers
         parts = math.fsum(float(said["part"]) for said in told)
@@ -117,10 +117,10 @@ class Dealing:
         """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
         return min(max(self.keeper.due - time.monotonic(), 0.001), most)
 
-    def _missing(self, message: Message) -> bool:
+    def _missing(self, message: RpcMessage) -> bool:
         return self._answer(message, {"missing": self.keeper.absent(int(message.body["optimizer"]), int(message.body["step"]))}, ())
 
-    def _post(self, message: Message) -> bool:
+    def _post(self, message: RpcMessage) -> bool:
         body = message.tensors[0].numpy().tobytes()
         if len(body) > LONGEST:
             raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {len(body)}")
@@ -131,8 +131,8 @@ class Dealing:
         found = self.keeper.collect(int(message.body["had"])) if message.body["collect"] else []
         return self._answer(message, {"workers": [worker for worker, _ in found]}, tuple(letter for _, letter in found))
 
-    def _resume(self, message: Message) -> bool:
-        self.keeper.resume(Standing.load(message.tensors[0].numpy().tobytes()))
+    def _resume(self, message: RpcMessage) -> bool:
+        self.keeper.resume(RecoveryState.load(message.tensors[0].numpy().tobytes()))
         return self._answer(message, None, ())
 
 

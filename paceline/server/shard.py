@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.buckets import Bucket, Shape, build
+from paceline.comm.buckets import Bucket, BucketShape, build
 from paceline.errors import Mismatch
 from paceline.server import optimizers as recipe
 from paceline.server.codings import Phases
-from paceline.server.deltas import Told
-from paceline.server.partition import Piece
+from paceline.server.deltas import DeltaEncoder
+from paceline.server.partition import RowRange
 
 
 @dataclass
-class Plan:
+class ShardPlan:
     """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
 
     `ways`: the codings in which each unit travels (left out: all exactly).
     """
 
-    pieces: list[Piece]
+    pieces: list[RowRange]
     runs: list[list[int]]
     owners: list[tuple[int, int]]  # of each piece: its optimizer, and the group of it
     optimizers: list[tuple[str, recipe.Settings]]
@@ -44,7 +44,7 @@ class Plan:
         self.ways = self.ways or [()] * len(self.runs)
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[BucketShape]:
         """How the pieces lie in units: without gaps where they are coded."""
         coded = {number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways}
         cpu = torch.device("cpu")
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass
-class Unit:
+class ShardUnit:
     """What travels as one tensor."""
 
     bucket: Bucket
@@ -61,7 +61,7 @@ class Unit:
     pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
     total: tuple[Tensor, bytes] | None = None
     version: int = 0  # how often it was changed
-    coded: Told | None = None  # where it travels through a codec
+    coded: DeltaEncoder | None = None  # where it travels through a codec
 
 
 class Shard:
@@ -71,14 +71,14 @@ class Shard:
     (of each optimizer, from 1 on): one that comes again does nothing.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ShardPlan) -> None:
         buckets = build(plan.shapes, plan.runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self.plan = plan
-        self.units: list[Unit] = []
+        self.units: list[ShardUnit] = []
         for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
             (optimizer,) = {plan.owners[piece][0] for piece in run}
-            self.units.append(Unit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
-            self.units[-1].coded = Told(ways, bucket, number) if ways else None
+            self.units.append(ShardUnit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
+            self.units[-1].coded = DeltaEncoder(ways, bucket, number) if ways else None
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
         self._before: dict[int, dict[str, Any]] = {}  # by optimizer: what its last step has changed, where that was asked for
@@ -107,7 +107,7 @@ class Shard:
         for unit in self.units:
             self._level(unit)
 
-    def _level(self, unit: Unit) -> None:
+    def _level(self, unit: ShardUnit) -> None:
         if unit.coded is not None:
             unit.coded.level()
 
@@ -115,12 +115,12 @@ class Shard:
         """The parameters of a unit as they are now: the memory itself, which the next step changes."""
         return self._unit(unit).bucket.flat
 
-    def _unit(self, number: int) -> Unit:
+    def _unit(self, number: int) -> ShardUnit:
         if not 0 <= number < len(self.units):
             raise Mismatch(f"there is no unit {number}: there are {len(self.units)}")
         return self.units[number]
 
-    def _fits(self, number: int, flat: Tensor) -> Unit:
+    def _fits(self, number: int, flat: Tensor) -> ShardUnit:
         unit = self._unit(number)
         have = unit.bucket.flat
         if flat.dtype != have.dtype or flat.shape != have.shape:
@@ -212,7 +212,7 @@ class Shard:
         self.steps[optimizer] = step
         return True
 
-    def _copy(self, optimizer: int, units: Sequence[Unit]) -> dict[str, Any]:
+    def _copy(self, optimizer: int, units: Sequence[ShardUnit]) -> dict[str, Any]:
         own = self.optimizers[optimizer]
         return {
             "step": self.steps[optimizer],
@@ -273,7 +273,7 @@ class Shard:
         self.applied[worker, optimizer] = step
         return True
 
-    def _total(self, unit: Unit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
+    def _total(self, unit: ShardUnit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
         """The sum, in the order of the workers, whoever came first."""
         if unit.total is None:
             absent = [worker for worker in workers if worker not in unit.pushed]
@@ -289,7 +289,7 @@ class Shard:
                 del unit.pushed[worker]
         return unit.total
 
-    def _assign(self, unit: Unit, flat: Tensor, used: bytes) -> None:
+    def _assign(self, unit: ShardUnit, flat: Tensor, used: bytes) -> None:
         for parameter, view, reached in zip(unit.parameters, unit.bucket.over(flat), used, strict=True):
             parameter.grad = view if reached else None
 
@@ -303,7 +303,7 @@ class Shard:
         for group, rate in zip(own.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _done(self, unit: Unit) -> None:
+    def _done(self, unit: ShardUnit) -> None:
         unit.version += 1
         for parameter in unit.parameters:
             parameter.grad = None

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     pass
 
 
-class Piece(NamedTuple):
+class SampleSpan(NamedTuple):
     """A part of a global batch: its number in the epoch, and samples `start` to `stop` of it."""
 
     batch: int
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
 Rows = list[list[int]]  # batch, first sample, and the one after the last
 
 
-class Spans:
+class SampleSpans:
     """Pieces of global batches, those of a batch that touch each other as one."""
 
     def __init__(self, rows: Iterable[Sequence[int]] = ()) -> None:

@@ -30,7 +30,7 @@ TOGETHER = 2.0  # times as long, when all are slow at once
 SHORT = 0.25  # of a median turn: for so long who is late waits for the others, to be in phase again
 
 
-class Made(NamedTuple):
+class StepMade(NamedTuple):
     """A step that was made: its number, and what each of those said who made it."""
 
     number: int
@@ -38,13 +38,13 @@ class Made(NamedTuple):
     takers: frozenset[int] = frozenset()  # of those, who waits for it: it is theirs to have it taken
 
 
-class Open(NamedTuple):
+class OpenStep(NamedTuple):
     """A step that is open, of which who has come late doesn't wait for the end: how many were made before."""
 
     after: int
 
 
-class Gathering:
+class PartialSteps:
     """The steps of one optimizer. Workers are known by their numbers; times are in seconds, of any clock."""
 
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
@@ -54,7 +54,7 @@ class Gathering:
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
-        self._made: dict[int, tuple[int, Made | None]] = {}  # by worker: how often it had come, and what came of it
+        self._made: dict[int, tuple[int, StepMade | None]] = {}  # by worker: how often it had come, and what came of it
         self._began = dict(began or {})  # by worker: when its turn did
         self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
@@ -84,7 +84,7 @@ class Gathering:
         self._began = {worker: began for worker, began in self._began.items() if worker in numbers}
         self._seen = {worker: min(self._seen.get(worker, steps), steps) for worker in numbers}
 
-    def come(self, worker: int, number: int, said: Any, now: float) -> Made | None:
+    def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
         """A worker has pushed all of its gradient number `number`, from 1 on; what came of it, once its step has been made."""
         before, made = self._made.get(worker, (0, None))
         if number == before:
@@ -148,10 +148,10 @@ class Gathering:
             self.due = last
         return last > now
 
-    def make(self, absent: Collection[int]) -> Made:
+    def make(self, absent: Collection[int]) -> StepMade:
         """The next step is made by those who have come; who is absent is late."""
         self.steps += 1
-        made = Made(self.steps, {worker: self.came[worker] for worker in sorted(self.came)}, frozenset(self.takers))
+        made = StepMade(self.steps, {worker: self.came[worker] for worker in sorted(self.came)}, frozenset(self.takers))
         self.sizes[len(made.came)] += 1
         for worker in made.came:
             self.ages[self.steps - 1 - self._from[worker]] += 1

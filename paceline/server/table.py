@@ -27,7 +27,7 @@ FIRST: Final = 1 << 10  # slots to begin with
 
 
 @dataclass(frozen=True)
-class Spec:
+class TableSpec:
     """What a table is, the same on all workers."""
 
     rows: int
@@ -57,7 +57,7 @@ class Spec:
         return row_optimizers.initial(ids, self.dim, self.kind, seed=self.seed, std=self.std)
 
 
-class Index(Protocol):
+class RowIndex(Protocol):
     """Which slot each of some numbers has; slots are dealt in order, from 0 on."""
 
     def find(self, ids: Any) -> Any:
@@ -69,22 +69,22 @@ class Index(Protocol):
         ...
 
 
-class Direct:
+class DirectIndex:
     """A place for each number that there could be. What is not used takes no memory: the system gives it when it is written."""
 
     def __init__(self, count: int) -> None:
         self._slots = np.zeros(count, dtype=np.int32)
 
     def find(self, ids: Any) -> Any:
-        """See `Index`."""
+        """See `RowIndex`."""
         return self._slots[ids].astype(np.int64) - 1
 
     def add(self, ids: Any, first: int) -> None:
-        """See `Index`."""
+        """See `RowIndex`."""
         self._slots[ids] = np.arange(first + 1, first + 1 + len(ids))
 
 
-class Hashed:
+class HashedIndex:
     """Open addressing with linear probing, all numbers of a call at once; at most half full."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Hashed:
         self._used = 0
 
     def find(self, ids: Any) -> Any:
-        """See `Index`."""
+        """See `RowIndex`."""
         found = np.full(len(ids), -1, dtype=np.int64)
         open_, places = np.arange(len(ids)), self._begin(ids)
         while len(open_):
@@ -105,7 +105,7 @@ class Hashed:
         return found
 
     def add(self, ids: Any, first: int) -> None:
-        """See `Index`."""
+        """See `RowIndex`."""
         while 2 * (self._used + len(ids)) > len(self._keys):
             kept = self._keys != -1
             keys, slots = self._keys[kept], self._slots[kept]
@@ -127,7 +127,7 @@ class Hashed:
         return (row_optimizers.mix(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)).astype(np.int64)
 
 
-class Before(NamedTuple):
+class RowsBefore(NamedTuple):
     """What a step has changed, as it was before."""
 
     steps: int  # as optimizers count them
@@ -137,13 +137,13 @@ class Before(NamedTuple):
     kept: list[Tensor]
 
 
-class Table:
+class TableShard:
     """The rows with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is the number of this server.
 
     Ids that come and go are those of the whole table. `count` is how many steps there were, as optimizers count them.
     """
 
-    def __init__(self, spec: Spec, settings: Settings, *, server: int, servers: int) -> None:
+    def __init__(self, spec: TableSpec, settings: Settings, *, server: int, servers: int) -> None:
         if not (spec.sound and type(server) is type(servers) is int and 0 <= server < servers):
             raise UsageError(f"this is no table: {spec}, on server {server} of {servers}")
         free = memory()
@@ -161,10 +161,10 @@ class Table:
         self._kept = [torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind) for _ in range(1 + len(self._rule.remembers))]
         self.used = 0  # slots
 
-    def _indexed(self, used: int) -> Index:
+    def _indexed(self, used: int) -> RowIndex:
         """An index of so many rows, in the order of their first use."""
         mine = len(range(self._server, self.spec.rows, self._servers))
-        found: Index = Direct(mine) if mine <= DIRECT else Hashed()
+        found: RowIndex = DirectIndex(mine) if mine <= DIRECT else HashedIndex()
         if used:
             found.add(self._ids[:used].numpy() // self._servers, 0)
         return found
@@ -198,7 +198,7 @@ class Table:
         undo: bool = False,
         factor: float = 1.0,
         part: float = 1.0,
-    ) -> Before:
+    ) -> RowsBefore:
         """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the order of the sum is theirs.
 
         The sum is multiplied by `factor`, the learning rate by `part`. Gives what `back` takes, with `undo`; without it that has no rows.
@@ -222,16 +222,16 @@ class Table:
             kept.index_copy_(0, slots, values)
         return before
 
-    def change(self, settings: Settings | None) -> Before:
+    def change(self, settings: Settings | None) -> RowsBefore:
         """Step without a gradient: other settings count from now on, if there are any. Gives what `back` takes."""
         nothing = [kept.new_empty(0, self.spec.dim) for kept in self._kept]
-        before = Before(self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing)
+        before = RowsBefore(self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing)
         if settings:
             row_optimizers.check(self.spec.rule, settings)
             self.settings = dict(settings)
         return before
 
-    def back(self, before: Before) -> None:
+    def back(self, before: RowsBefore) -> None:
         """The last step is void."""
         self.count, self.settings = before.steps, before.settings
         for kept, values in zip(self._kept, before.kept, strict=True):

@@ -33,14 +33,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline.comm.rpc import Message
+from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch, UsageError
-from paceline.server.table import Before, Spec, Table
+from paceline.server.table import RowsBefore, TableShard, TableSpec
 
-Answer = Callable[[Message, Mapping[str, Any], tuple[Tensor, ...]], bool]  # gives True
+Answer = Callable[[RpcMessage, Mapping[str, Any], tuple[Tensor, ...]], bool]  # gives True
 
 
-class Given(NamedTuple):
+class RowGradient(NamedTuple):
     """What one worker has given for one step."""
 
     ids: Tensor
@@ -49,35 +49,35 @@ class Given(NamedTuple):
     settings: dict[str, Any] | None  # where they are others than before
 
 
-class Made(NamedTuple):
+class RowStep(NamedTuple):
     """A step that may go back."""
 
     step: int
     calls: int  # when it was made
-    before: Before
+    before: RowsBefore
 
 
 @dataclass
-class Shelf:
+class ServedTable:
     """A table, and where it stands in lockstep."""
 
-    table: Table
+    table: TableShard
     step: int = 0
-    given: dict[int, Given] = field(default_factory=dict)  # for the next step, by worker
+    given: dict[int, RowGradient] = field(default_factory=dict)  # for the next step, by worker
     broken: str = ""  # why there can't be a next step
-    made: list[Made] = field(default_factory=list)  # in the turn under way
+    made: list[RowStep] = field(default_factory=list)  # in the turn under way
     void: int = -1  # calls when a turn was void last
-    held: dict[int, Given] = field(default_factory=dict)  # out of lockstep, by worker: what it has come with, and is in no step yet
+    held: dict[int, RowGradient] = field(default_factory=dict)  # out of lockstep, by worker: what it has come with, and is in no step yet
     alone: Counter[int] = field(default_factory=Counter)  # out of lockstep, by worker: the steps that it has made alone
 
 
-class Tables:
+class TableService:
     """The tables of one server. `kinds` are its messages: each says whether it was answered, or has to wait."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._shelves: dict[int, Shelf] = {}
-        self.kinds: dict[str, Callable[[Message], bool]] = {
+        self._shelves: dict[int, ServedTable] = {}
+        self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "rows.table": self._table,
             "rows.pull": self._pull,
             "rows.give": self._give,
@@ -110,12 +110,12 @@ class Tables:
         """For the summary: how many rows are in use."""
         return {"rows": sum(len(shelf.table) for shelf in self._shelves.values())} if self._shelves else {}
 
-    def _shelf(self, number: int) -> Shelf:
+    def _shelf(self, number: int) -> ServedTable:
         if number not in self._shelves:
             raise Mismatch(f"there is no table {number} here: there are {len(self._shelves)}")
         return self._shelves[number]
 
-    def _stands(self, message: Message) -> Shelf | None:
+    def _stands(self, message: RpcMessage) -> ServedTable | None:
         """The table of this message if the step that it waits for has been taken, and no other since; if workers are in lockstep."""
         shelf, step, free = self._shelf(message.body["table"]), message.body["step"], message.body.get("free")
         if shelf.broken:
@@ -126,30 +126,30 @@ class Tables:
             raise Mismatch(f"table {message.body['table']} is asked for as it was after step {step}, and {shelf.step} have been taken")
         return shelf if step == shelf.step else None
 
-    def _table(self, message: Message) -> bool:
-        body, spec = message.body, Spec(**message.body["spec"])
+    def _table(self, message: RpcMessage) -> bool:
+        body, spec = message.body, TableSpec(**message.body["spec"])
         found = self._shelves.get(body["table"])
         if found is None:
-            self._shelves[body["table"]] = Shelf(Table(spec, body["settings"], server=body["server"], servers=body["servers"]))
+            self._shelves[body["table"]] = ServedTable(TableShard(spec, body["settings"], server=body["server"], servers=body["servers"]))
         elif found.table.spec != spec or found.table.settings != body["settings"]:
             raise UsageError(f"workers have prepared different tables: {found.table.spec} and {spec}")
         return self._answer(message, {}, ())
 
-    def _pull(self, message: Message) -> bool:
+    def _pull(self, message: RpcMessage) -> bool:
         shelf = self._stands(message)
         return shelf is not None and self._answer(message, {}, (shelf.table.read(message.tensors[0]),))
 
     # ---- steps
 
-    def _entries(self, message: Message) -> list[tuple[Shelf, Given]]:
+    def _entries(self, message: RpcMessage) -> list[tuple[ServedTable, RowGradient]]:
         """What a worker comes with, for each of these tables."""
         found = []
         for number, entry in enumerate(message.body["tables"]):
             ids, grad = message.tensors[2 * number : 2 * number + 2]
-            found.append((self._shelf(entry["table"]), Given(ids, grad, entry["used"], entry["settings"])))
+            found.append((self._shelf(entry["table"]), RowGradient(ids, grad, entry["used"], entry["settings"])))
         return found
 
-    def _give(self, message: Message) -> bool:
+    def _give(self, message: RpcMessage) -> bool:
         body, found = message.body, self._entries(message)
         if any(entry["step"] > shelf.step + 1 for entry, (shelf, _) in zip(body["tables"], found, strict=True)):
             return False  # somebody has not given anything for the step before
@@ -164,11 +164,11 @@ class Tables:
                 self._step(entry["table"], shelf, body["workers"])
         return self._answer(message, {}, ())
 
-    def _given(self, message: Message) -> bool:
+    def _given(self, message: RpcMessage) -> bool:
         """Who has given something for the next step: a worker that waits in vain wants to know."""
         return self._answer(message, {"workers": sorted(self._shelf(message.body["table"]).given)}, ())
 
-    def _step(self, number: int, shelf: Shelf, workers: list[int], *, undo: bool = False) -> Before:
+    def _step(self, number: int, shelf: ServedTable, workers: list[int], *, undo: bool = False) -> RowsBefore:
         """All are here: take the step, in the order of the workers."""
         found = [shelf.given[worker] for worker in workers]
         told = found[0].settings
@@ -185,13 +185,13 @@ class Tables:
 
     # ---- out of lockstep
 
-    def _apply(self, message: Message) -> bool:
+    def _apply(self, message: RpcMessage) -> bool:
         for shelf, given in self._entries(message):
             _free_step(shelf.table, [given], message.body)
             shelf.alone[message.sender] += 1
         return self._answer(message, {}, ())
 
-    def _hold(self, message: Message) -> bool:
+    def _hold(self, message: RpcMessage) -> bool:
         entries, after = self._entries(message), message.body["after"]
         if any(shelf.step < after for shelf, _ in entries):
             return False  # what it held before may be in that
@@ -199,7 +199,7 @@ class Tables:
             shelf.held[message.sender] = given
         return self._answer(message, {}, ())
 
-    def _close(self, message: Message) -> bool:
+    def _close(self, message: RpcMessage) -> bool:
         body = message.body
         for number in body["tables"]:
             shelf = self._shelf(number)
@@ -216,7 +216,7 @@ class Tables:
 
     # ---- where losses are survived
 
-    def _make(self, message: Message) -> bool:
+    def _make(self, message: RpcMessage) -> bool:
         body = message.body
         for entry in body["tables"]:
             shelf = self._shelf(entry["table"])
@@ -230,10 +230,10 @@ class Tables:
                 return False  # losses are not survived yet
             before = self._step(entry["table"], shelf, body["workers"], undo=True)
             shelf.made = [made for made in shelf.made if made.step > entry["floor"]]
-            shelf.made.append(Made(entry["step"], body["calls"], before))
+            shelf.made.append(RowStep(entry["step"], body["calls"], before))
         return self._answer(message, {}, ())
 
-    def _back(self, message: Message) -> bool:
+    def _back(self, message: RpcMessage) -> bool:
         body = message.body
         for number, step in body["tables"]:
             shelf = self._shelf(number)
@@ -244,36 +244,36 @@ class Tables:
                 shelf.step = made.step - 1
         return self._answer(message, {}, ())
 
-    def _stand(self, message: Message) -> bool:
+    def _stand(self, message: RpcMessage) -> bool:
         shelf = self._shelf(message.body["table"])
         table = shelf.table
         found = {"spec": table.spec.plain(), "settings": table.settings, "count": table.count, "step": shelf.step, "void": shelf.void}
         return self._answer(message, found, ())
 
-    def _become(self, message: Message) -> bool:
+    def _become(self, message: RpcMessage) -> bool:
         body = message.body
-        table = Table(Spec(**body["spec"]), body["settings"], server=body["server"], servers=body["servers"])
+        table = TableShard(TableSpec(**body["spec"]), body["settings"], server=body["server"], servers=body["servers"])
         table.count = body["count"]
-        self._shelves[body["table"]] = Shelf(table, body["step"], void=body["void"])
+        self._shelves[body["table"]] = ServedTable(table, body["step"], void=body["void"])
         return self._answer(message, {}, ())
 
     # ---- state
 
-    def _digest(self, message: Message) -> bool:
+    def _digest(self, message: RpcMessage) -> bool:
         shelf = self._stands(message)
         if shelf is None:
             return False
         table = shelf.table
         return self._answer(message, {"digest": f"{table.fingerprint():016x}", "rows": len(table), "count": table.count}, ())
 
-    def _part(self, message: Message) -> bool:
+    def _part(self, message: RpcMessage) -> bool:
         shelf = self._stands(message)
         if shelf is None:
             return False
         part = shelf.table.part(message.body["start"], message.body["stop"])
         return self._answer(message, {"names": list(part)}, tuple(x.clone() for x in part.values()))
 
-    def _clear(self, message: Message) -> bool:
+    def _clear(self, message: RpcMessage) -> bool:
         shelf = self._stands(message)
         if shelf is None:
             return False
@@ -281,12 +281,12 @@ class Tables:
         shelf.held.clear()
         return self._answer(message, {}, ())
 
-    def _put(self, message: Message) -> bool:
+    def _put(self, message: RpcMessage) -> bool:
         self._shelf(message.body["table"]).table.put(dict(zip(message.body["names"], message.tensors, strict=True)))
         return self._answer(message, {}, ())
 
 
-def _free_step(table: Table, found: Sequence[Given], how: Mapping[str, Any]) -> None:
+def _free_step(table: TableShard, found: Sequence[RowGradient], how: Mapping[str, Any]) -> None:
     """With the settings of the first, whose schedule may be elsewhere than that of the others."""
     told = found[0].settings
     if any(given.used for given in found):

@@ -15,30 +15,30 @@ import torch
 from paceline.cluster.control.progress import Page
 from paceline.cluster.discover import Place
 from paceline.cluster.store import Store, address
-from paceline.cluster.topology import Cluster
-from paceline.comm.cancellation import Breaker
+from paceline.cluster.topology import Topology
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.native.default_group import World
+from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
-from paceline.session.record.hangs import Watching
-from paceline.sync.context import Scene
+from paceline.session.record.hangs import HangDetector
+from paceline.sync.context import SyncContext
 from paceline.trace import Trace
 
 ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared memory are a sound barrier
 
 
 @dataclass
-class Surroundings:
+class WorkerContext:
     """Where this worker stands, and what it can meet the others by."""
 
     place: Place
     store: Store
-    cluster: Cluster
+    cluster: Topology
     device: torch.device
     deadline: float
     say: Callable[[str], None]
@@ -46,9 +46,9 @@ class Surroundings:
     natives: int = 0
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
-    breaker: Breaker = field(default_factory=Breaker)  # of all groups made from here
-    watching: Watching | None = None  # where a launcher asks where its workers are (paceline run)
-    world: World | None = None  # torch.distributed's default group, for libraries that ask for it
+    breaker: CancelScope = field(default_factory=CancelScope)  # of all groups made from here
+    watching: HangDetector | None = None  # where a launcher asks where its workers are (paceline run)
+    world: DefaultProcessGroup | None = None  # torch.distributed's default group, for libraries that ask for it
 
     @property
     def local(self) -> int:
@@ -89,7 +89,7 @@ def choose_device(asked: str | None, local: int) -> torch.device:
     return device
 
 
-def everyone(around: Surroundings) -> Group:
+def everyone(around: WorkerContext) -> Group:
     """The group of all workers."""
     if around.place.size == 1:
         return SoloGroup()
@@ -112,7 +112,7 @@ def everyone(around: Surroundings) -> Group:
 class Subgroups:
     """Groups that some runs need beside that of all workers: made when they are, and again when the workers are others."""
 
-    def __init__(self, scene: Scene, hosts: Callable[[], Cluster]) -> None:
+    def __init__(self, scene: SyncContext, hosts: Callable[[], Topology]) -> None:
         self.norms: Group | None = None
         self.host: Group | None = None
         self._scene, self._hosts = scene, hosts
@@ -138,7 +138,7 @@ class Subgroups:
         self.norms = self.host = None
 
 
-def within_host(group: Group, cluster: Cluster) -> Group:
+def within_host(group: Group, cluster: Topology) -> Group:
     """A group of the workers of my host alone; through shared memory where `group` has that. Collective."""
     if isinstance(group, HostsGroup):
         found = group.inner.sub(range(group.inner.size))
@@ -149,7 +149,7 @@ def within_host(group: Group, cluster: Cluster) -> Group:
     return found
 
 
-def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchGroup:
+def network(around: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
     """All workers over torch.distributed; collective, `name` once."""
     group = TorchGroup.from_store(
         around.store.sub(name),
@@ -165,20 +165,20 @@ def network(around: Surroundings, name: str, *, backend: str = "gloo") -> TorchG
     return group
 
 
-def world(around: Surroundings, group: Group) -> World | None:
+def world(around: WorkerContext, group: Group) -> DefaultProcessGroup | None:
     """The default group of torch.distributed; none where a group may lose members, or has one only."""
     place = around.place
     if place.size == 1 or place.worker is not None:
         return None
     nccl = isinstance(group, TorchGroup) and group.backend == "nccl"
     store, deadline = around.store.sub("default").torch, around.deadline
-    found = World(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
+    found = DefaultProcessGroup(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
     if found.why:
         around.say(found.why)
     return found
 
 
-def _own_devices(around: Surroundings) -> bool:
+def _own_devices(around: WorkerContext) -> bool:
     """Whether every worker has a GPU of its own: NCCL refuses two on one."""
     me = around.place.rank
     around.store.put(f"device/{me}", [around.cluster.where()[me], around.device.index])
@@ -189,7 +189,7 @@ def _own_devices(around: Surroundings) -> bool:
     return False
 
 
-def _over_hosts(around: Surroundings) -> Group:
+def _over_hosts(around: WorkerContext) -> Group:
     """One shared group in each host, one of the first workers of the hosts, one of all; with one worker a host, the last is enough."""
     place, cluster = around.place, around.cluster
     flat = network(around, "flat")

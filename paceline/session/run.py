@@ -20,32 +20,32 @@ from paceline.errors import UsageError
 from paceline.fault import checkpoint
 from paceline.formatting import spell
 from paceline.session.checkpoint import state
-from paceline.session.checkpoint.saving import Order, Saving
-from paceline.session.checkpoint.state import Progress
-from paceline.session.elastic.adapter import Body
-from paceline.session.elastic.departure import Leaving
-from paceline.session.elastic.recovery import Founded, Survival
-from paceline.session.groups import Subgroups, Surroundings
+from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
+from paceline.session.checkpoint.state import RunProgress
+from paceline.session.elastic.adapter import ElasticRun
+from paceline.session.elastic.departure import Departure
+from paceline.session.elastic.recovery import Recovery, ViewGroups
+from paceline.session.groups import Subgroups, WorkerContext
 from paceline.session.loop import collectives
-from paceline.session.loop.rollback import Undo
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.rollback import Rollback
+from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import checks
-from paceline.session.prepare.optimizers import Watch
-from paceline.session.prepare.registry import Cast
-from paceline.session.record.collector import Handing
-from paceline.session.record.folder import Folder
-from paceline.session.record.hints import Lacking
-from paceline.session.record.log import Log
-from paceline.session.record.status_line import Line
-from paceline.session.record.summary import Outcome, conclude
-from paceline.session.record.total_steps import Plan
-from paceline.session.replicas.compare import Comparing, Comparison
-from paceline.session.replicas.manual_gradients import ByHand
+from paceline.session.prepare.optimizers import OptimizerWatch
+from paceline.session.prepare.registry import Prepared
+from paceline.session.record.collector import LogCollector
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.hints import StartupHints
+from paceline.session.record.log import MetricsLog
+from paceline.session.record.status_line import StatusLine
+from paceline.session.record.summary import RunOutcome, conclude
+from paceline.session.record.total_steps import TotalSteps
+from paceline.session.replicas.compare import Comparison, ReplicaComparer
+from paceline.session.replicas.manual_gradients import ManualGradients
 from paceline.state.versioned import Randomness, Stateful
-from paceline.sync.abilities import Steps
-from paceline.sync.autograd import Backward
+from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Strategy
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 
 class Run:
@@ -56,7 +56,7 @@ class Run:
     """
 
     def __init__(
-        self, around: Surroundings, scene: Scene, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
+        self, around: WorkerContext, scene: SyncContext, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
     ) -> None:
         place = around.place
         self.rank, self.size, self.local_rank = place.rank, place.size, around.local
@@ -67,47 +67,47 @@ class Run:
         self.results: dict[str, Any] = {}
         self._around, self._scene, self._agreement = around, scene, scene.agreement
         subgroups = Subgroups(scene, lambda: self.cluster)
-        self._backward = Backward(strategy.begin(scene), scene)
-        self._turns = Turns(scene, self._backward, self, around.page)
-        self._cast = Cast(scene, self._backward, self._turns, self.device, subgroups)
-        self._watch = Watch(self._cast, self._turns, ByHand(self._turns, lambda: self._handing.next))
-        self._lacking = Lacking(self._cast, self._turns)
+        self._backward = GradientTracker(strategy.begin(scene), scene)
+        self._turns = TrainingLoop(scene, self._backward, self, around.page)
+        self._cast = Prepared(scene, self._backward, self._turns, self.device, subgroups)
+        self._watch = OptimizerWatch(self._cast, self._turns, ManualGradients(self._turns, lambda: self._handing.next))
+        self._lacking = StartupHints(self._cast, self._turns)
         self._watch.strange, self._cast.first = self._lacking.strange, self._lacking.prepared
         self.state = self._cast.state
-        self._progress = Progress(self._turns, self._cast.loaders)
-        self._own = state.Own(Randomness(self.device), self._backward.sync, self._cast.optimizers)
+        self._progress = RunProgress(self._turns, self._cast.loaders)
+        self._own = state.WorkerState(Randomness(self.device), self._backward.sync, self._cast.optimizers)
         patience, pinned = around.deadline, self.device.type == "cuda"
-        self._saving = Saving(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
+        self._saving = CheckpointSaver(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
-        self._handing = Handing(self._turns, self._cast, scene, self.event)
+        self._handing = LogCollector(self._turns, self._cast, scene, self.event)
         self._closed = self._waits = self._joined = False
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}"
         self.seed = collectives.seed(scene.agreement, seed, arguments)
-        self._comparing = Comparing(comparison, scene, self._cast, self._backward.sync)
+        self._comparing = ReplicaComparer(comparison, scene, self._cast, self._backward.sync)
         self._comparing.event, self._comparing.conclude = self.event, self._conclude
         self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
         self.state.add("progress", self._progress)
-        self._survival: Survival | None = None
+        self._survival: Recovery | None = None
         if place.worker is not None:
             self._survive(around)
 
-    def _survive(self, around: Surroundings) -> None:
+    def _survive(self, around: WorkerContext) -> None:
         """Go on when workers are lost: from the first epoch on."""
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
-        body = Body(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
+        body = ElasticRun(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
-        survival = self._survival = self._handing.survival = Survival(around, self._agreement, body)
-        self._leaving = body.leaving = Leaving(survival, self._scene, around.home, body.keepers)
+        survival = self._survival = self._handing.survival = Recovery(around, self._agreement, body)
+        self._leaving = body.leaving = Departure(survival, self._scene, around.home, body.keepers)
         self._cast.survives = True
-        self._turns.undo = Undo(body.parts, self._turns.models, self._own.randomness, self._backward)
+        self._turns.undo = Rollback(body.parts, self._turns.models, self._own.randomness, self._backward)
         self._turns.generation_of = self._generation
         self._waits = self._watch.tally.waits = survival.fresh
 
-    def open(self, folder: Folder, log: Log, total_steps: int | None = None) -> None:
+    def open(self, folder: RunFolder, log: MetricsLog, total_steps: int | None = None) -> None:
         """Take up the run's folder and log."""
         self.folder, self._log, log.note = folder, log, self._lost
-        self._plan = Plan(total_steps, lambda steps: setattr(log, "total_steps", steps))
+        self._plan = TotalSteps(total_steps, lambda steps: setattr(log, "total_steps", steps))
         self._turns.leads = self._plan.led
         self._handing.open(log)
         self._turns.idling.fold = log.fold
@@ -224,14 +224,14 @@ class Run:
         self._end(failed=True)
         raise SystemExit(0)
 
-    def _moved(self, founded: Founded) -> None:
+    def _moved(self, founded: ViewGroups) -> None:
         """The workers are others now, in the middle of whatever call has failed."""
         around = founded.around
         self._around, self.cluster, self.group = around, around.cluster, founded.group
         self._watch.tally.doubt()
         self.rank, self.size, self.local_rank = around.place.rank, around.place.size, around.local
         if self.is_first:
-            self._log.take_over(Line())
+            self._log.take_over(StatusLine())
 
     def _lost(self, text: str) -> None:
         self.event(text)
@@ -357,7 +357,7 @@ class Run:
         folder = self.folder.checkpoints
         if self._backward.failed:  # this turn comes again, and saves then
             return next(iter(checkpoint.newest(folder)), folder)
-        return self._saving.save(Order(folder, step, keep, background))
+        return self._saving.save(SaveRequest(folder, step, keep, background))
 
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
@@ -411,9 +411,9 @@ class Run:
         self._saving.wait()
         sent, tally, sync, tables = self._turns.sent, self._saving.tally(), self._backward.sync, self._cast.tables
         facts, served = (tables.facts(), tables.served()) if self.is_first else ([], [])
-        if self.is_first and isinstance(sync, Steps) and sync.attached:
+        if self.is_first and isinstance(sync, RemoteOptimizer) and sync.attached:
             facts, served = [*sync.facts(), *facts], [*sync.served(), *served]
-        outcome = Outcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, facts, served, self.results)
+        outcome = RunOutcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, facts, served, self.results)
         conclude(outcome, self._scene, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:

@@ -26,12 +26,12 @@ from paceline.cluster.store import address
 from paceline.comm.agreement import Agreement
 from paceline.comm.rpc import keys
 from paceline.errors import PacelineError, ResourceError, WorkerLost
-from paceline.server.endpoints import Room
-from paceline.session.groups import Surroundings
+from paceline.server.endpoints import ServerEndpoints
+from paceline.session.groups import WorkerContext
 
 
-class Known(NamedTuple):
-    """A server: its number, never used twice, the shard that it keeps, its host (`Serving.here`), its name, and where it listens."""
+class StartedServer(NamedTuple):
+    """A server: its number, never used twice, the shard that it keeps, its host (`ServerStarter.here`), its name, and where it listens."""
 
     number: int
     shard: int
@@ -40,14 +40,14 @@ class Known(NamedTuple):
     addresses: tuple[str, ...]  # between hosts, if it does there; and inside of its own
 
 
-class Serving:
+class ServerStarter:
     """Servers of a job, as one worker starts and reaches them (a `House`). `what` they serve, and what one is called, are for messages."""
 
-    def __init__(self, around: Surroundings, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
+    def __init__(self, around: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
         self._around, self._agreement, self._what, self._kind = around, agreement, what, kind
         self._outlive = around.place.worker is not None
         self.here = around.home if self._outlive else str(around.cluster.where()[around.place.rank])
-        self._known: list[Known] = []
+        self._known: list[StartedServer] = []
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
@@ -57,7 +57,7 @@ class Serving:
         self._closing = False
         self.next = 0  # number
 
-    def begin(self, asked: int | None, copies: int = 1) -> Room:
+    def begin(self, asked: int | None, copies: int = 1) -> ServerEndpoints:
         """Start so many servers, each so many times, dealt to hosts in turn; gives where all of them are. Collective.
 
         None: as many as the launcher was asked for, else one on each host. Copies are on different hosts, if there are enough.
@@ -84,7 +84,7 @@ class Serving:
             for number, addresses in found:
                 place = cluster.hosts[where[number][1]].name
                 name = self._name(number % count, place, copy=number >= count)
-                self._known.append(Known(number, number % count, host, name, tuple(addresses)))
+                self._known.append(StartedServer(number, number % count, host, name, tuple(addresses)))
         self._known.sort()
         self.next = count * copies
         self._watch([number for number, _ in begun])
@@ -93,10 +93,10 @@ class Serving:
     def _name(self, shard: int, place: str, *, copy: bool) -> str:
         return f"{'the copy of ' if copy else ''}{self._kind} {shard} on {place}"
 
-    def _room(self, known: list[Known] | None = None) -> Room:
+    def _room(self, known: list[StartedServer] | None = None) -> ServerEndpoints:
         known = self._known if known is None else known
         near = [each.host == self.here or len(each.addresses) == 1 for each in known]
-        return Room(
+        return ServerEndpoints(
             addresses=tuple(each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)),
             names=tuple(each.name for each in known),
             keys=keys(bytes.fromhex(self._secret), self._job),
@@ -178,7 +178,7 @@ class Serving:
         """See `House`."""
         return [self._job, self._secret if self._around.place.secret is None else "", self.next, self._known]
 
-    def join(self, told: Any) -> Room:
+    def join(self, told: Any) -> ServerEndpoints:
         """See `House`."""
         self._job, shown, self.next, known = told
         own = self._around.place.secret
@@ -186,7 +186,7 @@ class Serving:
         self._known = [_known(each) for each in known]
         return self._room()
 
-    def lose(self, numbers: Collection[int]) -> Room:
+    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         """See `House`."""
         self._known = [each for each in self._known if each.number not in numbers]
         return self._room()
@@ -207,17 +207,17 @@ class Serving:
         if number not in self._found and poll.poll(0):
             try:
                 name = self._name(shard, self._agreement.host, copy=True)
-                self._found[number] = list(Known(number, shard, self.here, name, tuple(self._begun(process))))
+                self._found[number] = list(StartedServer(number, shard, self.here, name, tuple(self._begun(process))))
             except ResourceError:
                 self._found[number] = False
         return self._found.get(number)
 
-    def add(self, told: Any) -> Room:
+    def add(self, told: Any) -> ServerEndpoints:
         """See `House`."""
         self._known.append(_known(told))
         return self._room()
 
-    def at(self, told: Any) -> Room:
+    def at(self, told: Any) -> ServerEndpoints:
         """See `House`."""
         return self._room([_known(told)])
 
@@ -230,9 +230,9 @@ class Serving:
         return [each.number for each in self._known if each.host in hosts]
 
 
-def _known(told: Any) -> Known:
+def _known(told: Any) -> StartedServer:
     number, shard, host, name, addresses = told
-    return Known(number, shard, host, name, tuple(addresses))
+    return StartedServer(number, shard, host, name, tuple(addresses))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:

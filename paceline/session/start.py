@@ -19,24 +19,24 @@ from paceline.cluster.discover import Place, discover
 from paceline.cluster.launcher.janitor import brand
 from paceline.cluster.launcher.output import stand_in
 from paceline.cluster.store import connect, hosts
-from paceline.cluster.topology import Cluster, Host
+from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
-from paceline.session.groups import Surroundings, choose_device, everyone, world
-from paceline.session.record.folder import Folder
-from paceline.session.record.hangs import Watching, check_lateness
-from paceline.session.record.log import Log, OnNan
-from paceline.session.record.status_line import Line
-from paceline.session.record.writer import Book
+from paceline.session.groups import WorkerContext, choose_device, everyone, world
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.hangs import HangDetector, check_lateness
+from paceline.session.record.log import MetricsLog, OnNan
+from paceline.session.record.status_line import StatusLine
+from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run
-from paceline.session.servers import Serving
+from paceline.session.servers import ServerStarter
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.context import Moment, Scene
+from paceline.sync.context import StepState, SyncContext
 from paceline.trace import Trace
 
 TRACES = {"last": 20_000, "all": None, "off": 0}
@@ -98,12 +98,12 @@ def start(
             announcer.first = lambda: run.is_first
             where = _folder(scene.agreement, place, Path(folder), name, announcer.say)
             _announce(around, where, run.seed)
-            run.open(where, Log(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
+            run.open(where, MetricsLog(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()
     except BaseException as error:
         events.report_failure(place, type(error), error)
         raise
-    Ending(run).arm()
+    ExitHooks(run).arm()
     return run
 
 
@@ -117,68 +117,68 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
         raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
 
 
-def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> Surroundings:
+def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> WorkerContext:
     """Meet the others, and find out where all stand."""
     stand_in()  # before the first socket
     if place.job is not None:
         brand(place.job)
     store = connect(place, deadline=seconds)
-    cluster = hosts(store, place) if place.size > 1 else Cluster((Host(place.hostname, (0,), "127.0.0.1"),))
+    cluster = hosts(store, place) if place.size > 1 else Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),))
     local = cluster.of(place.rank).ranks.index(place.rank)
-    return Surroundings(place, store, cluster, choose_device(device, local), seconds, say)
+    return WorkerContext(place, store, cluster, choose_device(device, local), seconds, say)
 
 
-def _replicating(around: Surroundings, replicate: Replicate) -> Replicate:
+def _replicating(around: WorkerContext, replicate: Replicate) -> Replicate:
     if isinstance(replicate, int) and around.place.worker is None:
         around.say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
     return replicate
 
 
-def _scene(around: Surroundings, undo: ExitStack) -> Scene:
+def _scene(around: WorkerContext, undo: ExitStack) -> SyncContext:
     """The group of all, and what strategies work with."""
     group = everyone(around)
     undo.callback(group.close)
     undo.callback(group.abort)
     around.world = world(around, group)
     undo.callback(_leave_world, around)
-    moment = Moment(scale=1.0 / group.size)
+    moment = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
-    scene = Scene(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
-    scene.servers, scene.deadline = Serving(around, agreement).begin, around.deadline
-    scene.table_servers = Serving(around, agreement, "SparseEmbedding", "table server").begin
+    scene = SyncContext(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
+    scene.servers, scene.deadline = ServerStarter(around, agreement).begin, around.deadline
+    scene.table_servers = ServerStarter(around, agreement, "SparseEmbedding", "table server").begin
     scene.survives, scene.breaker = around.place.worker is not None, around.breaker
     return scene
 
 
-def _leave_world(around: Surroundings) -> None:
+def _leave_world(around: WorkerContext) -> None:
     if around.world is not None:
         around.world.close(failed=True)
 
 
-def _watch(around: Surroundings, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
-    around.watching = Watching(around.place, agreement, around.deadline, late_after)
+def _watch(around: WorkerContext, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
+    around.watching = HangDetector(around.place, agreement, around.deadline, late_after)
     undo.callback(around.watching.stop)
 
 
-def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> Folder:
+def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> RunFolder:
     """That of the run which this worker joins, or a new one."""
     if place.run is not None:
-        return Folder(Path(place.run[0]))
-    return Folder.agree(agreement, root, name if name is not None else place.run_name, say=say)
+        return RunFolder(Path(place.run[0]))
+    return RunFolder.agree(agreement, root, name if name is not None else place.run_name, say=say)
 
 
-def _announce(around: Surroundings, folder: Folder, seed: int) -> None:
+def _announce(around: WorkerContext, folder: RunFolder, seed: int) -> None:
     """Say where the run lies, to who starts others for it and who looks on."""
     events.opened(around.place, str(folder.path.absolute()), seed)
     if around.page is not None:
         around.page.writes_to(folder.path)
 
 
-def _book(folder: Folder, place: Place) -> Book | None:
+def _book(folder: RunFolder, place: Place) -> MetricsWriter | None:
     """The first worker writes the book; where losses are survived, another one must be able to go on with it."""
     if place.rank == 0 and not place.joining:
-        return Book(folder, Line())
-    return None if place.worker is None else Book(folder, stands_by=True)
+        return MetricsWriter(folder, StatusLine())
+    return None if place.worker is None else MetricsWriter(folder, stands_by=True)
 
 
 def _strategy(asked: Any) -> Strategy:
@@ -205,7 +205,7 @@ class Announcer:
         self._said.add(text)
 
 
-class Ending:
+class ExitHooks:
     """Closes a run that is not used with `with`: at exit, after an uncaught exception has been reported."""
 
     def __init__(self, run: Run) -> None:

@@ -27,20 +27,20 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.server import row_optimizers
-from paceline.server.table import Spec
-from paceline.sync.autograd import Backward
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.replication import Replacing
-from paceline.sync.tables.client import Gradient, Library, Lookup, merged
-from paceline.sync.tables.freerows import FreeRows
+from paceline.server.table import TableSpec
+from paceline.sync.autograd import GradientTracker
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.replication import ServerReplication
+from paceline.sync.tables.client import TableClient, TableGradient, TableServers, merged
+from paceline.sync.tables.freerows import UnlockedRows
 from paceline.sync.tables.steps import RowSteps
 from paceline.trace import Served
 
 
-class Shown:
+class TableView:
     """What a module sees of its table (`parallel.embedding.Source`)."""
 
-    def __init__(self, lookup: Lookup, backward: Backward, *, frozen: bool) -> None:
+    def __init__(self, lookup: TableClient, backward: GradientTracker, *, frozen: bool) -> None:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
@@ -65,12 +65,12 @@ class Shown:
 
 
 @dataclass
-class Kept:
+class RunTable:
     """A table, and who steps it."""
 
     name: str
     module: SparseEmbedding
-    lookup: Lookup
+    lookup: TableClient
     optimizer: Optimizer | None
     group: int
 
@@ -80,24 +80,24 @@ class Kept:
         assert self.optimizer is not None
         return row_optimizers.settings(self.name, self.optimizer, self.group)
 
-    def gradient(self) -> Gradient:
+    def gradient(self) -> TableGradient:
         """What I give for the next step."""
         found, spec = self.module.gradient(), self.lookup.spec
         whole = merged(found or [], spec.dim, spec.kind)
         if found:
             found[:] = [whole]  # more may be added to it before zero_grad
-        return Gradient(*whole, found is not None)
+        return TableGradient(*whole, found is not None)
 
 
-class Tables:
+class RunTables:
     """All tables of a run."""
 
-    def __init__(self, scene: Scene, backward: Backward) -> None:
+    def __init__(self, scene: SyncContext, backward: GradientTracker) -> None:
         self._scene, self._backward = scene, backward
-        self._library: Library | None = None
+        self._library: TableServers | None = None
         self.lasting: RowSteps | None = None  # where losses are survived
-        self._free: FreeRows | None = None  # where workers are not in lockstep
-        self.kept: list[Kept] = []
+        self._free: UnlockedRows | None = None  # where workers are not in lockstep
+        self.kept: list[RunTable] = []
         self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
     def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
@@ -109,7 +109,7 @@ class Tables:
                     found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
         return list(found.values())
 
-    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: FreeRows | None = None) -> None:
+    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: UnlockedRows | None = None) -> None:
         """Take these tables in. Collective. Raises `UsageError` for what can't be honoured. `free`: where workers are not in lockstep."""
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
@@ -127,16 +127,16 @@ class Tables:
             assert self._library is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")
-            lookup = self._library.open(name, Spec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
-            module.source = Shown(lookup, self._backward, frozen=owner is None)
-            self.kept.append(Kept(name, module, lookup, *(owner or (None, 0))))
+            lookup = self._library.open(name, TableSpec(module.rows, module.dim, dtype, int(module.seed), module.std, rule), settings)
+            module.source = TableView(lookup, self._backward, frozen=owner is None)
+            self.kept.append(RunTable(name, module, lookup, *(owner or (None, 0))))
         if found and free is not None:
             assert self._library is not None
             self._free = free
             free.open(self._library, self._mine, optimizers)
 
     def _begin(self, servers: int | None, replicas: int | None) -> None:
-        self._library = Library(self._scene, servers, replicas or 1)
+        self._library = TableServers(self._scene, servers, replicas or 1)
         if self._library.room.house is not None:
             self.lasting = RowSteps(self._library, self._library.room.house)
 
@@ -148,14 +148,15 @@ class Tables:
         """Whether this optimizer steps any table."""
         return any(kept.optimizer is optimizer for kept in self.kept)
 
-    def _mine(self, optimizer: Any) -> list[Kept]:
+    def _mine(self, optimizer: Any) -> list[RunTable]:
         """Those that it steps."""
         return [kept for kept in self.kept if kept.optimizer is optimizer]
 
     def give(self, optimizer: Any) -> None:
         """Give the servers what they need for the next step of its tables; waits for nobody.
 
-        Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises `Voided`.
+        Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises
+        `CallDiscarded`.
         Where workers are not in lockstep all else of its step comes with it.
         """
         mine = self._mine(optimizer)
@@ -236,14 +237,14 @@ class Tables:
         """What who has just come has to know for `regroup`: JSON."""
         return None if self.lasting is None else self.lasting.layout()
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """The workers are others now; see `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody has what it kept."""
         if self.lasting is not None:
             self.lasting.regroup(scene, layout)
 
     @property
-    def copies(self) -> Replacing | None:
-        """See `Steps.copies`."""
+    def copies(self) -> ServerReplication | None:
+        """See `RemoteOptimizer.copies`."""
         return None if self.lasting is None else self.lasting.copies
 
     def facts(self) -> list[dict[str, Any]]:
@@ -280,7 +281,7 @@ class Tables:
 
 
 @contextlib.contextmanager
-def _exchanging(backward: Backward, what: str) -> Iterator[None]:
+def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
     """The time in here is exchange, and not compute."""
     began, inside = time.perf_counter_ns(), backward.since > 0
     backward.computed(began)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.sample_queue import Desk
+from paceline.comm.sample_queue import SampleQueue
 from paceline.trace import Served
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.replication import Replacing
-    from paceline.sync.tables.freerows import FreeRows
+    from paceline.sync.parameterserver.replication import ServerReplication
+    from paceline.sync.tables.freerows import UnlockedRows
 
 
-class Arriving(Protocol):
+class PendingParameters(Protocol):
     """Parameters that are on their way."""
 
     def use(self, parameters: Collection[Any] | None = None) -> None:
@@ -29,7 +29,7 @@ class Arriving(Protocol):
 
 
 @runtime_checkable
-class Steps(Protocol):
+class RemoteOptimizer(Protocol):
     """A strategy in which optimizers step elsewhere than here."""
 
     @property
@@ -38,7 +38,7 @@ class Steps(Protocol):
         ...
 
     @property
-    def desk(self) -> Desk | None:
+    def desk(self) -> SampleQueue | None:
         """Where workers that are not in lockstep while they train get their samples; None where they are."""
         ...
 
@@ -47,12 +47,12 @@ class Steps(Protocol):
         ...
 
     @property
-    def rows(self) -> FreeRows:
+    def rows(self) -> UnlockedRows:
         """What steps sparse tables with them, where workers are not in lockstep."""
         ...
 
     @property
-    def arriving(self) -> Arriving | None:
+    def arriving(self) -> PendingParameters | None:
         """What knows of the parameters that are on their way after a step; None where they have come with it."""
         ...
 
@@ -65,7 +65,7 @@ class Steps(Protocol):
         ...
 
     @property
-    def copies(self) -> Replacing | None:
+    def copies(self) -> ServerReplication | None:
         """Who looks after the servers, where losses are survived."""
         ...
 
@@ -83,7 +83,7 @@ class Steps(Protocol):
 
 
 @runtime_checkable
-class Lends(Protocol):
+class LendsGradients(Protocol):
     """A strategy that hands out p.grad in memory which it uses again."""
 
     def overwrites(self, number: int, grad: Tensor) -> bool:

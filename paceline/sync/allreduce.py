@@ -25,14 +25,14 @@ from torch import Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.buckets import Bucket, Shape, build, cut, put, scaled, sparse
+from paceline.comm.buckets import Bucket, BucketShape, build, cut, put, scaled, sparse
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
 from paceline.sync.base import Slot, Sync
-from paceline.sync.bucket_memory import Shelves
-from paceline.sync.compressed import Coded, Kind
-from paceline.sync.context import Scene
+from paceline.sync.bucket_memory import BucketMemory
+from paceline.sync.compressed import CompressedExchange, Kind
+from paceline.sync.context import SyncContext
 from paceline.sync.routes import Reducer, reducer
 
 FIRST_MB = 1.0  # the first bucket is small, so that the exchange starts early
@@ -77,32 +77,34 @@ class AllReduce:
             raise UsageError(f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec such as int8()")
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """See `Strategy.begin`."""
         coded = None
         if self._lossy and not isinstance(self.codec, str):
-            coded = Coded(scene, self.codec, hosts=self.via != "native")
-        return Exchange(scene, reducer(self.via), int(self.bucket_mb * 1e6), coded)
+            coded = CompressedExchange(scene, self.codec, hosts=self.via != "native")
+        return AllReduceSync(scene, reducer(self.via), int(self.bucket_mb * 1e6), coded)
 
 
-class Exchange:
+class AllReduceSync:
     """The running side of `AllReduce`."""
 
     apart = False
     meets = True
 
-    def __init__(self, scene: Scene, reducing: Callable[[Scene], Reducer], limit: int, coded: Coded | None = None) -> None:
+    def __init__(
+        self, scene: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
+    ) -> None:
         self._scene, self._reducing, self._limit, self._coded = scene, reducing, limit, coded
         self._reducer = reducing(scene)
         self._slots: list[Slot] = []
-        self._shapes: list[Shape] = []
+        self._shapes: list[BucketShape] = []
         self._kinds: list[Kind | None] = []
         self._buckets: list[Bucket] = []
         self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
         self._missing: list[int] = []  # of each bucket: members that have not come
         self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
         self._works: list[Work[Tensor] | None] = []
-        self._shelves: Shelves | None = None  # where buckets lie
+        self._shelves: BucketMemory | None = None  # where buckets lie
         self._writing = False  # buckets are there, and nobody holds what is to be written
         self._begun: list[int] = []  # when each bucket left, nanoseconds
         self._next = 0
@@ -126,7 +128,7 @@ class Exchange:
         self._release()
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
-        self._shapes = [Shape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(slots, self._kinds, strict=True)]
+        self._shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(slots, self._kinds, strict=True)]
         self._flags = bytearray(len(slots))
         self._full = bytes([USED]) * len(slots)
         self._order.clear()
@@ -139,7 +141,7 @@ class Exchange:
         self._buckets = build(self._shapes, runs, self._empty)
         self._home = [None] * len(self._slots)
         self._patient.clear()
-        self._shelves = Shelves(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
+        self._shelves = BucketMemory(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
         if self._coded is not None:
             self._coded.lay_out(self._buckets, self._shapes, self._kinds)
         self._rewind()
@@ -194,7 +196,7 @@ class Exchange:
             work.done()  # pushes it forward
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `Lends.overwrites`."""
+        """See `LendsGradients.overwrites`."""
         self._write()
         home = self._home[number] if self._shelves is not None else None
         return home is not None and home[1] is grad
@@ -384,7 +386,7 @@ class Exchange:
         order = [number for bucket in self._buckets for number in bucket.members]
         return {"order": order, "coded": self._coded.layout()}
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
         layout = self.layout() if layout is None else layout
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to

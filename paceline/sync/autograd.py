@@ -4,8 +4,8 @@
     end of the outermost:  p.grad = kept + the strategy's result
 
 Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
-It is so on all workers: a pass counts once all of them have its result. After a loss the turn is cut (`Moment.cut`), and no pass of it is
-exchanged. Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
+It is so on all workers: a pass counts once all of them have its result. After a loss the turn is cut (`StepState.cut`), and no pass of it
+is exchanged. Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
 
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from paceline.comm.agreement import Voided
+from paceline.comm.agreement import CallDiscarded
 from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
-from paceline.sync.abilities import Lends, Steps
+from paceline.sync.abilities import LendsGradients, RemoteOptimizer
 from paceline.sync.base import Slot, Sync
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 
-class Tap:
+class ParameterHook:
     """What is remembered of one parameter."""
 
     __slots__ = (
@@ -51,17 +51,19 @@ class Tap:
         self.owed: Tensor | None = None  # what silent passes had left when the turn began, where losses are survived
 
 
-class Backward:
+class GradientTracker:
     """The backward passes over some parameters, on behalf of a strategy."""
 
-    def __init__(self, sync: Sync, scene: Scene) -> None:
+    def __init__(self, sync: Sync, scene: SyncContext) -> None:
         self.sync, self.scene = sync, scene
-        self.taps: list[Tap] = []
+        self.taps: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
         self.owing = False  # a silent pass was made or asked for since the last exchange
-        self._overwrites: Callable[[int, Tensor], bool] = sync.overwrites if isinstance(sync, Lends) else lambda number, grad: False
+        self._overwrites: Callable[[int, Tensor], bool] = (
+            sync.overwrites if isinstance(sync, LendsGradients) else lambda number, grad: False
+        )
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.reached = False  # some worker's pass has touched a parameter, since somebody set this
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
@@ -69,7 +71,7 @@ class Backward:
         self._lost: PacelineError | None = None  # in the pass under way
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
-        self._by_id: dict[int, Tap] = {}
+        self._by_id: dict[int, ParameterHook] = {}
         self._open = False
         self._silent = False
         self._scale = 1.0
@@ -84,11 +86,11 @@ class Backward:
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         told = {id(slot.parameter): slot for slot in slots}
         before, self.slots = self.slots, [told.get(id(slot.parameter), slot) for slot in self.slots]
-        owned = isinstance(self.sync, Steps) and any(
+        owned = isinstance(self.sync, RemoteOptimizer) and any(
             one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True)
         )
         for slot in new:
-            tap = Tap(len(self.taps), slot.name, slot.parameter)
+            tap = ParameterHook(len(self.taps), slot.name, slot.parameter)
             self._by_id[id(slot.parameter)] = tap
             self.taps.append(tap)
             self.slots.append(slot)
@@ -99,7 +101,7 @@ class Backward:
                     tap.parameter.grad, tap.given = tap.parameter.grad.clone(), 0
             self.sync.attach(self.slots)
 
-    def _hook(self, tap: Tap) -> None:
+    def _hook(self, tap: ParameterHook) -> None:
         parameter = tap.parameter
         tap.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
@@ -151,7 +153,7 @@ class Backward:
             return
         self._close("backward")
 
-    def _set_apart(self, tap: Tap) -> None:
+    def _set_apart(self, tap: ParameterHook) -> None:
         """Before p.grad is added to: keep what it holds."""
         if tap.touched:
             return
@@ -163,7 +165,7 @@ class Backward:
             tap.prior, tap.given = (grad.clone(), tap.given) if written else (grad, 0)
         parameter.grad = None
 
-    def _reclaim(self, tap: Tap, grad: Tensor | None) -> None:
+    def _reclaim(self, tap: ParameterHook, grad: Tensor | None) -> None:
         """After silent passes p.grad shows their sum: find out what the user has made of it."""
         shown, tap.shown = tap.shown, None
         if grad is shown and shown is not None and shown._version == tap.version:
@@ -178,7 +180,7 @@ class Backward:
                 "call zero_grad() first, or leave it alone until the exchange"
             )
 
-    def _arrived(self, tap: Tap, grad: Tensor) -> None:
+    def _arrived(self, tap: ParameterHook, grad: Tensor) -> None:
         if grad.requires_grad:
             self._forget()
             raise UsageError(
@@ -196,7 +198,7 @@ class Backward:
         tap.touched = True
         self._give(tap, grad, scale)
 
-    def _give(self, tap: Tap, grad: Tensor, scale: float) -> None:
+    def _give(self, tap: ParameterHook, grad: Tensor, scale: float) -> None:
         if self._lost is None and not self._void:
             try:
                 self.sync.ready(tap.number, grad, scale)
@@ -262,7 +264,7 @@ class Backward:
     def _uneven(self) -> bool:
         """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
         part, self._part = self._part, self.scene.moment.part
-        return not self.sync.together and part not in (None, self._part) and isinstance(self.sync, Steps) and not self.sync.apart
+        return not self.sync.together and part not in (None, self._part) and isinstance(self.sync, RemoteOptimizer) and not self.sync.apart
 
     def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
         if prior is None or not bool(prior.any()):
@@ -291,7 +293,7 @@ class Backward:
             try:
                 found = self.scene.agreement.settle(lambda: self._exchanged(where), "backward")
                 return found
-            except Voided as error:
+            except CallDiscarded as error:
                 self._check_cut(error)
         self._fail()
         return [(tap.number, torch.zeros_like(tap.parameter)) for tap in self.taps if tap.touched]
@@ -307,12 +309,12 @@ class Backward:
             before = tap.prior if tap.touched else tap.parameter.grad
             tap.before = None if before is None else before.clone()
 
-    def _check_cut(self, error: Voided) -> None:
+    def _check_cut(self, error: CallDiscarded) -> None:
         if not self.scene.moment.cut:
             text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 
-    def void(self, error: Voided) -> None:
+    def void(self, error: CallDiscarded) -> None:
         """An optimizer can't step any more in this turn, on any worker. Raises `WorkerLost` where no turn comes again."""
         self._check_cut(error)
         if not self.failed:
@@ -412,7 +414,7 @@ class Backward:
             tap.owed = None if tap.carry is None or self.scene.agreement.recovery is None else tap.carry.clone()
 
 
-def _cast(tap: Tap, mean: Tensor, error: RuntimeError) -> Exception:
+def _cast(tap: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
     """Why p.grad can't be the mean: the parameter has become another since it was prepared."""
     here = tap.parameter
     if (here.dtype, here.device, here.shape) == (mean.dtype, mean.device, mean.shape):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 if TYPE_CHECKING:
     pass
@@ -82,7 +82,7 @@ class Sync(Protocol):
         """What who has just come has to know for `regroup`: JSON."""
         ...
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew.
 
         `layout`: what `layout` gave where somebody has just come, on all workers.
@@ -122,6 +122,6 @@ class Sync(Protocol):
 class Strategy(Protocol):
     """A strategy as it is written: plain data that `begin` turns into what runs."""
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """Start running in this scene."""
         ...

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from paceline.comm.buckets import Bucket
 
 
-class Maker(Protocol):
+class MemoryMaker(Protocol):
     """Who makes memory that stands in for other memory, and is told of what isn't used any more (a `Reducer`)."""
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ def _of_grad() -> int:
     return sys.getrefcount(grad) - before
 
 
-class Memory:
+class BucketCopy:
     """One memory of a bucket: `flat` is summed, `homes` have the bucket's number and the view of each parameter, which is handed out."""
 
     def __init__(self, index: int, bucket: Bucket, flat: Tensor) -> None:
@@ -77,12 +77,12 @@ class Memory:
         return any(counts[n] - self._counts[n] > (extra if parameters[n].grad is self.views[n] else 0) for n in more)
 
 
-class Shelf:
+class BucketCopies:
     """All memory of one bucket, and which of it is in use."""
 
-    def __init__(self, index: int, bucket: Bucket, parameters: Sequence[Tensor], maker: Maker) -> None:
+    def __init__(self, index: int, bucket: Bucket, parameters: Sequence[Tensor], maker: MemoryMaker) -> None:
         self._index, self._bucket, self._parameters, self._maker = index, bucket, parameters, maker
-        self._all = [Memory(index, bucket, bucket.flat)]
+        self._all = [BucketCopy(index, bucket, bucket.flat)]
         self.memory = self._all[0]
 
     def renew(self) -> bool:
@@ -103,10 +103,10 @@ class Shelf:
             self._maker.release(memory.flat)
         return True
 
-    def _make(self) -> Memory:
+    def _make(self) -> BucketCopy:
         flat = self._bucket.flat
         other = self._maker.beside(flat.numel(), flat.dtype) if flat.device.type == "cpu" else torch.empty_like(flat)
-        return Memory(self._index, self._bucket, other.zero_())
+        return BucketCopy(self._index, self._bucket, other.zero_())
 
     def close(self) -> None:
         """None of it is used any more; it goes when nobody holds anything of it."""
@@ -114,12 +114,14 @@ class Shelf:
             self._maker.release(memory.flat)
 
 
-class Shelves:
+class BucketMemory:
     """The shelves of all buckets: `buckets` and `home` (of each parameter: its bucket and its view) say what memory is in use."""
 
-    def __init__(self, buckets: list[Bucket], home: list[tuple[int, Tensor] | None], parameters: Sequence[Tensor], maker: Maker) -> None:
+    def __init__(
+        self, buckets: list[Bucket], home: list[tuple[int, Tensor] | None], parameters: Sequence[Tensor], maker: MemoryMaker
+    ) -> None:
         self._buckets, self._home = buckets, home
-        self._all = [Shelf(index, bucket, [parameters[n] for n in bucket.members], maker) for index, bucket in enumerate(buckets)]
+        self._all = [BucketCopies(index, bucket, [parameters[n] for n in bucket.members], maker) for index, bucket in enumerate(buckets)]
         for index in range(len(buckets)):
             self._take(index)
 

@@ -17,14 +17,14 @@ from torch import Size, Tensor
 
 from paceline.codec.codec import Codec, Wire
 from paceline.comm.group import Group
-from paceline.sync.codec_cost import Cost, Rate, Trip, exposed, sent_by, timed
+from paceline.sync.codec_cost import BucketTrip, ExactRate, ExchangeCost, exposed, sent_by, timed
 
 SKIPPED, MEASURED = 4, 8  # steps before the measurement, and in it
 GAIN = 1.1  # times as fast as exact is what a codec has to promise
 
 
 @dataclass(frozen=True)
-class Trial:
+class CodecTrial:
     """What a codec took for one bucket of `numel` elements: seconds of this processor before and after, and bytes that I sent."""
 
     numel: int
@@ -33,29 +33,29 @@ class Trial:
     sent: float
     stages: int
 
-    def cost(self, numel: int, rate: Rate) -> Cost:
+    def cost(self, numel: int, rate: ExactRate) -> ExchangeCost:
         """Of a bucket with so many elements. A link takes as long for a byte of a codec as for one of an exact sum."""
         part = numel / self.numel
         link = self.stages * rate.latency + self.sent * part / rate.link
-        return Cost(self.before * part, link, self.after * part)
+        return ExchangeCost(self.before * part, link, self.after * part)
 
 
-def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) -> Trial:
+def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) -> CodecTrial:
     """What a codec takes for a bucket, the quicker of two times. Collective; what comes out is dropped."""
     tries = []
     for _ in range(2):
-        trip, before = Trip(0, flat.numel()), sent_by(group)
+        trip, before = BucketTrip(0, flat.numel()), sent_by(group)
         going = timed(codec.sum(flat, shapes, codec.init(shapes, flat.device), Wire((group,) * codec.stages)), trip)
         result: Any = None
         with contextlib.suppress(StopIteration):
             while True:
                 result = going.send(result).wait()
         first, *rest = trip.coding
-        tries.append(Trial(flat.numel(), first, sum(rest), sent_by(group) - before, len(rest)))
+        tries.append(CodecTrial(flat.numel(), first, sum(rest), sent_by(group) - before, len(rest)))
     return min(tries, key=lambda trial: trial.before + trial.after)
 
 
-class Record:
+class ExactSteps:
     """Exact steps, as one worker saw them."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Record:
         return statistics.median(self.steps[SKIPPED:])
 
 
-def predict(record: Record, trial: Trial, sizes: Sequence[int], rate: Rate) -> float:
+def predict(record: ExactSteps, trial: CodecTrial, sizes: Sequence[int], rate: ExactRate) -> float:
     """Seconds of a step with a codec. Coding takes the processor from the model, so none of it is taken to be hidden."""
     found = []
     for shown, ready in zip(record.shown[SKIPPED:], record.ready[SKIPPED:], strict=True):

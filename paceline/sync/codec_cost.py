@@ -28,7 +28,7 @@ SAMPLE = 2048  # elements in a step whose exact sums are looked at
 STRIDE = 7919  # how far the sample moves from step to step
 
 
-class Rate(NamedTuple):
+class ExactRate(NamedTuple):
     """Seconds of an exact sum: `latency`, and so much for each byte of the tensor; and bytes that a rank sends for each of those."""
 
     latency: float
@@ -45,7 +45,7 @@ class Rate(NamedTuple):
         return self.sent / self.per_byte if self.per_byte > 0 else math.inf
 
 
-def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None) -> Rate:
+def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None) -> ExactRate:
     """How fast exact sums are in this group (or what `send` starts), the same figures on every rank.
 
     Collective; takes some tenths of a second on slow links.
@@ -71,7 +71,7 @@ def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[An
         large = seconds(numel)
     mine = (sent_by(group) - before) / 2
     per_byte = max(large - small, 0.0) / (4 * (numel - SMALL))
-    return Rate(max(small - per_byte * 4 * SMALL, 0.0), per_byte, mine / (4 * numel))
+    return ExactRate(max(small - per_byte * 4 * SMALL, 0.0), per_byte, mine / (4 * numel))
 
 
 def sent_by(*groups: Group) -> int:
@@ -79,7 +79,7 @@ def sent_by(*groups: Group) -> int:
     return sum(group.traffic.within + group.traffic.between for group in groups)
 
 
-class Cost(NamedTuple):
+class ExchangeCost(NamedTuple):
     """What the exchange of a bucket takes, in seconds: of this processor before and after, and of the link between."""
 
     before: float
@@ -87,7 +87,7 @@ class Cost(NamedTuple):
     after: float
 
 
-def exposed(ready: Sequence[float], costs: Sequence[Cost], needed: float) -> float:
+def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
     """Seconds after `needed` at which the last of some buckets is there: one is coded while another is on the link."""
     coded = gone = there = needed
     if ready:
@@ -100,7 +100,7 @@ def exposed(ready: Sequence[float], costs: Sequence[Cost], needed: float) -> flo
 
 
 @dataclass
-class Trip:
+class BucketTrip:
     """One bucket's way through its codec, as its leader saw it."""
 
     index: int
@@ -110,7 +110,7 @@ class Trip:
     total: Tensor | None = None  # the same elements of what came out
 
 
-def timed(going: Way, trip: Trip) -> Way:
+def timed(going: Way, trip: BucketTrip) -> Way:
     """`going`, with what it takes of this processor counted. On a GPU work is only begun here, so there that isn't much."""
     result: Any = None
     while True:
@@ -126,7 +126,7 @@ def timed(going: Way, trip: Trip) -> Way:
 
 
 @dataclass
-class Turn:
+class CodecTurn:
     """One step, or one round, in numbers."""
 
     sent: float  # bytes
@@ -136,18 +136,18 @@ class Turn:
     exact_shown: float  # the same, as exact sums would have it
 
 
-class Account:
+class CodecAccount:
     """What one strategy's codec has done, turn by turn, on a leader; those who don't lead have an empty one."""
 
     def __init__(self, codec: str, compared: str = "the mean") -> None:
         self.codec, self.compared = codec, compared
-        self.rate: Rate | None = None
-        self.turns: list[Turn] = []
+        self.rate: ExactRate | None = None
+        self.turns: list[CodecTurn] = []
         self.errors: list[float] = []  # of each turn whose sample was finite
         self._fresh: list[tuple[str, float]] = []
         self._sample: tuple[Work[Tensor], Tensor] | None = None
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: CodecTurn) -> None:
         """A turn is over."""
         self.turns.append(turn)
         self._fresh += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
@@ -179,7 +179,7 @@ class Account:
         """Means over turns, as plain numbers; None where nothing went through the codec here."""
         if not self.turns or self.rate is None:
             return None
-        means = {name: statistics.fmean(getattr(turn, name) for turn in self.turns) for name in Turn.__dataclass_fields__}
+        means = {name: statistics.fmean(getattr(turn, name) for turn in self.turns) for name in CodecTurn.__dataclass_fields__}
         return {
             "codec": self.codec,
             "compared": self.compared,
@@ -202,7 +202,7 @@ def sampled(x: Tensor, every: int, step: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CodecVerdict:
     """What all leaders together found, as it stands in the summary. Bytes and seconds are of one turn: a step, or a round."""
 
     codec: str
@@ -220,7 +220,7 @@ class Verdict:
     words: str = ""
 
 
-def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Verdict | None:
+def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> CodecVerdict | None:
     """The verdict on the facts of all workers; None if none has any. `step`: seconds of a step, `steps`: how many there were."""
     found = [each for each in facts if each is not None]
     if not found:
@@ -231,7 +231,7 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Ve
 
     turns, shown, exact = found[0]["turns"], mean("shown"), mean("exact_shown")
     saved = (exact - shown) * turns / max(steps, 1)  # in a step
-    verdict = Verdict(
+    verdict = CodecVerdict(
         codec=found[0]["codec"],
         turns=turns,
         bytes_sent=sum(each["sent"] for each in found),
@@ -248,7 +248,7 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Ve
     return replace(verdict, words=_words(verdict, steps))
 
 
-def _words(verdict: Verdict, steps: int) -> str:
+def _words(verdict: CodecVerdict, steps: int) -> str:
     turn = "step" if verdict.turns * 1.1 > steps else "round"
     off_by = f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off" if math.isfinite(verdict.relative_error) else ""
     told = (

@@ -18,28 +18,28 @@ from torch import Size, Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
 from paceline.codec.coding import NARROWED, Coding
-from paceline.comm.buckets import Bucket, Shape
+from paceline.comm.buckets import Bucket, BucketShape
 from paceline.comm.group import Group, Traffic, Work
-from paceline.comm.hierarchy.coded import Relay
+from paceline.comm.hierarchy.coded import CodedAllReduce
 from paceline.sync.base import Slot
-from paceline.sync.codec_auto import GAIN, Record, attempt, predict
-from paceline.sync.codec_cost import SAMPLE, Account, Cost, Rate, Trip, Turn, exposed, measure, sampled, timed
-from paceline.sync.context import Scene
+from paceline.sync.codec_auto import GAIN, ExactSteps, attempt, predict
+from paceline.sync.codec_cost import SAMPLE, BucketTrip, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled, timed
+from paceline.sync.context import SyncContext
 
 Kind = tuple[Codec, ...]
 
 
-class Coded:
+class CompressedExchange:
     """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
 
-    def __init__(self, scene: Scene, codec: Codec | Coding | auto, *, hosts: bool) -> None:
+    def __init__(self, scene: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
         self._scene, self._hosts = scene, hosts
         group = scene.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
         self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
-        self._record = Record() if isinstance(codec, auto) else None
-        self._relay = Relay(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
+        self._record = ExactSteps() if isinstance(codec, auto) else None
+        self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
         scene.sides.append(self._relay)
         self._narrowed = False  # something is float64, which has been said
         self._buckets: Sequence[Bucket] = ()
@@ -48,10 +48,10 @@ class Coded:
         self._shapes: list[list[Size]] = []
         self._states: list[State] = []  # as of the last turn that counted
         self._next: dict[int, State] = {}  # of this turn
-        self._trips: dict[int, Trip] = {}  # of the buckets that have come through since they were last waited for
+        self._trips: dict[int, BucketTrip] = {}  # of the buckets that have come through since they were last waited for
         self._every = 1  # one element in so many is looked at
         self._crossed = 0
-        self.account = Account(repr(codec))
+        self.account = CodecAccount(repr(codec))
         scene.accounts.append(self.account)
 
     def kind(self, slot: Slot) -> Kind | None:
@@ -67,7 +67,7 @@ class Coded:
             self._scene.say(NARROWED)
         return chosen
 
-    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[Shape], kinds: Sequence[Kind | None]) -> None:
+    def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
         """These are the buckets, of parameters with these shapes and kinds; all states begin anew. Collective."""
         self._buckets = buckets
         self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
@@ -103,7 +103,7 @@ class Coded:
         def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
             draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._scene.group.rank)
             wire = Wire(groups, scale=scale, step=step, draw=draw)
-            trip = Trip(index, x.numel(), given=sampled(x, self._every, step))
+            trip = BucketTrip(index, x.numel(), given=sampled(x, self._every, step))
             found = yield from timed(codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire), trip)
             trip.total = sampled(found.total, self._every, step)
             self._next[index], self._trips[index] = found.state, trip
@@ -124,10 +124,10 @@ class Coded:
         trips = [self._trips.pop(index) for index in sorted(left) if index in self._trips]
         if not trips or rate is None or beside is None:
             return
-        ready, costs = [left[trip.index] * 1e-9 for trip in trips], [Cost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips]
+        ready, costs = [left[trip.index] * 1e-9 for trip in trips], [ExchangeCost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips]
         before, self._crossed = self._crossed, self._relay.crossed
         self.account.add(
-            Turn(
+            CodecTurn(
                 sent=self._crossed - before,
                 exact=rate.sent * 4 * sum(trip.numel for trip in trips),
                 coding=sum(sum(trip.coding) for trip in trips),
@@ -148,7 +148,7 @@ class Coded:
             record = self._record
             self._scene.agreement.attempt(lambda: self._choose(record))
 
-    def _choose(self, record: Record) -> None:
+    def _choose(self, record: ExactSteps) -> None:
         """Take the option that promises most, if it is enough. Collective."""
         largest = max((n for n, kind in enumerate(self._kinds) if kind is not None), key=lambda n: self._buckets[n].flat.numel())
         kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.beside
@@ -180,7 +180,9 @@ class Coded:
     def regroup(self) -> None:
         """Another group, with other leaders perhaps."""
         group = self._scene.group
-        relay = Relay(group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace)
+        relay = CodedAllReduce(
+            group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace
+        )
         self._relay = relay
         self._crossed = 0
         self.account.forget()
@@ -198,7 +200,7 @@ class Coded:
         self._taken = taken
         self._record = None if chosen else self._record
         if self.account.rate is None and rate is not None:
-            self.account.rate = Rate(*rate)
+            self.account.rate = ExactRate(*rate)
 
     @property
     def kept(self) -> tuple[list[State], dict[int, State]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.comm.agreement import Agreement
-from paceline.comm.cancellation import Breaker
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
-from paceline.server.endpoints import Room
-from paceline.sync.codec_cost import Account
+from paceline.server.endpoints import ServerEndpoints
+from paceline.sync.codec_cost import CodecAccount
 from paceline.trace import Trace
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Moment:
+class StepState:
     """Where training stands, as the strategies need it; the session keeps it up to date."""
 
     step: int = 0
@@ -30,7 +30,7 @@ class Moment:
     silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
 
 
-class Sending(Protocol):
+class SideGroup(Protocol):
     """Whatever sends on behalf of a strategy."""
 
     @property
@@ -53,24 +53,26 @@ class Sending(Protocol):
 
 
 @dataclass
-class Scene:
+class SyncContext:
     """All that a strategy works with: the group it exchanges in, the meeting of all workers, the moment, and the trace."""
 
     group: Group
     agreement: Agreement
-    moment: Moment = field(default_factory=Moment)
+    moment: StepState = field(default_factory=StepState)
     trace: Trace = field(default_factory=Trace)
     hosts: tuple[int, ...] = ()  # the host of each rank
     say: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
-    servers: Callable[[int | None, int], Room] | None = None  # starts so many (None: one on each host), each so many times; collective
-    table_servers: Callable[[int | None, int], Room] | None = None  # the same, of sparse tables
+    servers: Callable[[int | None, int], ServerEndpoints] | None = (
+        None  # starts so many (None: one on each host), each so many times; collective
+    )
+    table_servers: Callable[[int | None, int], ServerEndpoints] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     survives: bool = False  # the run goes on when workers are lost
-    breaker: Breaker | None = None  # trips when the workers become others
-    sides: list[Sending] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
-    accounts: list[Account] = field(default_factory=list)  # of the codecs in use, the same number on all workers
+    breaker: CancelScope | None = None  # trips when the workers become others
+    sides: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    accounts: list[CodecAccount] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
     past: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     past_waited: float = 0.0

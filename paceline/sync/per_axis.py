@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.sync.abilities import Lends
+from paceline.sync.abilities import LendsGradients
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot, Strategy, Sync
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.strategy import LocalSGD
 
 
@@ -46,15 +46,15 @@ class Sequence:
         if isinstance(self.outer[0], LocalSGD) and self.outer[0].after:
             raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """See `Strategy.begin`."""
         if scene.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
         inside = _inside(scene)
-        return Both(scene, inside, self.inner[0].begin(inside), self.outer[0].begin(scene))
+        return PerAxisSync(scene, inside, self.inner[0].begin(inside), self.outer[0].begin(scene))
 
 
-def _inside(scene: Scene) -> Scene:
+def _inside(scene: SyncContext) -> SyncContext:
     """The same with the workers of my host alone. What they exchange is part of a call of all: a loss is survived by all."""
     assert scene.local is not None
     group = scene.local()
@@ -62,13 +62,13 @@ def _inside(scene: Scene) -> Scene:
     return dataclasses.replace(scene, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
 
 
-class Both:
+class PerAxisSync:
     """The running side of `Sequence`."""
 
     apart = True
     together = True
 
-    def __init__(self, scene: Scene, inside: Scene, inner: Sync, outer: Sync) -> None:
+    def __init__(self, scene: SyncContext, inside: SyncContext, inner: Sync, outer: Sync) -> None:
         self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
         self.meets = outer.meets
 
@@ -82,8 +82,8 @@ class Both:
         self._inner.ready(number, grad, scale)
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `Lends.overwrites`."""
-        return isinstance(self._inner, Lends) and self._inner.overwrites(number, grad)
+        """See `LendsGradients.overwrites`."""
+        return isinstance(self._inner, LendsGradients) and self._inner.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
@@ -121,7 +121,7 @@ class Both:
         """See `Sync.layout`."""
         return {"inner": self._inner.layout(), "outer": self._outer.layout()}
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`."""
         layout = self.layout() if layout is None else layout
         self._scene, self._inside = scene, _inside(scene)

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives import Lane
-from paceline.comm.group import Group, Unchecked, Work
+from paceline.comm.collectives import ScheduleQueue
+from paceline.comm.group import Group, UncheckedAllReduce, Work
 from paceline.comm.schedule import SCHEDULES, Schedule, build
 from paceline.comm.shm.memory import fresh
 from paceline.errors import ResourceError, UsageError
 from paceline.formatting import choices
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 
 class Reducer(Protocol):
@@ -41,7 +41,7 @@ class Reducer(Protocol):
         ...
 
 
-class Native:
+class GroupReducer:
     """The group's own all-reduce."""
 
     def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
@@ -71,7 +71,7 @@ class Native:
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
         """See `Reducer.all_reduce`."""
-        if isinstance(self._group, Unchecked):
+        if isinstance(self._group, UncheckedAllReduce):
             return self._group.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
 
@@ -81,12 +81,12 @@ class Native:
             self._group.close()
 
 
-class Scheduled(Native):
+class ScheduledReducer(GroupReducer):
     """A schedule, run move by move over the group's `exchange`."""
 
     def __init__(self, group: Group, schedule: Schedule, say: Callable[[str], None]) -> None:
         super().__init__(group, say)
-        self._lane, self._schedule = Lane(group), schedule
+        self._lane, self._schedule = ScheduleQueue(group), schedule
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """See `Reducer.empty`: messages are copied anyway."""
@@ -97,29 +97,29 @@ class Scheduled(Native):
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
-def _auto(scene: Scene) -> Reducer:
-    return Native(scene.group, scene.say)
+def _auto(scene: SyncContext) -> Reducer:
+    return GroupReducer(scene.group, scene.say)
 
 
-def _native(scene: Scene) -> Reducer:
+def _native(scene: SyncContext) -> Reducer:
     if scene.native is None or scene.group.size == 1:
         return _auto(scene)
     group = scene.native()
     scene.sides.append(group)
-    return Native(group, scene.say, owned=True)
+    return GroupReducer(group, scene.say, owned=True)
 
 
-def _by(name: str) -> Callable[[Scene], Reducer]:
-    def make(scene: Scene) -> Reducer:
-        return Scheduled(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.say)
+def _by(name: str) -> Callable[[SyncContext], Reducer]:
+    def make(scene: SyncContext) -> Reducer:
+        return ScheduledReducer(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.say)
 
     return make
 
 
-WAYS: dict[str, Callable[[Scene], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
+WAYS: dict[str, Callable[[SyncContext], Reducer]] = {"auto": _auto, "native": _native, **{name: _by(name) for name in SCHEDULES}}
 
 
-def reducer(via: str) -> Callable[[Scene], Reducer]:
+def reducer(via: str) -> Callable[[SyncContext], Reducer]:
     """What makes the reducer called `via`; `UsageError` for an unknown name."""
     if via not in WAYS:
         raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from paceline.apps.clicks import NUMBERS, Clicks, Log, auc
+from paceline.apps.clicks import NUMBERS, ClickLog, Clicks, auc
 
-LOG = Log(tables=3, rows=1000, bag=2)
+LOG = ClickLog(tables=3, rows=1000, bag=2)
 
 
 def test_a_sample_follows_from_its_number() -> None:

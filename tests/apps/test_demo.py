@@ -46,17 +46,17 @@ class Clocks:
 
     def __init__(self, *others: float) -> None:
         self.rates = [rate for each in others for rate in (each, 0.0)]
-        self.last = load.Reading(0.0, 0.0, 0.0)
+        self.last = load.ClockReading(0.0, 0.0, 0.0)
 
-    def __call__(self) -> load.Reading:
+    def __call__(self) -> load.ClockReading:
         now, self.last = (
             self.last,
-            load.Reading(*(a + b for a, b in zip(self.last, (10.0, 10 * (1 + self.rates.pop(0)), 10.0), strict=True))),
+            load.ClockReading(*(a + b for a, b in zip(self.last, (10.0, 10 * (1 + self.rates.pop(0)), 10.0), strict=True))),
         )
         return now
 
 
-def play(plan: demo.Plan, launcher: Launcher, *others: float) -> tuple[int, str]:
+def play(plan: demo.DemoPlan, launcher: Launcher, *others: float) -> tuple[int, str]:
     console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
     code = demo.demo(plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))))
     return code, console.export_text()
@@ -64,7 +64,7 @@ def play(plan: demo.Plan, launcher: Launcher, *others: float) -> tuple[int, str]
 
 def test_runs_and_table(tmp_path: Path) -> None:
     launcher = Launcher()
-    code, said = play(demo.Plan(steps=30, alone=20, folder=str(tmp_path)), launcher)
+    code, said = play(demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path)), launcher)
     assert code == 0
     assert [call[2] for call in launcher.calls] == [1, 1, 2]
     assert [call[1]["--steps"] for call in launcher.calls] == ["20", "20", "30"]
@@ -88,7 +88,7 @@ def test_runs_and_table(tmp_path: Path) -> None:
 def test_a_busy_machine_is_said_instead_of_a_speed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]) -> None:
     monkeypatch.setattr(demo, "cores", lambda: 2)
     monkeypatch.setattr(demo, "allowed", lambda: 2)
-    code, said = play(demo.Plan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), *others)
+    code, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), *others)
     beside = ("1 worker, 1 core", "2 workers, 1 core each")[others[2] > 0]
     assert code == 0
     assert f"The machine is busy (beside '{beside}' other programs used 1.6 of 2 cores): the speed-up isn't meaningful" in said
@@ -98,7 +98,7 @@ def test_a_busy_machine_is_said_instead_of_a_speed_up(tmp_path: Path, monkeypatc
 def test_a_little_of_others_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "cores", lambda: 2)
     monkeypatch.setattr(demo, "allowed", lambda: 2)
-    _, said = play(demo.Plan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1)
+    _, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1)
     assert "2.00x" in said and "busy" not in said
 
 
@@ -121,7 +121,7 @@ def test_the_clocks_of_this_machine_go_on() -> None:
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_run_that_fails_ends_the_demo_with_its_code(tmp_path: Path, failing: int) -> None:
     launcher = Launcher(failing)
-    code, said = play(demo.Plan(steps=4, alone=2, folder=str(tmp_path)), launcher)
+    code, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), launcher)
     assert code == 3 and len(launcher.calls) == failing and "speed-up" not in said
 
 
@@ -129,11 +129,11 @@ def test_other_text_reaches_the_script(tmp_path: Path) -> None:
     words, launcher = tmp_path / "words", Launcher()
     words.mkdir()
     (words / "a.py").write_text("pass\n")
-    play(demo.Plan(steps=4, alone=2, folder=str(tmp_path), text=words), launcher)
+    play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path), text=words), launcher)
     assert {call[1]["--text"] for call in launcher.calls} == {str(words)}
 
 
 @pytest.mark.parametrize("wrong", [{"workers": 1}, {"steps": 10, "alone": 11}, {"alone": 1}, {"text": Path("/nowhere")}])
 def test_plans_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        demo.Plan(**wrong)
+        demo.DemoPlan(**wrong)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.apps.gpt import GPT, MEDIUM, SMALL, Shape, next_token_loss
+from paceline.apps.gpt import GPT, MEDIUM, SMALL, GPTShape, next_token_loss
 
-TINY = Shape(d=16, layers=2, heads=2, context=8, vocab=11)
+TINY = GPTShape(d=16, layers=2, heads=2, context=8, vocab=11)
 
 
-def parameters(shape: Shape) -> int:
+def parameters(shape: GPTShape) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in GPT(shape).parameters())
 
@@ -57,13 +57,13 @@ def test_continued_is_drawn_from_the_generator_and_may_outgrow_the_context() -> 
 
 
 def test_tied() -> None:
-    tied = GPT(Shape(d=16, layers=1, heads=2, context=8, vocab=11, tied=True))
+    tied = GPT(GPTShape(d=16, layers=1, heads=2, context=8, vocab=11, tied=True))
     assert tied.head.weight is tied.tokens.weight
     assert "head.weight" not in dict(tied.named_parameters())
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model = GPT(Shape(d=16, layers=1, heads=2, context=8, vocab=11, dropout=0.5))
+    model = GPT(GPTShape(d=16, layers=1, heads=2, context=8, vocab=11, dropout=0.5))
     x = torch.zeros(1, 8, dtype=torch.int64)
     assert not torch.equal(model(x), model(x))
     model.eval()
@@ -72,4 +72,4 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_heads_must_divide() -> None:
     with pytest.raises(ValueError, match="can't be cut in 3 heads"):
-        GPT(Shape(d=16, heads=3))
+        GPT(GPTShape(d=16, heads=3))

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from paceline.apps import recommender
-from paceline.apps.clicks import Clicks, Log
+from paceline.apps.clicks import ClickLog, Clicks
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.launches import Jobs, wait_for
 from tests.runs import workers
 from tests.session.test_servers_surviving import servers
 
-LOG = Log(tables=2, rows=500, bag=2)
+LOG = ClickLog(tables=2, rows=500, bag=2)
 
 
 def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> float:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.cluster.launcher.output import Screen, Stream
+from paceline.cluster.launcher.output import OutputStream, Screen
 
 COMPLAINT = (
     b"[rank0]:[W1123 06:52:46.058166348 TCPStoreLibUvBackend.cpp:126] [c10d] Error processing client message: Invalid string size.\n"
@@ -25,7 +25,7 @@ def shown(*written: bytes) -> tuple[str, str]:
     for descriptor in (there, reader):
         os.set_blocking(descriptor, False)
     screen = Screen(here)
-    stream = Stream(0, reader, screen)
+    stream = OutputStream(0, reader, screen)
     found = b""
     for piece in written:
         os.write(writer, piece)

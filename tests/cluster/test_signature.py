@@ -15,11 +15,11 @@ from paceline.cluster import network
 from paceline.cluster import store as stores
 from paceline.cluster.control.commands import Member, Roster
 from paceline.cluster.discover import Place
-from paceline.cluster.signature import Seal
+from paceline.cluster.signature import Signer
 from paceline.cluster.store import Store
-from paceline.comm.native.sockets import Wires
-from paceline.comm.native.waitposts import Lookout, Verdict
-from paceline.comm.waitgraph import Wait
+from paceline.comm.native.sockets import GlooListeners
+from paceline.comm.native.waitposts import GroupEnd, Waitposts
+from paceline.comm.waitgraph import RankWait
 from paceline.errors import Mismatch, PlaceError, SecretError
 
 SECRET = b"s" * 32
@@ -47,11 +47,11 @@ class TestGarbage:
     @pytest.mark.parametrize("raw", GARBAGE, ids=range(len(GARBAGE)))
     def test_is_a_secret_error(self, raw: bytes, secret: bytes | None) -> None:
         with pytest.raises(SecretError, match="k in the store"):
-            Seal(secret, "paceline").open("k", raw)
+            Signer(secret, "paceline").open("k", raw)
 
     @pytest.mark.parametrize("count", [5000, pytest.param(100_000, marks=pytest.mark.soak)])
     def test_what_is_nearly_right(self, count: int) -> None:
-        drawn, seal = random.Random(31), Seal(SECRET, "paceline", "a start")
+        drawn, seal = random.Random(31), Signer(SECRET, "paceline", "a start")
         right = seal.close("k", {"rank": 3, "x": [1.5, None, "é"]}).encode()
         for _ in range(count):
             wrong, place = bytearray(right), drawn.randrange(len(right))
@@ -129,28 +129,28 @@ class TestGroups:
         base = HashStore()
         base.set("g/listen/0", json.dumps(["198.51.100.7", [1]]))
         with pytest.raises(SecretError):
-            Wires("127.0.0.1", 1).announce(self.sealed(base), 1, 2, 5.0)
+            GlooListeners("127.0.0.1", 1).announce(self.sealed(base), 1, 2, 5.0)
 
     def test_whom_a_connection_leads_to_is_signed(self) -> None:
         base = HashStore()
         base.set("g/ends/0", "[]")
-        wires = Wires("127.0.0.1", 1)
+        wires = GlooListeners("127.0.0.1", 1)
         wires._rank, wires._size = 1, 2
         with pytest.raises(SecretError):
             wires.trace(self.sealed(base), 5.0)
 
     def test_waits_that_nobody_has_signed_are_none(self) -> None:
         base = HashStore()
-        one = Lookout(self.sealed(base), 0, 3)
-        Lookout(self.sealed(base), 1, 3)
-        Lookout(self.sealed(base, b"t" * 32), 2, 3)
+        one = Waitposts(self.sealed(base), 0, 3)
+        Waitposts(self.sealed(base), 1, 3)
+        Waitposts(self.sealed(base, b"t" * 32), 2, 3)
         base.set("g/wait/1", json.dumps(["calls", 0, "barrier", {}]))
-        assert one._look(Wait("agree", 0, "agree", {"agree": 1})) == {} and one.others == {}
-        self.sealed(base).put("wait/1", Wait("calls", 0, "barrier", {"calls": 1}))
-        assert len(one._look(Wait("agree", 0, "agree", {"agree": 1}))) == 2
+        assert one._look(RankWait("agree", 0, "agree", {"agree": 1})) == {} and one.others == {}
+        self.sealed(base).put("wait/1", RankWait("calls", 0, "barrier", {"calls": 1}))
+        assert len(one._look(RankWait("agree", 0, "agree", {"agree": 1}))) == 2
 
     def test_a_verdict_that_nobody_has_signed_does_not_count(self) -> None:
         base = HashStore()
         base.set("g/verdict", json.dumps(["ViewChanged", "a stranger says so", [1]]))
-        mine = Verdict("WorkerLost", "rank 2 is gone", (2,))
-        assert Lookout(self.sealed(base), 0, 1).verdict(mine) == mine
+        mine = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
+        assert Waitposts(self.sealed(base), 0, 1).verdict(mine) == mine

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec.coding import Coding, Part, compose, exact, nbytes, parts, room, spans
+from paceline.codec.coding import Coding, WirePart, compose, exact, nbytes, parts, room, spans
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
@@ -134,4 +134,4 @@ def test_bytes_for_a_million() -> None:
 
 def test_repr_is_the_notation() -> None:
     assert repr(compose(topk(0.01, threshold="sampled"), int8(block=64))) == "compose(topk(0.01, threshold='sampled'), int8(block=64))"
-    assert Part(torch.int32, 3).nbytes == 12
+    assert WirePart(torch.int32, 3).nbytes == 12

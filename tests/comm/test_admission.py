@@ -11,8 +11,8 @@ import torch
 
 from paceline.cluster import network
 from paceline.comm import admission
-from paceline.comm.rpc import FRAME, Caller, Message, keys
-from paceline.comm.wire_format import Refused
+from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, keys
+from paceline.comm.wire_format import MalformedMessage
 from tests import strangers
 from tests.comm.test_rpc import SECONDS, Server, echo
 
@@ -39,7 +39,7 @@ def point(server: Server) -> tuple[str, int]:
 
 
 def answers(server: Server) -> bool:
-    caller = Caller(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=2.0)
+    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=2.0)
     try:
         return caller.call("k", tensors=[torch.arange(FRAME)], seconds=SECONDS).tensors[0].sum() == FRAME * (FRAME - 1) // 2
     finally:
@@ -71,7 +71,7 @@ def test_strangers_that_hold_1100_open_are_hung_up_on(server: Server) -> None:
 
 
 def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
-    caller = Caller(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=5.0)
+    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0", alert=5.0)
     caller.call("k", seconds=SECONDS)
     with strangers.held_open(point(server), 300):
         assert answers(server)
@@ -81,7 +81,7 @@ def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
 
 def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
     with network.listen("127.0.0.1") as listening:
-        caller = Caller(f"tcp://127.0.0.1:{listening.getsockname()[1]}", KEYS, sender=1, who="server 0", alert=5.0)
+        caller = RpcClient(f"tcp://127.0.0.1:{listening.getsockname()[1]}", KEYS, sender=1, who="server 0", alert=5.0)
         for _ in range(4):  # by the last one it has heard of the others
             assert not caller.gone
             listening.accept()[0].close()
@@ -91,16 +91,16 @@ def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, FRAME - 1, FRAME, FRAME + 1, 3 * FRAME, 3 * FRAME + 5])
 def test_tensors_travel_in_frames(server: Server, nbytes: int) -> None:
     x = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-    caller = Caller(server.receiver.addresses[0], KEYS, sender=1, who="server 0")
+    caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0")
     found = caller.call("k", tensors=[x, x[:1]], seconds=SECONDS)
     assert all(torch.equal(one, other) for one, other in zip(found.tensors, (x, x[:1]), strict=True))
-    assert max(memoryview(frame).nbytes for frame in Message("k", 1, tensors=(x,)).dump(FRAME)) <= FRAME
+    assert max(memoryview(frame).nbytes for frame in RpcMessage("k", 1, tensors=(x,)).dump(FRAME)) <= FRAME
     caller.close()
 
 
 def test_a_frame_too_few() -> None:
-    frames = Message("k", 1, tensors=(torch.zeros(3 * FRAME, dtype=torch.uint8),)).dump(FRAME)
+    frames = RpcMessage("k", 1, tensors=(torch.zeros(3 * FRAME, dtype=torch.uint8),)).dump(FRAME)
     assert len(frames) == 4
     for wrong in (frames[:-1], [*frames, b""], [*frames[:-1], frames[-1][:-1]]):
-        with pytest.raises(Refused):
-            Message.load(wrong, b"", FRAME)
+        with pytest.raises(MalformedMessage):
+            RpcMessage.load(wrong, b"", FRAME)

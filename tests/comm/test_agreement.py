@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.agreement import Agreement, Result, Voided
+from paceline.comm.agreement import Agreement, CallDiscarded, CallResult
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -24,11 +24,11 @@ class Flaky:
         return 42
 
 
-def agreement(*outcomes: Result[Any] | None) -> tuple[Agreement, list[PacelineError]]:
+def agreement(*outcomes: CallResult[Any] | None) -> tuple[Agreement, list[PacelineError]]:
     """One whose recovery tells these outcomes, and what it was told."""
     found, told = Agreement(spawn(1, lambda group: group)[0]), list[PacelineError]()
 
-    def recover(error: PacelineError) -> Result[Any] | None:
+    def recover(error: PacelineError) -> CallResult[Any] | None:
         told.append(error)
         return outcomes[len(told) - 1]
 
@@ -45,7 +45,7 @@ def test_a_call_is_made_again_until_it_succeeds() -> None:
 
 
 def test_what_others_got_is_taken() -> None:
-    one, _ = agreement(Result(7))
+    one, _ = agreement(CallResult(7))
     act = Flaky(1)
     assert one.attempt(act) == 7
     assert act.made == 1 and one.calls == 1 and one.last == 7
@@ -53,14 +53,14 @@ def test_what_others_got_is_taken() -> None:
 
 def test_a_call_that_cannot_be_had_again_is_void() -> None:
     one, _ = agreement(None)
-    with pytest.raises(Voided):
+    with pytest.raises(CallDiscarded):
         one.settle(Flaky(1))
     assert one.calls == 0  # who comes to it later, when it is void, leaves it out
 
 
 def test_when_others_have_it_so_have_i() -> None:
     """The last meeting of `settle` was lost here; that another has passed it says that all have what they need."""
-    one, _ = agreement(Result(None))
+    one, _ = agreement(CallResult(None))
     given: list[str] = []
 
     def act() -> str:

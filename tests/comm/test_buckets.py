@@ -5,28 +5,28 @@ import random
 import torch
 from torch import nn
 
-from paceline.comm.buckets import ALIGN, Bucket, Shape, build, cut
+from paceline.comm.buckets import ALIGN, Bucket, BucketShape, build, cut
 
 FLOAT, HALF = torch.float32, torch.float16
 CPU = torch.device("cpu")
 
 
-def shape(numel: int, dtype: torch.dtype = FLOAT) -> Shape:
-    return Shape((numel,), (1,), dtype, CPU)
+def shape(numel: int, dtype: torch.dtype = FLOAT) -> BucketShape:
+    return BucketShape((numel,), (1,), dtype, CPU)
 
 
-def made(shapes: list[Shape], runs: list[list[int]]) -> list[Bucket]:
+def made(shapes: list[BucketShape], runs: list[list[int]]) -> list[Bucket]:
     return build(shapes, runs, lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype, device=device))
 
 
 def test_a_parameter_keeps_its_strides_if_they_are_dense() -> None:
     image = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert Shape.of(image) == ((2, 3, 4, 5), image.stride(), FLOAT, CPU, None) and Shape.of(image).lying == (2, 4, 5, 3)
-    assert Shape.of(torch.empty(3, 4).t()).stride == (1, 4)
-    assert Shape.of(torch.empty(3, 1).expand(3, 4)).stride == (4, 1)
-    assert Shape.of(torch.empty(6, 8)[::2, ::2]).stride == (4, 1)
-    scalar = Shape.of(nn.Parameter(torch.tensor(1.0)))
-    assert (scalar.numel, scalar.room) == (1, ALIGN // 4) and Shape.of(torch.empty(0, 3)).room == 0
+    assert BucketShape.of(image) == ((2, 3, 4, 5), image.stride(), FLOAT, CPU, None) and BucketShape.of(image).lying == (2, 4, 5, 3)
+    assert BucketShape.of(torch.empty(3, 4).t()).stride == (1, 4)
+    assert BucketShape.of(torch.empty(3, 1).expand(3, 4)).stride == (4, 1)
+    assert BucketShape.of(torch.empty(6, 8)[::2, ::2]).stride == (4, 1)
+    scalar = BucketShape.of(nn.Parameter(torch.tensor(1.0)))
+    assert (scalar.numel, scalar.room) == (1, ALIGN // 4) and BucketShape.of(torch.empty(0, 3)).room == 0
 
 
 def test_kinds_share_no_bucket_and_lie_without_gaps() -> None:
@@ -54,7 +54,7 @@ def test_kinds_fill_buckets_of_their_own_side_by_side() -> None:
 def test_buckets_hold_every_parameter_once_aligned_and_zero() -> None:
     dice = random.Random(1)
     shapes = [shape(dice.choice([0, 1, 3, 16, 17, 1000]), dice.choice([FLOAT, HALF, torch.float64])) for _ in range(60)]
-    shapes[7] = Shape.of(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    shapes[7] = BucketShape.of(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last))
     runs = cut(shapes, range(60), 5000, first=500)
     buckets = made(shapes, runs)
     assert sorted(number for bucket in buckets for number in bucket.members) == list(range(60))

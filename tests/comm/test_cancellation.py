@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.cluster.store import Store
-from paceline.comm.cancellation import Breaker
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.errors import PacelineError, ViewChanged
@@ -19,7 +19,7 @@ from tests.processes import fork
 
 def test_it_trips_once_and_late_comers_at_once() -> None:
     told: list[PacelineError] = []
-    breaker, error = Breaker(), ViewChanged("others")
+    breaker, error = CancelScope(), ViewChanged("others")
     breaker.add(told.append)
     breaker.trip(error)
     breaker.trip(ViewChanged("again"))
@@ -28,7 +28,7 @@ def test_it_trips_once_and_late_comers_at_once() -> None:
 
 
 def _waits(rank: int, size: int, store: Store, kind: str) -> float:
-    breaker = Breaker()
+    breaker = CancelScope()
     group = (
         SharedGroup.from_store(store, rank, size, deadline=30.0, breaker=breaker)
         if kind == "shared"

@@ -98,7 +98,7 @@ def test_out_views_and_strides() -> None:
 
 def test_several_at_once_end_in_any_order() -> None:
     def body(group: ThreadGroup) -> None:
-        lane = collectives.Lane(group)
+        lane = collectives.ScheduleQueue(group)
         works = []
         for k in range(4):
             works.append(lane.all_reduce(torch.full((4,), float(k)), schedule.ring(3)))
@@ -114,7 +114,7 @@ def test_several_at_once_end_in_any_order() -> None:
 
 def test_a_late_rank_is_named_and_the_wait_can_be_taken_up_again() -> None:
     def body(group: ThreadGroup) -> None:
-        lane = collectives.Lane(group)
+        lane = collectives.ScheduleQueue(group)
         if group.rank == 1:
             time.sleep(0.2)
         work = lane.all_reduce(torch.ones(2), schedule.ring(2))

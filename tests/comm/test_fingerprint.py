@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.comm import fingerprint
-from paceline.comm.fingerprint import Call, compare, digest
+from paceline.comm.fingerprint import CallFingerprint, compare, digest
 from paceline.errors import Mismatch, UsageError
 
 
@@ -24,7 +24,7 @@ def test_everything_that_has_to_agree_is_in_the_digest() -> None:
         fingerprint.rows("all_gather", x, "a"),
         fingerprint.choosing([0, 1], 2),
         fingerprint.choosing([1, 0], 2),
-        Call("barrier"),
+        CallFingerprint("barrier"),
     ]
     assert len({digest(call) for call in calls}) == len(calls)
     assert digest(calls[0]) == digest(fingerprint.reducing("all_reduce", torch.zeros(2, 3), "sum", "a"))
@@ -52,5 +52,5 @@ def test_both_sides_are_named() -> None:
         (fingerprint.objects({1, 2}, None)[1], "set is not JSON"),
     ],
 )
-def test_what_is_wrong_with_the_arguments_is_said(call: Call, flaw: str) -> None:
+def test_what_is_wrong_with_the_arguments_is_said(call: CallFingerprint, flaw: str) -> None:
     assert flaw in call.flaw

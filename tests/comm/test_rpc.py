@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster.secret import derive
-from paceline.comm.rpc import HEAD_BYTES, WAITING, Caller, Keys, Message, Receiver, Refused, keys
+from paceline.comm.rpc import HEAD_BYTES, WAITING, Refused, RpcClient, RpcKeys, RpcMessage, RpcServer, keys
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
 
@@ -30,10 +30,10 @@ SECONDS = 10.0
 class Server:
     """A receiver in a thread, which answers as `act` says."""
 
-    def __init__(self, act: Callable[[Receiver, Message], Any], **parts: Any) -> None:
+    def __init__(self, act: Callable[[RpcServer, RpcMessage], Any], **parts: Any) -> None:
         self.said: list[str] = []
-        self.heard: list[Message] = []
-        self.receiver = Receiver(KEYS, say=self.said.append, **parts)
+        self.heard: list[RpcMessage] = []
+        self.receiver = RpcServer(KEYS, say=self.said.append, **parts)
         self._act, self._over = act, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class Server:
         self.receiver.close()
 
 
-def echo(receiver: Receiver, message: Message) -> None:
+def echo(receiver: RpcServer, message: RpcMessage) -> None:
     receiver.answer(message, "echo", message.body, message.tensors)
 
 
@@ -61,7 +61,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
     (tmp_path / "s").mkdir(mode=0o700)
 
-    def make(act: Callable[[Receiver, Message], Any] = echo, *, where: str = "tcp", **parts: Any) -> Server:
+    def make(act: Callable[[RpcServer, RpcMessage], Any] = echo, *, where: str = "tcp", **parts: Any) -> Server:
         place = {"hosts": ["127.0.0.1"]} if where == "tcp" else {"path": str(tmp_path / "s" / "0")}
         servers.append(Server(act, **(place | parts)))
         return servers[-1]
@@ -72,12 +72,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def call(serve: Any) -> Iterator[Callable[..., Caller]]:
+def call(serve: Any) -> Iterator[Callable[..., RpcClient]]:
     """Callers of a server."""
-    callers: list[Caller] = []
+    callers: list[RpcClient] = []
 
-    def make(server: Server, *, sender: int = 3, of: Keys = KEYS, **parts: Any) -> Caller:
-        callers.append(Caller(server.receiver.addresses[0], of, sender=sender, who="server 0 on here", **parts))
+    def make(server: Server, *, sender: int = 3, of: RpcKeys = KEYS, **parts: Any) -> RpcClient:
+        callers.append(RpcClient(server.receiver.addresses[0], of, sender=sender, who="server 0 on here", **parts))
         return callers[-1]
 
     yield make
@@ -128,18 +128,18 @@ class TestArriving:
     @pytest.mark.parametrize("name", DTYPES)
     def test_every_dtype(self, name: str) -> None:
         x = torch.arange(6).view(2, 3).to(DTYPES[name])
-        (found,) = Message.load(Message("k", 1, tensors=(x,)).dump()).tensors
+        (found,) = RpcMessage.load(RpcMessage("k", 1, tensors=(x,)).dump()).tensors
         assert found.dtype == x.dtype and torch.equal(found, x)
 
     @pytest.mark.parametrize("name", DTYPES)
     def test_tensors_lie_where_the_processor_can_use_them(self, name: str) -> None:
         """Frames begin anywhere; vector instructions on complex128 end the process where that is no multiple of 16."""
         x = torch.arange(5).to(DTYPES[name])
-        head, body = Message("push", 1, tensors=(x,)).dump()
+        head, body = RpcMessage("push", 1, tensors=(x,)).dump()
         room = bytearray(64 + x.nbytes)
         for start in range(16):
             room[start : start + x.nbytes] = body
-            (found,) = Message.load([head, memoryview(room)[start : start + x.nbytes]]).tensors
+            (found,) = RpcMessage.load([head, memoryview(room)[start : start + x.nbytes]]).tensors
             assert found.data_ptr() % x.itemsize == 0 and torch.equal(found, x)
 
     def test_many_in_flight_by_many(self, serve: Any, call: Any) -> None:
@@ -184,7 +184,7 @@ class TestArriving:
         """More of them than either side keeps, and than a socket holds."""
         held, x = [], torch.arange(1 << 18, dtype=torch.float32)
 
-        def act(receiver: Receiver, message: Message) -> None:
+        def act(receiver: RpcServer, message: RpcMessage) -> None:
             held.append(message)
             for each in held if message.body.get("go") else ():
                 assert receiver.answer(each, "late", {}, [x])
@@ -221,7 +221,7 @@ class TestWaiting:
     def test_an_answer_to_somebody_who_is_gone(self, serve: Any, call: Any) -> None:
         held: list[Any] = []
         server = serve(lambda receiver, message: held.append(message) if not held else echo(receiver, message))
-        gone = Caller(server.receiver.addresses[0], KEYS, sender=1, who="x")
+        gone = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="x")
         gone.send("k", seconds=SECONDS)
         until(lambda: bool(held))
         gone.close()
@@ -231,8 +231,8 @@ class TestWaiting:
 
 
 class TestStrangers:
-    def refused(self, server: Server, of: Keys) -> None:
-        caller = Caller(server.receiver.addresses[0], of, sender=1, who="x")
+    def refused(self, server: Server, of: RpcKeys) -> None:
+        caller = RpcClient(server.receiver.addresses[0], of, sender=1, who="x")
         with pytest.raises(DeadlineExceeded):
             caller.call("k", seconds=0.5)
         caller.close()
@@ -249,7 +249,7 @@ class TestStrangers:
     def test_the_right_key_of_the_server_and_a_wrong_one_of_ones_own(self, serve: Any, call: Any) -> None:
         """What CURVE alone would let in."""
         server = serve()
-        self.refused(server, Keys(KEYS.server, zmq.curve_keypair()))
+        self.refused(server, RpcKeys(KEYS.server, zmq.curve_keypair()))
         assert any("has not the key of this job's workers" in text for text in server.said)
         assert call(server).call("k", seconds=SECONDS).kind == "echo"
 
@@ -257,7 +257,7 @@ class TestStrangers:
         server, bare = serve(), zmq.Context.instance().socket(zmq.DEALER)
         bare.linger = 0
         bare.connect(server.receiver.addresses[0])
-        bare.send_multipart(Message("k", 1).dump())
+        bare.send_multipart(RpcMessage("k", 1).dump())
         assert not bare.poll(400) and not server.heard
         bare.close()
 
@@ -283,7 +283,7 @@ class TestStrangers:
     def test_a_folder_that_is_open_to_others_is_refused(self, tmp_path: Path) -> None:
         os.chmod(tmp_path, 0o755)
         with pytest.raises(AssertionError, match="0700"):
-            Receiver(KEYS, path=str(tmp_path / "x"))
+            RpcServer(KEYS, path=str(tmp_path / "x"))
 
 
 def head(**parts: Any) -> bytes:
@@ -332,10 +332,10 @@ class TestRubbish:
     @pytest.mark.parametrize("name", BAD)
     def test_is_refused(self, name: str) -> None:
         with pytest.raises(Refused):
-            Message.load(BAD[name])
+            RpcMessage.load(BAD[name])
 
     def test_a_header_that_is_good(self) -> None:
-        found = Message.load([head(forms=[["float32", [1, 1]]], body=nested(6)["a"]), b"0000"])
+        found = RpcMessage.load([head(forms=[["float32", [1, 1]]], body=nested(6)["a"]), b"0000"])
         assert found.tensors[0].shape == (1, 1)
 
     def test_the_server_lives(self, serve: Any, call: Any) -> None:
@@ -345,14 +345,14 @@ class TestRubbish:
             bad.send_multipart(frames or [b""])
         until(lambda: server.receiver.refused >= len(BAD))
         assert good.call("k", seconds=SECONDS).kind == "echo" and len(server.heard) == 1
-        assert len(server.said) == Receiver.LOUD and "not shown" in server.said[-1]
+        assert len(server.said) == RpcServer.LOUD and "not shown" in server.said[-1]
         bad.close()
 
     def test_what_comes_again_is_refused(self, serve: Any) -> None:
         server = serve()
         bad = plain(server)
         for number in (1, 2, 2, 1, 3):
-            bad.send_multipart(Message("k", number, 9).dump())
+            bad.send_multipart(RpcMessage("k", number, 9).dump())
         until(lambda: len(server.heard) == 3 and server.receiver.refused == 2)
         assert [message.number for message in server.heard] == [1, 2, 3]
         assert "number 2 of 9 has come before" in server.said[0]
@@ -404,7 +404,7 @@ def test_mangled_messages(serve: Any, call: Any, count: int) -> None:
         until(lambda: len(server.heard) + server.receiver.refused >= sent)
 
     for number in range(1, count + 1):
-        whole = Message("push", number, 5, 1, 1, {"unit": 3, "part": 0.5}, (torch.arange(4.0),)).dump()
+        whole = RpcMessage("push", number, 5, 1, 1, {"unit": 3, "part": 0.5}, (torch.arange(4.0),)).dump()
         bad.send_multipart(mangled(chance, [bytes(frame) for frame in whole]))
         if number % 100 == 0:
             heard(number)

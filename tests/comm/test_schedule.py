@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import schedule as s
-from paceline.comm.schedule import Move, Network, Schedule, Speed
+from paceline.comm.schedule import LinkSpeed, Move, Schedule, ScheduleNetwork
 from paceline.errors import UsageError
 
 UNEVEN = [[0], [0, 0, 1], [0, 1, 2], [1, 0, 1, 0], [0, 1, 1, 1, 1, 2], [2, 2, 0, 1, 0, 2, 2], [0] * 5 + [1] * 3]
@@ -75,14 +75,14 @@ def test_rounds_and_traffic_are_those_of_the_papers(name: str, rounds: int) -> N
 
 
 def test_prices() -> None:
-    network = Network([0, 0, 1, 1], Speed(0.0, 1e9), Speed(1e-3, 1e8))
+    network = ScheduleNetwork([0, 0, 1, 1], LinkSpeed(0.0, 1e9), LinkSpeed(1e-3, 1e8))
     ring, tall = s.ring(4), s.hierarchical([0, 0, 1, 1])
     # each of 6 rounds: 25 MB over the slow link
     assert math.isclose(s.seconds(ring, 10**8, network), 6 * (1e-3 + 0.25))
     # 100 MB inside, 50 MB twice over the slow link, 100 MB inside
     assert math.isclose(s.seconds(tall, 10**8, network), 0.1 + 2 * (1e-3 + 0.5) + 0.1)
-    assert s.seconds(s.tree(8), 4, Network([0] * 8, Speed(1e-3, 1e9), Speed(1, 1))) < s.seconds(
-        s.ring(8), 4, Network([0] * 8, Speed(1e-3, 1e9), Speed(1, 1))
+    assert s.seconds(s.tree(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1))) < s.seconds(
+        s.ring(8), 4, ScheduleNetwork([0] * 8, LinkSpeed(1e-3, 1e9), LinkSpeed(1, 1))
     )
     assert s.seconds(s.ring(1), 100, network) == 0
 

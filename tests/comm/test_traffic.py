@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from paceline.comm.traffic import Meter
+from paceline.comm.traffic import TrafficMeter
 
 
 def test_bytes_are_told_apart_by_host() -> None:
-    meter = Meter(1, 4, [0, 0, 1, 1])
+    meter = TrafficMeter(1, 4, [0, 0, 1, 1])
     meter.sent(0, 10)
     meter.sent(1, 1000)  # to itself
     meter.sent(3, 5)
@@ -19,7 +19,7 @@ def test_bytes_are_told_apart_by_host() -> None:
 
 
 def test_one_host_and_one_rank() -> None:
-    meter = Meter(0, 1)
+    meter = TrafficMeter(0, 1)
     meter.ring(100)
     meter.everyone(100)
     assert (meter.traffic.within, meter.traffic.between) == (0, 0)

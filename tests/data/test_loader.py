@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
-from paceline.data.loader import Unwatched, deal
+from paceline.data.loader import NoObserver, deal
 from paceline.errors import DataError
 from tests.data.dealing import Numbers, plain, run, steps, walk
 
@@ -199,7 +199,7 @@ def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, st
 
 
 def test_again_from_the_watcher_and_in_the_middle_of_micro_batches():
-    class Once(Unwatched):
+    class Once(NoObserver):
         def __init__(self):
             self.calls = []
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.fault.background import LOWEST, Moved, Writing
+from paceline.fault.background import LOWEST, BackgroundWrite, Moved
 
 
 def test_it_runs_beside_and_takes_time() -> None:
     go = threading.Event()
-    writing = Writing("step 3", 10, lambda moved: go.wait(30), print)
+    writing = BackgroundWrite("step 3", 10, lambda moved: go.wait(30), print)
     assert not writing.wait(0.01) and writing.seconds == 0
     go.set()
     assert writing.wait(30) and writing.failure() is None and writing.seconds >= 0.01
@@ -25,7 +25,7 @@ def test_it_runs_beside_and_takes_time() -> None:
 def test_it_gives_way_and_nobody_else_does() -> None:
     found = list[int]()
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    writing = Writing("step 3", 10, lambda moved: found.append(os.getpriority(os.PRIO_PROCESS, 0)), print)
+    writing = BackgroundWrite("step 3", 10, lambda moved: found.append(os.getpriority(os.PRIO_PROCESS, 0)), print)
     assert writing.wait(30) and found == [LOWEST]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
@@ -36,7 +36,7 @@ def test_a_failure_is_said_at_once_and_kept() -> None:
     def fail(moved: Moved) -> None:
         raise CheckpointError("step 3 was not saved: no")
 
-    writing = Writing("step 3", 10, fail, said.append)
+    writing = BackgroundWrite("step 3", 10, fail, said.append)
     assert writing.wait(30)
     failure = writing.failure()
     assert str(failure) == "step 3 was not saved: no"
@@ -51,7 +51,7 @@ def test_one_that_hangs_says_how_far_it_is() -> None:
         moved(500_000)
         go.wait(30)
 
-    writing = Writing("step 3", 10_000_000, crawl, print)
+    writing = BackgroundWrite("step 3", 10_000_000, crawl, print)
     assert not writing.wait(0.2)
     failure = writing.failure()
     go.set()
@@ -65,6 +65,6 @@ def test_a_thread_that_ends_of_something_else_has_not_saved() -> None:
     def fail(moved: Moved) -> Any:
         raise MemoryError
 
-    writing = Writing("step 3", 10, fail, print)
+    writing = BackgroundWrite("step 3", 10, fail, print)
     assert writing.wait(30)
     assert "step 3 was not saved: the thread that wrote it has ended" in str(writing.failure())

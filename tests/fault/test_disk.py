@@ -14,12 +14,12 @@ from torch import Tensor
 
 from paceline.fault import disk
 from paceline.fault.disk import PAGE, block, sync, write
-from paceline.fault.file_layout import Room
+from paceline.fault.file_layout import CopyMemory
 
 
 def held(nbytes: int, *, at: int = 0) -> Tensor:
     """Bytes that begin so far behind the beginning of a page."""
-    found = Room().place(0, at + nbytes)[at:]
+    found = CopyMemory().place(0, at + nbytes)[at:]
     return found.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.fault import file_layout as images
 from paceline.fault.disk import PAGE
-from paceline.fault.file_layout import Image, Room, image, received
+from paceline.fault.file_layout import CopyMemory, FileLayout, image, received
 from paceline.state.snapshot import Snapshot, lift, pack
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 KINDS += [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn]
 
 
-def back(found: Image) -> Snapshot:
+def back(found: FileLayout) -> Snapshot:
     """The snapshot that a reader of the two files sees."""
     tree = json.loads(json.dumps(found.tree))
     data = b"".join(part.numpy().tobytes() for part in found.parts())
@@ -46,14 +46,14 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_any_state_comes_back(value: dict[str, Any]) -> None:
     wanted = pack(value, version=3)
     found = image(wanted)
-    for each in (found, found.hold(Room(), 0), received(found.dump()), received(found.hold(Room(), 0).dump())):
+    for each in (found, found.hold(CopyMemory(), 0), received(found.dump()), received(found.hold(CopyMemory(), 0).dump())):
         assert back(each).sha256() == wanted.sha256() and back(each).version == 3
 
 
 def test_what_is_held_stays_as_it_was() -> None:
     live = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(5, dtype=torch.complex64), "list": [1, 2]}
     wanted = pack(live).sha256()
-    held = image(pack(live, copy=False)).hold(Room(), 0)
+    held = image(pack(live, copy=False)).hold(CopyMemory(), 0)
     live["a"].zero_()  # type: ignore[attr-defined]
     live["b"].zero_()  # type: ignore[attr-defined]
     live["list"].append(3)  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def test_what_is_held_stays_as_it_was() -> None:
 
 
 def test_memory_is_used_again_while_it_is_enough() -> None:
-    room = Room()
+    room = CopyMemory()
     first, other = room.place(0, 3 * PAGE), room.place(1, PAGE)
     assert first.data_ptr() % PAGE == 0 and other.data_ptr() % PAGE == 0
     assert room.place(0, PAGE).data_ptr() == first.data_ptr() and room.place(0, PAGE).nbytes == PAGE
@@ -72,7 +72,7 @@ def test_memory_is_used_again_while_it_is_enough() -> None:
 
 def test_children_do_not_have_the_memory() -> None:
     """Else each page would be copied once more after a fork."""
-    held = Room().place(0, 1 << 20)
+    held = CopyMemory().place(0, 1 << 20)
     flags, inside = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -90,4 +90,4 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(images.mmap, "mmap", refuse)
     with pytest.raises(CheckpointError, match=r"5\.0 MB for a copy of the state .*Cannot allocate memory.* without background=True"):
-        Room().place(0, 5_000_000)
+        CopyMemory().place(0, 5_000_000)

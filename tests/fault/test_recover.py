@@ -7,7 +7,7 @@ import random
 import pytest
 
 from paceline.errors import Mismatch, WorkerLost
-from paceline.fault.recover import Reach, decide, majority, nearest
+from paceline.fault.recover import WorkerProgress, decide, majority, nearest
 
 CALLS = 8
 
@@ -53,7 +53,7 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
     for seed in range(1500):
         living, size = course(seed, 2 + deaths + seed % 3, deaths)
         names = {worker: 1000 - worker for worker in range(size)}  # numbers say nothing of the order
-        plan = decide({names[number]: Reach(number, worker.done) for number, worker in living.items()})
+        plan = decide({names[number]: WorkerProgress(number, worker.done) for number, worker in living.items()})
         assert plan.members == tuple(names[number] for number in sorted(living)) and plan.origins == tuple(sorted(living))
         teller = next(worker for number, worker in living.items() if names[number] == plan.teller)
         for number, worker in living.items():
@@ -66,27 +66,29 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
 
 
 def test_the_turn_that_is_cut_is_that_of_who_is_ahead() -> None:
-    assert decide({5: Reach(0, 7, 3), 6: Reach(1, 8, 4)}).turn == 4
-    assert decide({5: Reach(0, 8, 0), 6: Reach(1, 7, 3)}).turn == 0  # it was the end of the turn that one of them completed
+    assert decide({5: WorkerProgress(0, 7, 3), 6: WorkerProgress(1, 8, 4)}).turn == 4
+    assert (
+        decide({5: WorkerProgress(0, 8, 0), 6: WorkerProgress(1, 7, 3)}).turn == 0
+    )  # it was the end of the turn that one of them completed
 
 
 def test_who_has_just_come_is_let_in_later() -> None:
-    plan = decide({9: Reach(-1), 3: Reach(1, 5), 4: Reach(0, 5)})
+    plan = decide({9: WorkerProgress(-1), 3: WorkerProgress(1, 5), 4: WorkerProgress(0, 5)})
     assert plan.members == (4, 3) and plan.fresh == (9,) and plan.calls == 5 and not plan.behind
 
 
 def test_when_the_state_is_lost() -> None:
     with pytest.raises(WorkerLost, match="resume it from a checkpoint"):
-        decide({9: Reach(-1)})
+        decide({9: WorkerProgress(-1)})
 
 
 def test_workers_that_had_come_apart_are_told() -> None:
     with pytest.raises(Mismatch, match="5 by rank 0, 7 by rank 2"):
-        decide({1: Reach(0, 5), 2: Reach(2, 7)})
+        decide({1: WorkerProgress(0, 5), 2: WorkerProgress(2, 7)})
 
 
 def test_a_reach_is_its_text() -> None:
-    assert Reach(*Reach(2, 5, 3).dump()) == Reach(2, 5, 3)
+    assert WorkerProgress(*WorkerProgress(2, 5, 3).dump()) == WorkerProgress(2, 5, 3)
 
 
 def test_states_come_from_near_and_not_all_from_one() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import replicate
-from paceline.fault.replicate import Figures, Label, Shelf, cadence, check, heirs, keepers, wrap
+from paceline.fault.replicate import CopyLabel, CopyShelf, ReplicationTimes, cadence, check, heirs, keepers, wrap
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_the_newest_copy_counts_and_one_goes_on_with_it() -> None:
 
 
 def test_copies_are_made_as_often_as_the_budget_allows() -> None:
-    assert cadence([Figures(0.001, 0.004, 0.1)]) == 1
-    assert cadence([Figures(0.01, 0.04, 0.1), Figures(0.02, 0.06, 0.1)]) == 8  # the slowest counts
-    assert cadence([Figures(0.01, 0.04, 0.1)], budget=0.5) == 1
-    assert cadence([Figures(0.0, 3.0, 0.2)]) == 150
+    assert cadence([ReplicationTimes(0.001, 0.004, 0.1)]) == 1
+    assert cadence([ReplicationTimes(0.01, 0.04, 0.1), ReplicationTimes(0.02, 0.06, 0.1)]) == 8  # the slowest counts
+    assert cadence([ReplicationTimes(0.01, 0.04, 0.1)], budget=0.5) == 1
+    assert cadence([ReplicationTimes(0.0, 3.0, 0.2)]) == 150
     for spent in (0.003, 0.07, 0.9):
-        every = cadence([Figures(spent / 3, spent * 2 / 3, 0.2)])
+        every = cadence([ReplicationTimes(spent / 3, spent * 2 / 3, 0.2)])
         assert spent <= every * 0.1 * 0.2 * (1 + 1e-9) and (every == 1 or spent > (every - 1) * 0.1 * 0.2)
 
 
@@ -84,10 +84,10 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def bring(shelf: Shelf, owner: int, step: int, *, flip: int | None = None) -> str | None:
+def bring(shelf: CopyShelf, owner: int, step: int, *, flip: int | None = None) -> str | None:
     """A copy comes, with one wrong bit perhaps."""
     label, pieces = wrap(state(step), step)
-    label = Label.load(label.dump())
+    label = CopyLabel.load(label.dump())
     for place, piece in zip(shelf.room(owner, label), pieces, strict=True):
         place.copy_(piece)
     if flip is not None:
@@ -95,7 +95,7 @@ def bring(shelf: Shelf, owner: int, step: int, *, flip: int | None = None) -> st
     return shelf.put(owner, label)
 
 
-def copies(shelf: Shelf, owner: int) -> list[int]:
+def copies(shelf: CopyShelf, owner: int) -> list[int]:
     """The steps of the copies that can be used, which are what was sent."""
     found = list(shelf.read(owner, lambda why: None))
     assert all(same(content, state(step)) for step, content in found)
@@ -103,7 +103,7 @@ def copies(shelf: Shelf, owner: int) -> list[int]:
 
 
 def test_a_copy_is_what_was_sent() -> None:
-    shelf = Shelf()
+    shelf = CopyShelf()
     assert bring(shelf, 3, 7) is None and bring(shelf, 4, 7) is None and shelf.held == {3: 7, 4: 7}
     assert copies(shelf, 3) == [7] and copies(shelf, 5) == []
     assert bring(shelf, 3, 8) is None and shelf.held == {3: 8, 4: 7} and copies(shelf, 3) == [8, 7]
@@ -113,7 +113,7 @@ def test_a_copy_is_what_was_sent() -> None:
 
 
 def test_one_with_a_wrong_bit_is_refused_and_the_older_one_is_used() -> None:
-    shelf = Shelf()
+    shelf = CopyShelf()
     assert "there is no older one" in str(bring(shelf, 3, 6, flip=5)) and shelf.held == {} and copies(shelf, 3) == []
     bring(shelf, 3, 7)
     assert "a copy as of step 8 was refused" in (why := str(bring(shelf, 3, 8, flip=0))) and "as of step 7 is kept" in why
@@ -122,17 +122,17 @@ def test_one_with_a_wrong_bit_is_refused_and_the_older_one_is_used() -> None:
 
 
 def test_one_under_another_label_is_refused() -> None:
-    shelf, (label, pieces) = Shelf(), wrap(state(1), 4)
+    shelf, (label, pieces) = CopyShelf(), wrap(state(1), 4)
     wrong = label._replace(sums=[*label.sums[1:], 3])
     for place, piece in zip(shelf.room(0, wrong), pieces, strict=True):
         place.copy_(piece)
     assert "its bytes are not those that were sent" in str(shelf.put(0, wrong))
     others = [label._replace(step=5), label._replace(tree={"a": 1}), wrong]
-    assert all(not torch.equal(other.end, label.end) for other in others) and torch.equal(Label.load(label.dump()).end, label.end)
+    assert all(not torch.equal(other.end, label.end) for other in others) and torch.equal(CopyLabel.load(label.dump()).end, label.end)
 
 
 def test_while_one_comes_the_newest_whole_one_stays() -> None:
-    shelf = Shelf()
+    shelf = CopyShelf()
     bring(shelf, 3, 7)
     bring(shelf, 3, 8)
     label, pieces = wrap(state(9), 9)
@@ -145,7 +145,7 @@ def test_while_one_comes_the_newest_whole_one_stays() -> None:
 
 
 def test_memory_is_used_again() -> None:
-    shelf = Shelf()
+    shelf = CopyShelf()
     places = set()
     for step in range(6):
         bring(shelf, 3, step)
@@ -154,7 +154,7 @@ def test_memory_is_used_again() -> None:
 
 
 def test_one_that_has_changed_since_it_came_is_not_used() -> None:
-    shelf, refused = Shelf(), list[str]()
+    shelf, refused = CopyShelf(), list[str]()
     bring(shelf, 3, 7)
     bring(shelf, 3, 8)
     shelf._places[3][0].room[2] ^= 1
@@ -166,10 +166,10 @@ def test_one_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     written = wrap(state(1), 4)[0].dump()
     monkeypatch.setattr(replicate, "FORM", 2)
     with pytest.raises(CheckpointError, match="a copy of form 1 can't be kept, this version of paceline knows 2"):
-        Label.load(written)
+        CopyLabel.load(written)
 
 
 def test_nothing_in_a_label_is_more_than_json() -> None:
     label, _ = wrap(state(1), 4)
     assert json.loads(label.dump())[0] == replicate.FORM
-    assert Label.load(label.dump()) == label
+    assert CopyLabel.load(label.dump()) == label

@@ -16,8 +16,8 @@ from paceline.comm.group import Work
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import DeadlineExceeded, WorkerLost
 from paceline.fault import replicator as carrying
-from paceline.fault.replicate import FORM, Shelf
-from paceline.fault.replicator import Courier
+from paceline.fault.replicate import FORM, CopyShelf
+from paceline.fault.replicator import Replicator
 
 HOSTS = (0, 0, 1, 1, 2, 2)
 NAMES = (10, 11, 12, 13, 14, 15)
@@ -28,7 +28,7 @@ def has(rank: int, step: int) -> dict[str, Any]:
     return {"x": torch.full((1000,), float(100 * step + rank)), "step": step, "rank": rank}
 
 
-def kept(shelf: Shelf) -> dict[int, int]:
+def kept(shelf: CopyShelf) -> dict[int, int]:
     """As of which step the newest copy of each owner is, which is what it had then."""
     for owner in shelf.held:
         step, state = next(shelf.read(owner, lambda why: None))
@@ -63,13 +63,13 @@ def carry(
     steps: int,
     owners: Sequence[int],
     spoil: Callable[[int, Sequence[tuple[int, Tensor]]], None] | None = None,
-    after: Callable[[int, Courier], None] = lambda step, courier: None,
-) -> list[tuple[Courier, Shelf]]:
+    after: Callable[[int, Replicator], None] = lambda step, courier: None,
+) -> list[tuple[Replicator, CopyShelf]]:
     """So many steps of a few workers, of which some have something of their own."""
 
-    def body(group: ThreadGroup) -> tuple[Courier, Shelf]:
-        shelf = Shelf()
-        courier = Courier(group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
+    def body(group: ThreadGroup) -> tuple[Replicator, CopyShelf]:
+        shelf = CopyShelf()
+        courier = Replicator(group if spoil is None else Spoiling(group, spoil), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
         for step in range(1, steps + 1):
             if courier.works:
                 courier.start(has(group.rank, step) if group.rank in owners else None, step)
@@ -151,8 +151,8 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
             return self._group.agree(msgpack.packb([2, *found[1:]]) if found[:1] == [FORM] and self._group.rank == 0 else payload)
 
     def body(group: ThreadGroup) -> tuple[dict[int, int], list[str]]:
-        shelf = Shelf()
-        courier = Courier(Other(group), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
+        shelf = CopyShelf()
+        courier = Replicator(Other(group), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
         courier.start(has(group.rank, 1), 1)
         assert courier.wait(20) and courier.works, courier.broken
         group.barrier().wait()
@@ -170,7 +170,7 @@ def test_a_worker_that_does_not_come_is_no_longer_waited_for() -> None:
     gone = threading.Event()
 
     def body(group: ThreadGroup) -> str:
-        courier = Courier(group, HOSTS, NAMES, Shelf())
+        courier = Replicator(group, HOSTS, NAMES, CopyShelf())
         if group.rank == 0:
             courier.start(has(0, 1), 1)
             assert courier.wait(20) and not courier.works
@@ -194,8 +194,8 @@ def test_closing_lets_the_copy_under_way_come(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(carrying, "wrap", slowly)
 
     def body(group: ThreadGroup) -> dict[int, int]:
-        shelf = Shelf()
-        courier = Courier(group, HOSTS, NAMES, shelf)
+        shelf = CopyShelf()
+        courier = Replicator(group, HOSTS, NAMES, shelf)
         courier.start(has(group.rank, 1), 1)
         courier.close()
         return shelf.held

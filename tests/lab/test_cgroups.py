@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.lab import cgroups
-from paceline.lab.cgroups import Base, Group, Mounts, find
+from paceline.lab.cgroups import Base, Cgroup, Mounts, find
 
 
 def mounts(folder: Path, cgroup: str, *lines: str) -> Mounts:
@@ -80,7 +80,7 @@ class TestGroup:
     def test_version_1(self, tmp_path):
         (tmp_path / "cpu").mkdir()
         (tmp_path / "memory").mkdir()
-        group = Group("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
+        group = Cgroup("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
         group.make()
         group.limit_processors(0.5)
         assert (tmp_path / "cpu/g/cpu.cfs_quota_us").read_text() == "10000"
@@ -92,7 +92,7 @@ class TestGroup:
         assert group.entrances() == (tmp_path / "cpu/g/cgroup.procs", tmp_path / "memory/g/cgroup.procs")
 
     def test_version_2(self, tmp_path):
-        group = Group("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
+        group = Cgroup("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
         group.make()
         (tmp_path / "g/memory.swap.max").write_text("max")
         group.limit_processors(1.5)
@@ -104,14 +104,14 @@ class TestGroup:
         assert group.folders == (tmp_path / "g",) and group.entrances() == (tmp_path / "g/cgroup.procs",)
 
     def test_entrances_for_some_controllers(self, tmp_path):
-        apart = Group("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
+        apart = Cgroup("g", [Base("cpu", 1, tmp_path / "cpu"), Base("memory", 1, tmp_path / "memory")])
         assert apart.entrances(("memory",)) == (tmp_path / "memory/g/cgroup.procs",) and apart.entrances(()) == ()
-        one = Group("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
+        one = Cgroup("g", [Base("cpu", 2, tmp_path), Base("memory", 2, tmp_path)])
         assert one.entrances(("memory",)) == one.entrances() == (tmp_path / "g/cgroup.procs",)
-        assert Group("g", [Base("cpu", 1, tmp_path)]).entrances(("memory",)) == ()
+        assert Cgroup("g", [Base("cpu", 1, tmp_path)]).entrances(("memory",)) == ()
 
     def test_processes_that_run_are_admitted_unless_there_are_ever_more(self, tmp_path):
-        group = Group("g", [Base("cpu", 1, tmp_path)])
+        group = Cgroup("g", [Base("cpu", 1, tmp_path)])
         group.make()
         entrance = tmp_path / "g/cgroup.procs"  # a plain file here: it keeps the last number alone
         entrance.write_text("")
@@ -121,7 +121,7 @@ class TestGroup:
             group.admit("cpu", lambda: [10, 11])
 
     def test_a_process_that_may_not_be_moved_is_named(self, tmp_path, monkeypatch):
-        group = Group("g", [Base("cpu", 1, tmp_path)])
+        group = Cgroup("g", [Base("cpu", 1, tmp_path)])
         group.make()
         (tmp_path / "g/cgroup.procs").write_text("")
         errors = {10: ProcessLookupError(3, "No such process"), 11: PermissionError(13, "Permission denied")}
@@ -136,13 +136,13 @@ class TestGroup:
             group.admit("cpu", lambda: [11])
 
     def test_small_quotas_are_as_small_as_can_be(self, tmp_path):
-        group = Group("g", [Base("cpu", 2, tmp_path)])
+        group = Cgroup("g", [Base("cpu", 2, tmp_path)])
         group.make()
         group.limit_processors(0.01)
         assert (tmp_path / "g/cpu.max").read_text() == "1000 20000"
 
     def test_what_the_kernel_refuses_is_said(self, tmp_path):
-        group = Group("g", [Base("cpu", 2, tmp_path / "missing")])
+        group = Cgroup("g", [Base("cpu", 2, tmp_path / "missing")])
         with pytest.raises(ResourceError, match="can't be made"):
             group.make()
         with pytest.raises(ResourceError, match="can't be written to"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.lab.output import Desk, Source
+from paceline.lab.output import LauncherOutput, OutputSorter
 
 
 def feed(*parts: tuple[int, int, bytes], placed: dict[int, int] | None = None) -> str:
     """What is shown of (host, descriptor, bytes)."""
-    desk = Desk(["a", "b"], placed or {0: 0, 1: 1}, show=False)
-    sources = {(host, descriptor): Source(host, desk, descriptor) for host in (0, 1) for descriptor in (1, 2)}
+    desk = OutputSorter(["a", "b"], placed or {0: 0, 1: 1}, show=False)
+    sources = {(host, descriptor): LauncherOutput(host, desk, descriptor) for host in (0, 1) for descriptor in (1, 2)}
     for host, descriptor, data in parts:
         sources[host, descriptor].take(data)
     for source in sources.values():

@@ -12,9 +12,9 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.observe.report import report
-from paceline.session.record.folder import Folder, Summary, Totals
-from paceline.session.record.log import Log
-from paceline.session.record.writer import Book
+from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
+from paceline.session.record.log import MetricsLog
+from paceline.session.record.writer import MetricsWriter
 
 QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
 
@@ -24,7 +24,7 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[
     steps = steps or [parts or QUIET] * 100
     count = len(steps)
     parts = {part: sum(step[part] for step in steps) / count for part in QUIET}
-    folder = Folder.create(tmp_path, "run", say=lambda text: None)
+    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
     whole = count * sum(parts.values())
     fields: dict[str, Any] = {
         "sync": "AllReduce()",
@@ -37,8 +37,8 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[
     }
     work = changes.pop("work", [])
     rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
-    totals = Totals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
-    Summary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
+    totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
+    RunSummary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
     lines = ({"step": number, "time": 0.1 * number, "samples": 64, "seconds": step} for number, step in enumerate(steps, 1))
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder.path
@@ -253,9 +253,9 @@ def test_one_worker_sends_nothing(tmp_path: Path) -> None:
 # Unfinished and damaged -------------------------------------------------------------------------------------------------------
 
 
-def unfinished(tmp_path: Path, steps: int = 3) -> Folder:
-    folder = Folder.create(tmp_path, "run", say=lambda text: None)
-    log = Log(Book(folder), say=lambda text: None)
+def unfinished(tmp_path: Path, steps: int = 3) -> RunFolder:
+    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
+    log = MetricsLog(MetricsWriter(folder), say=lambda text: None)
     for step in range(1, steps + 1):
         log.log(step, {"loss": float(step)})
         log.step(step, 10, split(data=0.03))
@@ -281,12 +281,12 @@ def test_what_a_codec_gained_is_told(tmp_path: Path) -> None:
 
 
 def test_a_run_without_steps(tmp_path: Path) -> None:
-    folder = Folder.create(tmp_path, "run", say=lambda text: None)
+    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
     assert report(folder.path).endswith("No step was finished, so there is nothing to tell about time.")
     folder.metrics.write_text("")
     assert "No step was finished" in report(folder.path)
-    totals = Totals(0, 0, 1.0, None, None, split(compute=0.0), [])
-    Summary("AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []).write(folder)
+    totals = RunTotals(0, 0, 1.0, None, None, split(compute=0.0), [])
+    RunSummary("AllReduce()", 1, 1, totals, {"within": 0.0, "between": 0.0}, [], "00", {}, []).write(folder)
     assert "No step was finished" in report(folder.path)
 
 

@@ -15,7 +15,7 @@ from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
-from paceline.server.codings import Phase, at, check, phases, put, take
+from paceline.server.codings import CodingPhase, at, check, phases, put, take
 from paceline.sync.parameterserver.strategy import ParameterServer
 
 LARGE, SMALL = Size((100, 100)), Size((9,))
@@ -29,30 +29,33 @@ LARGE, SMALL = Size((100, 100)), Size((9,))
         (plain(), ()),
         (where(smaller(10_000), int8(), exact()), ()),
         (error_feedback(after(3, exact())), ()),
-        (int8(), (Phase(0, int8()),)),
-        (error_feedback(topk(0.1)), (Phase(0, topk(0.1), True),)),
-        (where(smaller(10_000), exact(), int8()), (Phase(0, int8()),)),
-        (where(named("*.bias"), exact(), int8()), (Phase(0, int8()),)),
-        (after(5, int8()), (Phase(0, None), Phase(5, int8()))),
-        (after(0, int8()), (Phase(0, int8()),)),
-        (error_feedback(after(5, topk(0.1), before=half())), (Phase(0, half(), True), Phase(5, topk(0.1), True))),
-        (after(5, error_feedback(topk(0.1)), before=exact()), (Phase(0, None), Phase(5, topk(0.1), True))),
-        (after(5, after(9, int4(), before=int8()), before=half()), (Phase(0, half()), Phase(5, int8()), Phase(9, int4()))),
-        (after(5, after(2, int4(), before=int8()), before=half()), (Phase(0, half()), Phase(5, int4()))),
-        (after(5, int4(), before=after(9, int8(), before=half())), (Phase(0, half()), Phase(5, int4()))),
+        (int8(), (CodingPhase(0, int8()),)),
+        (error_feedback(topk(0.1)), (CodingPhase(0, topk(0.1), True),)),
+        (where(smaller(10_000), exact(), int8()), (CodingPhase(0, int8()),)),
+        (where(named("*.bias"), exact(), int8()), (CodingPhase(0, int8()),)),
+        (after(5, int8()), (CodingPhase(0, None), CodingPhase(5, int8()))),
+        (after(0, int8()), (CodingPhase(0, int8()),)),
+        (error_feedback(after(5, topk(0.1), before=half())), (CodingPhase(0, half(), True), CodingPhase(5, topk(0.1), True))),
+        (after(5, error_feedback(topk(0.1)), before=exact()), (CodingPhase(0, None), CodingPhase(5, topk(0.1), True))),
+        (
+            after(5, after(9, int4(), before=int8()), before=half()),
+            (CodingPhase(0, half()), CodingPhase(5, int8()), CodingPhase(9, int4())),
+        ),
+        (after(5, after(2, int4(), before=int8()), before=half()), (CodingPhase(0, half()), CodingPhase(5, int4()))),
+        (after(5, int4(), before=after(9, int8(), before=half())), (CodingPhase(0, half()), CodingPhase(5, int4()))),
     ],
     ids=repr,
 )
 def test_of_a_codec(codec: Any, found: Any) -> None:
     assert phases(codec, "body.weight", LARGE) == found
     for turn in range(12):
-        assert at(found, turn) == next((phase for phase in reversed(found) if phase.begins <= turn), Phase(0, None))
+        assert at(found, turn) == next((phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None))
 
 
 def test_by_name_and_size() -> None:
     codec = where(named("*.bias"), half(), where(smaller(10), int4(), error_feedback(int8())))
     assert phases(codec, "a.bias", LARGE)[0].coding == half()
-    assert phases(codec, "a.weight", SMALL)[0].coding == int4() and phases(codec, "a.weight", LARGE) == (Phase(0, int8(), True),)
+    assert phases(codec, "a.weight", SMALL)[0].coding == int4() and phases(codec, "a.weight", LARGE) == (CodingPhase(0, int8(), True),)
 
 
 CODINGS = [
@@ -63,7 +66,7 @@ CODINGS = [
 
 @pytest.mark.parametrize("coding", CODINGS, ids=repr)
 def test_what_is_written_is_read(coding: Any) -> None:
-    found = (Phase(0, None), Phase(3, coding))
+    found = (CodingPhase(0, None), CodingPhase(3, coding))
     assert take(msgpack.unpackb(msgpack.packb(put(found)))) == found
 
 

@@ -11,20 +11,20 @@ from torch import Tensor
 from paceline.codec.coding import exact, nbytes, parts, room
 from paceline.codec.dense import half, int8, sign
 from paceline.codec.sparse import randomk, topk
-from paceline.comm.buckets import Bucket, Shape, build
+from paceline.comm.buckets import Bucket, BucketShape, build
 from paceline.errors import Mismatch
-from paceline.server.codings import Phase, at
-from paceline.server.deltas import Told
+from paceline.server.codings import CodingPhase, at
+from paceline.server.deltas import DeltaEncoder
 from paceline.state.snapshot import loads, pack
 
 SIZES = ((40, 10), (7,))
 
 
-def unit(*phases: Phase, dtype: torch.dtype = torch.float32) -> tuple[Told, Bucket]:
-    shapes = [Shape.of(torch.empty(size, dtype=dtype))._replace(kind="coded") for size in SIZES]
+def unit(*phases: CodingPhase, dtype: torch.dtype = torch.float32) -> tuple[DeltaEncoder, Bucket]:
+    shapes = [BucketShape.of(torch.empty(size, dtype=dtype))._replace(kind="coded") for size in SIZES]
     (bucket,) = build(shapes, [[0, 1]], lambda numel, dtype, device: torch.empty(numel, dtype=dtype))
     bucket.flat.copy_(torch.randn(bucket.flat.numel(), generator=torch.Generator().manual_seed(1)))
-    told = Told(phases, bucket, 3)
+    told = DeltaEncoder(phases, bucket, 3)
     told.level()
     return told, bucket
 
@@ -32,10 +32,10 @@ def unit(*phases: Phase, dtype: torch.dtype = torch.float32) -> tuple[Told, Buck
 class Worker:
     """Takes in what it is told."""
 
-    def __init__(self, phases: tuple[Phase, ...]) -> None:
+    def __init__(self, phases: tuple[CodingPhase, ...]) -> None:
         self.phases, self.has, self.copy, self.nbytes = phases, None, torch.empty(0), 0
 
-    def read(self, told: Told, apart: tuple[int, int] | None = None) -> Tensor:
+    def read(self, told: DeltaEncoder, apart: tuple[int, int] | None = None) -> Tensor:
         """`apart`: not in lockstep, as this worker in this turn."""
         body, tensors = told.read(self.has) if apart is None else told.read_apart(apart[0], self.has, apart[1])
         self.nbytes = sum(x.nbytes for x in tensors)
@@ -50,7 +50,7 @@ class Worker:
         return self.copy
 
 
-def step(told: Told, bucket: Bucket, turn: int, size: float = 0.1) -> None:
+def step(told: DeltaEncoder, bucket: Bucket, turn: int, size: float = 0.1) -> None:
     told.settle()
     bucket.flat.add_(torch.randn(bucket.flat.numel(), generator=torch.Generator().manual_seed(turn)), alpha=size)
     told.stepped(turn)
@@ -59,7 +59,7 @@ def step(told: Told, bucket: Bucket, turn: int, size: float = 0.1) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("coding", [half(), int8(64), sign(), topk(0.1), randomk(0.2)], ids=repr)
 def test_workers_have_the_same_and_come_to_the_value(coding: Any, dtype: torch.dtype) -> None:
-    phases = (Phase(0, coding),)
+    phases = (CodingPhase(0, coding),)
     told, bucket = unit(*phases, dtype=dtype)
     one, other, late = Worker(phases), Worker(phases), Worker(phases)
     assert torch.equal(one.read(told), bucket.flat) and torch.equal(other.read(told), bucket.flat)
@@ -84,7 +84,7 @@ def test_workers_have_the_same_and_come_to_the_value(coding: Any, dtype: torch.d
 
 
 def test_a_level_is_the_value_itself() -> None:
-    phases = (Phase(0, topk(0.05)),)
+    phases = (CodingPhase(0, topk(0.05)),)
     told, bucket = unit(*phases)
     one, slow = Worker(phases), Worker(phases)
     for worker in (one, slow):
@@ -98,7 +98,7 @@ def test_a_level_is_the_value_itself() -> None:
 
 
 def test_phases() -> None:
-    phases = (Phase(0, None), Phase(2, int8(64)), Phase(4, None))
+    phases = (CodingPhase(0, None), CodingPhase(2, int8(64)), CodingPhase(4, None))
     told, bucket = unit(*phases)
     one = Worker(phases)
     one.read(told)
@@ -108,7 +108,7 @@ def test_phases() -> None:
 
 
 def test_whether_somebody_has_read_changes_nothing() -> None:
-    phases = (Phase(0, int8(64, "stochastic")),)
+    phases = (CodingPhase(0, int8(64, "stochastic")),)
     (read, one), (unread, other) = unit(*phases), unit(*phases)
     for turn in range(5):
         step(read, one, turn)
@@ -119,7 +119,7 @@ def test_whether_somebody_has_read_changes_nothing() -> None:
 
 
 def test_a_replica_goes_on() -> None:
-    phases = (Phase(0, topk(0.1)),)
+    phases = (CodingPhase(0, topk(0.1)),)
     told, bucket = unit(*phases)
     one = Worker(phases)
     one.read(told)
@@ -140,7 +140,7 @@ def test_a_replica_goes_on() -> None:
 @pytest.mark.parametrize("coding", [half(), int8(64), sign(), topk(0.1), randomk(0.2)], ids=repr)
 def test_out_of_lockstep_each_is_told_what_it_lacks(coding: Any, dtype: torch.dtype) -> None:
     """However often others read; what is lost comes later."""
-    phases = (Phase(0, coding),)
+    phases = (CodingPhase(0, coding),)
     told, bucket = unit(*phases, dtype=dtype)
     quick, slow = Worker(phases), Worker(phases)
     for turn in range(60):
@@ -161,7 +161,7 @@ def test_out_of_lockstep_each_is_told_what_it_lacks(coding: Any, dtype: torch.dt
 
 def test_out_of_lockstep_the_bits_are_those_of_the_server() -> None:
     """Nothing that is lost adds up: what the server takes a worker to have is what it has, in any phase."""
-    phases = (Phase(0, int8(64, "stochastic")), Phase(5, None), Phase(7, topk(0.1)))
+    phases = (CodingPhase(0, int8(64, "stochastic")), CodingPhase(5, None), CodingPhase(7, topk(0.1)))
     told, bucket = unit(*phases)
     workers = {number: Worker(phases) for number in (0, 1, 4)}
     for turn in range(10):
@@ -181,7 +181,7 @@ def push(coding: Any, x: Tensor) -> Tensor:
 
 
 def test_what_is_pushed_is_decoded_where_it_was_used() -> None:
-    told, _ = unit(Phase(0, sign(64)), dtype=torch.float64)
+    told, _ = unit(CodingPhase(0, sign(64)), dtype=torch.float64)
     x = torch.cat([torch.zeros(400), torch.ones(7)])
     found = told.decode(push(sign(64), x), b"\0\1", 0)
     assert found.dtype == torch.float64 and not bool(found[:400].any()) and bool(found[400:].all())
@@ -189,7 +189,7 @@ def test_what_is_pushed_is_decoded_where_it_was_used() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    told, _ = unit(Phase(0, None), Phase(3, topk(0.1)))
+    told, _ = unit(CodingPhase(0, None), CodingPhase(3, topk(0.1)))
     flat = torch.ones(407)
     right = push(topk(0.1), flat)
     assert told.decode(flat, b"\1\1", 2) is flat, "exact as long as it is"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import StateLost
 from paceline.server import journal
-from paceline.server.journal import Ledger, merged
-from paceline.server.spans import Spans
+from paceline.server.journal import StepJournal, merged
+from paceline.server.spans import SampleSpans
 
 
 def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] = (0, 0)) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] =
 def test_spans_and_holes_are_all_there_is(sizes: list[int], cuts: list[tuple[int, int, int]]) -> None:
     rows = [[5 + batch, start, min(stop, sizes[batch])] for batch, start, stop in cuts if batch < len(sizes)]
     rows = [row for row in rows if row[1] < row[2]]
-    spans = Spans(rows)
+    spans = SampleSpans(rows)
     inside = {(batch, sample) for batch, start, stop in rows for sample in range(start, stop)}
     assert [(batch, sample) for batch, start, stop in spans.rows() for sample in range(start, stop)] == sorted(inside)
     outside = [(batch, sample) for batch, start, stop in spans.holes(5, sizes) for sample in range(start, stop)]
@@ -33,12 +33,12 @@ def test_spans_and_holes_are_all_there_is(sizes: list[int], cuts: list[tuple[int
 
 
 def test_what_was_made_is_known_and_travels() -> None:
-    made = Ledger()
+    made = StepJournal()
     made.made(close(1, [0, 1, [[0, 0, 4]]], [2, 1, [[0, 4, 8]]]))
     made.made(close(2, [0, 2, [[1, 0, 4]]]))
     made.made(close(1, [2, 1, []], optimizer=1))
     made.drop(0, [[1, 4, 8]])
-    other = Ledger()
+    other = StepJournal()
     other.load(made.dump())
     for each in (made, other):
         assert each.done.rows() == [[0, 0, 8], [1, 0, 4]] and each.gradients == {(0, 0): 2, (0, 2): 1, (1, 2): 1}
@@ -47,7 +47,7 @@ def test_what_was_made_is_known_and_travels() -> None:
 
 
 def test_a_new_part_begins_with_nothing_done_and_an_old_one_changes_nothing() -> None:
-    made = Ledger()
+    made = StepJournal()
     made.made(close(1, [0, 1, [[0, 0, 4]]]))
     made.made(close(2, [0, 2, [[8, 0, 4]]], of=(0, 8)))
     assert made.part == (0, 8) and made.done.rows() == [[8, 0, 4]]
@@ -56,7 +56,7 @@ def test_a_new_part_begins_with_nothing_done_and_an_old_one_changes_nothing() ->
 
 
 def test_shards_together_know_the_latest_part() -> None:
-    one, two = Ledger(), Ledger()
+    one, two = StepJournal(), StepJournal()
     one.made(close(1, [0, 1, [[0, 0, 4]]]))
     two.made(close(1, [0, 1, [[0, 0, 4]]], optimizer=1))
     two.made(close(2, [1, 1, [[0, 4, 6]]], optimizer=1))
@@ -68,7 +68,7 @@ def test_shards_together_know_the_latest_part() -> None:
 
 def test_steps_that_nobody_knows_any_more_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "KEPT", 3)
-    made = Ledger()
+    made = StepJournal()
     for step in range(1, 6):
         made.made(close(step, [0, step, []]))
     assert [body["step"] for body in made.since(0, 2)] == [3, 4, 5]

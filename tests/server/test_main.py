@@ -14,28 +14,28 @@ from torch import Tensor
 from paceline.codec.coding import parts, room
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.comm.buckets import Shape
-from paceline.comm.rpc import Caller, Message, Receiver, keys
+from paceline.comm.buckets import BucketShape
+from paceline.comm.rpc import RpcClient, RpcMessage, RpcServer, keys
 from paceline.errors import Mismatch, UsageError
-from paceline.server.codings import Phase
+from paceline.server.codings import CodingPhase
 from paceline.server.main import Server, read, write
-from paceline.server.partition import Piece
-from paceline.server.shard import Plan
+from paceline.server.partition import RowRange
+from paceline.server.shard import ShardPlan
 
 KEYS = keys(b"0123456789abcdef", "a job")
 SECONDS = 10.0
 
 
-WAYS = [(Phase(0, topk(0.5)),), (Phase(0, None), Phase(1, int8(8)))]
+WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
 
 
-def plan(rows: int = 4, ways: Any = ()) -> Plan:
-    shapes = [Shape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
-    found = [Piece(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
-    return Plan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
+def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
+    shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
+    found = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
+    return ShardPlan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
 
 
-def packed(found: Plan) -> Tensor:
+def packed(found: ShardPlan) -> Tensor:
     return torch.frombuffer(bytearray(write(found)), dtype=torch.uint8)
 
 
@@ -43,17 +43,17 @@ def packed(found: Plan) -> Tensor:
 def call() -> Iterator[Callable[..., Any]]:
     """Workers of a server that runs in a thread: `call(worker, kind, body, *tensors)`."""
     said: list[str] = []
-    receiver, over = Receiver(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
+    receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
     thread = threading.Thread(target=Server(receiver, over.is_set).run, daemon=True)
     thread.start()
-    callers: dict[int, Caller] = {}
+    callers: dict[int, RpcClient] = {}
 
-    def caller(worker: int) -> Caller:
+    def caller(worker: int) -> RpcClient:
         if worker not in callers:
-            callers[worker] = Caller(receiver.addresses[0], KEYS, sender=worker, who="the server")
+            callers[worker] = RpcClient(receiver.addresses[0], KEYS, sender=worker, who="the server")
         return callers[worker]
 
-    def act(worker: int, kind: str, body: Any = None, *tensors: Tensor) -> Message:
+    def act(worker: int, kind: str, body: Any = None, *tensors: Tensor) -> RpcMessage:
         return caller(worker).call(kind, body=body or {}, tensors=tensors, seconds=SECONDS)
 
     act.caller, act.said, act.thread = caller, said, thread  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> dict[str, 
 
 def test_a_plan_comes_as_it_was_written() -> None:
     found, again = plan(), read(write(plan()))
-    assert again == Plan(found.pieces, found.runs, found.owners, found.optimizers)
+    assert again == ShardPlan(found.pieces, found.runs, found.owners, found.optimizers)
     assert read(write(plan(ways=WAYS))).ways == WAYS
 
 

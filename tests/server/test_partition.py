@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.buckets import Shape
+from paceline.comm.buckets import BucketShape
 from paceline.server.partition import PARTS, SMALLEST, deal, pieces
 
 
-def shapes(*sizes: tuple[int, ...]) -> list[Shape]:
-    return [Shape.of(torch.empty(size, device="meta"))._replace(device=torch.device("cpu")) for size in sizes]
+def shapes(*sizes: tuple[int, ...]) -> list[BucketShape]:
+    return [BucketShape.of(torch.empty(size, device="meta"))._replace(device=torch.device("cpu")) for size in sizes]
 
 
 SIZES = st.lists(st.lists(st.integers(0, 700), max_size=3).map(tuple), min_size=1, max_size=12)
@@ -52,5 +52,5 @@ def test_small_and_whole_parameters_are_not_cut():
 def test_strides_are_kept():
     """A piece of a channels-last convolution is channels-last."""
     weight = torch.empty(512, 64, 3, 3).to(memory_format=torch.channels_last)
-    cut = pieces([Shape.of(weight)], 2, [False])
+    cut = pieces([BucketShape.of(weight)], 2, [False])
     assert len(cut) > 2 and all(piece.shape.stride == weight.stride() for piece in cut)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import Mismatch
-from paceline.server.scheduler import SHOWN, Decision, Keeper
-from paceline.server.spans import Piece
-from paceline.server.stragglers import Made, Open
+from paceline.server.scheduler import SHOWN, SampleScheduler, StepDecision
+from paceline.server.spans import SampleSpan
+from paceline.server.stragglers import OpenStep, StepMade
 
 
-def keeper(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> Keeper:
-    made = Keeper()
+def keeper(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:
+    made = SampleScheduler()
     made.begin(epoch, first, sizes, range(workers))
     return made
 
@@ -32,7 +32,7 @@ class TestSamples:
         while left:
             worker = data.draw(st.sampled_from(sorted(left)))
             found = made.take(worker, most[worker])
-            if isinstance(found, Piece):
+            if isinstance(found, SampleSpan):
                 assert found.stop - found.start <= most[worker]
                 dealt += [(found.batch, sample) for sample in range(found.start, found.stop)]
                 clocks[worker] += 1
@@ -93,7 +93,7 @@ class TestSamples:
     @pytest.mark.parametrize("sizes", [[], [2, 0], [-1]])
     def test_nothing_to_deal(self, sizes):
         with pytest.raises(Mismatch, match="nothing to deal"):
-            Keeper().begin(0, 0, sizes, [0])
+            SampleScheduler().begin(0, 0, sizes, [0])
 
     def test_who_may_not_take(self):
         for worker, most in ((5, 1), (0, 0)):
@@ -139,7 +139,7 @@ class TestWhoMakesAStep:
         assert made.arrive(3, 0, 1, "c", 2) is None
         assert made.absent(0, 1) == [(0, 0), (1, 0), (2, 0)]
         found = made.arrive(1, 0, 1, "a", 2)
-        assert isinstance(found, Decision) and found.workers == [1, 3] and found.came == {3: "c", 1: "a"}
+        assert isinstance(found, StepDecision) and found.workers == [1, 3] and found.came == {3: "c", 1: "a"}
         assert made.arrive(3, 0, 1, "c", 2) is found, "who waited for it is told"
         assert made.arrive(0, 0, 1, "b", 2) is False and made.decided(0) == 1
         with pytest.raises(Mismatch, match="step 3 of optimizer 0 can't come after step 1"):
@@ -149,18 +149,18 @@ class TestWhoMakesAStep:
         made = keeper(1, 1, workers=3)
         assert made.take(0, 1) and made.take(1, 1) and made.take(2, 1) is None
         assert made.arrive(0, 0, 1, "", 1) is None
-        assert isinstance(made.arrive(1, 0, 1, "", 1), Decision)
+        assert isinstance(made.arrive(1, 0, 1, "", 1), StepDecision)
         made = keeper(1, 1, workers=3)
         made.take(0, 1)
         made.leave(1)
         assert made.arrive(0, 0, 1, "", 0) is None
         made.leave(2)
-        assert isinstance(made.arrive(0, 0, 1, "", 0), Decision)
+        assert isinstance(made.arrive(0, 0, 1, "", 0), StepDecision)
 
     def test_who_is_very_late(self):
         made = keeper(*[1] * 99, workers=2)
         for step in range(1, 40):
-            assert isinstance(made.arrive(0, 0, step, "", 1), Decision)
+            assert isinstance(made.arrive(0, 0, step, "", 1), StepDecision)
         assert made.arrive(1, 0, 1, "", 1) is False and made.decided(0) == 39
         assert len(made._decisions) <= 8, "old ones are forgotten"
 
@@ -186,7 +186,7 @@ class TestWhoMakesAStep:
 
 
 class TestWhoIsInAStepWithinABound:
-    def begun(self, workers: int = 3) -> Keeper:
+    def begun(self, workers: int = 3) -> SampleScheduler:
         """Turns have taken 1 s so far, four of each worker, and each of them begins one at 0."""
         made = keeper(*[1] * 99, workers=workers)
         for worker in range(workers):
@@ -199,7 +199,7 @@ class TestWhoIsInAStepWithinABound:
                 made.starts(worker, 0.0)
         return made
 
-    def turn(self, made: Keeper, *workers: int, number: int, now: float, bound: float = 2) -> list[int]:
+    def turn(self, made: SampleScheduler, *workers: int, number: int, now: float, bound: float = 2) -> list[int]:
         """These come to a step, one by one, then all of them ask again; who is told that it is in one begins its next turn, if it may."""
         for worker in workers:
             made.gather(worker, 0, number, worker, bound=bound, now=now)
@@ -253,20 +253,20 @@ class TestWhoIsInAStepWithinABound:
         assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is not None
 
     def test_one_alone(self):
-        assert all(Keeper().gather(0, 0, 1, "", bound=1, now=now) is not None for now in (0.0, 1.0))
+        assert all(SampleScheduler().gather(0, 0, 1, "", bound=1, now=now) is not None for now in (0.0, 1.0))
 
     def test_who_is_late_goes_on_and_is_in_the_open_step(self):
         made = self.begun()
         assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(made, 0, 1, number=5, now=1.2) == [0, 1]
         late = {"bound": 2, "part": True}
-        assert made.gather(2, 0, 5, 2, now=1.5, **late) == Open(5) and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None, "it is open"
+        assert made.gather(2, 0, 5, 2, now=1.5, **late) == OpenStep(5) and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None, "it is open"
         made.tick(2, 5)
         assert made.slowest == 4, "nobody has its gradient yet"
         made.went(2, 1.5)
         assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest == 5, "who goes on isn't waited for"
         step = made.gather(2, 0, 5, 2, bound=2, now=2.5)
         assert step is not None and list(step.came) == [0, 1, 2] and step.takers == {0, 1, 2}
-        assert made.gather(2, 0, 6, 2, now=2.5, **late) == Open(6), "it stays out of phase"
+        assert made.gather(2, 0, 6, 2, now=2.5, **late) == OpenStep(6), "it stays out of phase"
         made.tick(2, 6)
         made.went(2, 2.5)
         assert made.gather(0, 0, 7, 0, now=3.2, **late) is None, "who is on time waits for the others"
@@ -294,9 +294,9 @@ class TestWhoIsInAStepWithinABound:
         modes = dict.fromkeys(range(workers), "take")
         behind = set[int]()  # who has gone on, and has to ask what became of its gradient before it comes with the next one
 
-        def gathers(worker: int, part: bool) -> Made | Open | None:
+        def gathers(worker: int, part: bool) -> StepMade | OpenStep | None:
             found = made.gather(worker, 0, number[worker], number[worker], bound=bound, now=now, part=part)
-            if isinstance(found, Made):
+            if isinstance(found, StepMade):
                 assert found.takers <= found.came.keys() and found.came[worker] == number[worker]
                 in_steps.update({other: max(told, in_steps[other]) for other, told in found.came.items()})
             return found
@@ -318,7 +318,7 @@ class TestWhoIsInAStepWithinABound:
                 number[worker] += 1
                 return "gather"
             if mode == "gather" and (told := gathers(worker, chance.random() < 0.8)):
-                behind.update({worker} if isinstance(told, Open) else ())
+                behind.update({worker} if isinstance(told, OpenStep) else ())
                 made.tick(worker, number[worker])
                 return "tick"
             if mode == "tick" and made.may(worker, bound):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.buckets import Shape, cut
+from paceline.comm.buckets import BucketShape, cut
 from paceline.errors import Mismatch
 from paceline.server import optimizers as recipe
-from paceline.server.partition import Piece, deal, pieces
-from paceline.server.shard import Plan, Shard
+from paceline.server.partition import RowRange, deal, pieces
+from paceline.server.shard import Shard, ShardPlan
 from paceline.state.snapshot import loads, pack
 
 SIZES = ((600, 40), (40,), (30, 40), (30,))
@@ -31,14 +31,14 @@ class Servers:
     def __init__(self, model: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], count: int) -> None:
         self.model = model
         owner = {id(p): (k, g) for k, o in enumerate(optimizers) for g, group in enumerate(o.param_groups) for p in group["params"]}
-        found = pieces([Shape.of(p) for p in model], count, [False] * len(model))
+        found = pieces([BucketShape.of(p) for p in model], count, [False] * len(model))
         told = [(recipe.describe(o), recipe.settings(o)) for o in optimizers]
         self.shards = []
         for numbers in deal(found, count):
             mine = [found[number] for number in numbers]
             owners = [owner[id(model[piece.slot])] for piece in mine]
             kinds = [piece.shape._replace(kind=who[0]) for piece, who in zip(mine, owners, strict=True)]
-            self.shards.append(Shard(Plan(mine, cut(kinds, reversed(range(len(mine))), 100_000), owners, told)))
+            self.shards.append(Shard(ShardPlan(mine, cut(kinds, reversed(range(len(mine))), 100_000), owners, told)))
         for shard in self.shards:
             for number in range(len(shard.units)):
                 shard.fill(number, self.flat(shard, number, [p.detach() for p in model]))
@@ -68,7 +68,7 @@ class Servers:
         for shard in self.shards:
             for number, unit in enumerate(shard.units):
                 for index, view in zip(shard.plan.runs[number], unit.bucket.over(shard.read(number)), strict=True):
-                    piece: Piece = shard.plan.pieces[index]
+                    piece: RowRange = shard.plan.pieces[index]
                     found[piece.slot][piece.start : piece.stop] = view.detach()
         return found
 

@@ -8,14 +8,14 @@ import random
 import pytest
 
 from paceline.errors import Mismatch
-from paceline.server.stragglers import LEAST, MOST, SHORT, SPANS, TOGETHER, Gathering
+from paceline.server.stragglers import LEAST, MOST, SHORT, SPANS, TOGETHER, PartialSteps
 
 ALL = {0, 1, 2, 3}
 
 
-def gathering(*spans: float) -> Gathering:
+def gathering(*spans: float) -> PartialSteps:
     """Four workers that know how long turns take: the last `SPANS` of each took so long; all begin one at 0."""
-    made = Gathering(dict.fromkeys(ALL, 0.0))
+    made = PartialSteps(dict.fromkeys(ALL, 0.0))
     for turn in range(SPANS):
         for worker in sorted(ALL):
             made.come(worker, turn + 1, "", spans[(4 * turn + worker) % len(spans)] if spans else 1.0)
@@ -25,7 +25,7 @@ def gathering(*spans: float) -> Gathering:
     return made
 
 
-def come(made: Gathering, *workers: int, now: float, absent: set[int] | None = None) -> bool:
+def come(made: PartialSteps, *workers: int, now: float, absent: set[int] | None = None) -> bool:
     """Whether the step is made once these have come, and with whom."""
     for worker in workers:
         number = made._made.get(worker, (0, None))[0] + 1
@@ -61,7 +61,7 @@ class TestWhoIsWaitedFor:
         assert 3 not in made._late, "it is waited for again"
 
     def test_first_turns_take_as_long_as_they_do(self):
-        made = Gathering()
+        made = PartialSteps()
         assert not come(made, 0, 1, 2, now=1e6) and made.due == math.inf and come(made, 3, now=2e6)
         for worker in (0, 1, 2):
             made.begin(worker, 0.0)
@@ -100,7 +100,7 @@ class TestWhoIsWaitedFor:
 
 
 class TestWhoGoesOn:
-    def late(self) -> Gathering:
+    def late(self) -> PartialSteps:
         """The last worker has not come to the step that the others have made."""
         made = gathering()
         assert not come(made, 0, 1, 2, now=1.0) and come(made, now=1.0 + LEAST)
@@ -160,7 +160,7 @@ class TestOnce:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_each_gradient_is_in_one_step_whatever_turns_take(self, seed):
-        chance, made = random.Random(seed), Gathering(dict.fromkeys(ALL, 0.0))
+        chance, made = random.Random(seed), PartialSteps(dict.fromkeys(ALL, 0.0))
         ends = {worker: chance.expovariate(1) for worker in ALL}  # of turns under way
         told: dict[tuple[int, int], int] = {}
         turns = dict.fromkeys(ALL, 0)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paceline.errors import Mismatch, UsageError
 from paceline.server import table
-from paceline.server.table import Direct, Hashed, Spec, Table
+from paceline.server.table import DirectIndex, HashedIndex, TableShard, TableSpec
 
-SPEC = Spec(rows=10_000, dim=4, dtype="float64", seed=3, std=1.0, rule="Adagrad")
+SPEC = TableSpec(rows=10_000, dim=4, dtype="float64", seed=3, std=1.0, rule="Adagrad")
 SETTINGS = {"lr": 0.1, "lr_decay": 0.0, "eps": 1e-10, "initial_accumulator_value": 0.0}
 
 
@@ -25,8 +25,8 @@ def grad(found: Tensor) -> Tensor:
     return (found[:, None] * torch.tensor([1.0, -2.0, 0.5, 3.0])).double().cos()
 
 
-def stepped(servers: int, spec: Spec = SPEC, steps: int = 5) -> list[Table]:
-    made = [Table(spec, SETTINGS, server=server, servers=servers) for server in range(servers)]
+def stepped(servers: int, spec: TableSpec = SPEC, steps: int = 5) -> list[TableShard]:
+    made = [TableShard(spec, SETTINGS, server=server, servers=servers) for server in range(servers)]
     generator = torch.Generator().manual_seed(2)
     for _ in range(steps):
         drawn = torch.randint(spec.rows, (3000,), generator=generator).unique()
@@ -36,7 +36,7 @@ def stepped(servers: int, spec: Spec = SPEC, steps: int = 5) -> list[Table]:
     return made
 
 
-def values(made: list[Table], found: Tensor) -> Tensor:
+def values(made: list[TableShard], found: Tensor) -> Tensor:
     whole = torch.empty(len(found), made[0].spec.dim, dtype=made[0].spec.kind)
     for server, each in enumerate(made):
         here = found % len(made) == server
@@ -44,7 +44,7 @@ def values(made: list[Table], found: Tensor) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("index", [lambda: Direct(1 << 20), Hashed])
+@pytest.mark.parametrize("index", [lambda: DirectIndex(1 << 20), HashedIndex])
 def test_an_index_finds_what_was_added(index: Any) -> None:
     made, chance, known = index(), np.random.default_rng(1), dict[int, int]()
     for _ in range(8):
@@ -58,7 +58,7 @@ def test_an_index_finds_what_was_added(index: Any) -> None:
 
 
 def test_rows_that_were_never_stepped_take_nothing() -> None:
-    made = Table(SPEC, SETTINGS, server=0, servers=1)
+    made = TableShard(SPEC, SETTINGS, server=0, servers=1)
     assert torch.equal(made.read(ids(5, 9)), SPEC.initial(ids(5, 9))) and len(made) == 0
     made.step([(ids(5), grad(ids(5)))])
     assert len(made) == 1 and torch.equal(made.read(ids(9)), SPEC.initial(ids(9)))
@@ -79,14 +79,14 @@ def test_a_hashed_table_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one = stepped(2)
     monkeypatch.setattr(table, "DIRECT", 0)
     assert torch.equal(values(stepped(2), torch.arange(SPEC.rows)), values(one, torch.arange(SPEC.rows)))
-    large = Table(Spec(10**15, 4, "float64", 3, 1.0, "Adagrad"), SETTINGS, server=1, servers=3)
+    large = TableShard(TableSpec(10**15, 4, "float64", 3, 1.0, "Adagrad"), SETTINGS, server=1, servers=3)
     far = ids(10**14, 10**15 - 3) // 3 * 3 + 1
     large.step([(far, grad(far))])
     assert len(large) == 2 and not torch.equal(large.read(far), large.spec.initial(far))
 
 
 def test_what_comes_by_itself_is_applied_by_itself() -> None:
-    one, other = (Table(SPEC, SETTINGS, server=0, servers=1) for _ in range(2))
+    one, other = (TableShard(SPEC, SETTINGS, server=0, servers=1) for _ in range(2))
     for found in (ids(1, 4), ids(4, 6)):
         one.step([(found, grad(found))])
         other.step([(found, grad(found))])
@@ -94,7 +94,7 @@ def test_what_comes_by_itself_is_applied_by_itself() -> None:
 
 
 def test_settings_hold_from_the_step_they_come_with() -> None:
-    made = Table(Spec(10, 4, "float64", 3, 1.0, "SGD"), {"lr": 0.1}, server=0, servers=1)
+    made = TableShard(TableSpec(10, 4, "float64", 3, 1.0, "SGD"), {"lr": 0.1}, server=0, servers=1)
     before = made.read(ids(2))
     made.step([(ids(2), torch.ones(1, 4).double())], {"lr": 1.0})
     made.step([(ids(2), torch.ones(1, 4).double())])
@@ -122,7 +122,7 @@ def test_a_step_goes_back(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_parts_are_put_into_others() -> None:
     """What is remembered, too: the next step is the same."""
-    one, found = stepped(2), [Table(SPEC, SETTINGS, server=server, servers=3) for server in range(3)]
+    one, found = stepped(2), [TableShard(SPEC, SETTINGS, server=server, servers=3) for server in range(3)]
     for each in found:
         each.forget(SPEC.seed, one[0].count)
         for source in one:
@@ -137,7 +137,7 @@ def test_parts_are_put_into_others() -> None:
 
 
 class TestRefusals:
-    made = Table(SPEC, SETTINGS, server=0, servers=2)
+    made = TableShard(SPEC, SETTINGS, server=0, servers=2)
 
     @pytest.mark.parametrize("found", [ids(1), ids(-2), ids(10_000), torch.tensor([2.0]), ids(2)[None]])
     def test_of_rows(self, found: Tensor) -> None:
@@ -152,6 +152,6 @@ class TestRefusals:
 
     def test_of_tables(self) -> None:
         with pytest.raises(UsageError, match="this is no table"):
-            Table(Spec(10, 4, "float16", 3, 1.0, "SGD"), {"lr": 0.1}, server=0, servers=1)
+            TableShard(TableSpec(10, 4, "float16", 3, 1.0, "SGD"), {"lr": 0.1}, server=0, servers=1)
         with pytest.raises(UsageError, match="this is no table"):
-            Table(SPEC, SETTINGS, server=2, servers=2)
+            TableShard(SPEC, SETTINGS, server=2, servers=2)

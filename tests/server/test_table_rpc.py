@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.rpc import Caller, Receiver, keys
+from paceline.comm.rpc import RpcClient, RpcServer, keys
 from paceline.errors import Mismatch
 from paceline.server.main import Server
-from paceline.server.table import Spec
+from paceline.server.table import TableSpec
 
 KEYS = keys(b"0123456789abcdef", "tests")
-SPEC = Spec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
+SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
 SECONDS = 5.0
-Callers = list[Caller]
+Callers = list[RpcClient]
 
 
 @pytest.fixture
 def callers() -> Iterator[Callers]:
     """Two workers of a server with a table."""
-    receiver, over = Receiver(KEYS, hosts=["127.0.0.1"], say=lambda text: None), threading.Event()
+    receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=lambda text: None), threading.Event()
     thread = threading.Thread(target=lambda: (Server(receiver, over.is_set).run(), receiver.close()))
     thread.start()
-    found = [Caller(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)]
+    found = [RpcClient(receiver.addresses[0], KEYS, sender=rank, who="the server") for rank in range(2)]
     for caller in found:
         table(caller)
     yield found
@@ -36,22 +36,22 @@ def callers() -> Iterator[Callers]:
         caller.close()
 
 
-def table(caller: Caller, spec: Spec = SPEC, lr: float = 1.0) -> None:
+def table(caller: RpcClient, spec: TableSpec = SPEC, lr: float = 1.0) -> None:
     body = {"table": 0, "spec": spec.plain(), "settings": {"lr": lr}, "server": 0, "servers": 1}
     caller.call("rows.table", body=body, seconds=SECONDS)
 
 
-def give(caller: Caller, step: int, *rows: int, used: bool = True, settings: Any = None) -> int:
+def give(caller: RpcClient, step: int, *rows: int, used: bool = True, settings: Any = None) -> int:
     entry = {"table": 0, "step": step, "used": used, "settings": settings}
     tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
     return caller.send("rows.give", body={"workers": [0, 1], "tables": [entry]}, tensors=tensors, seconds=SECONDS)
 
 
-def pull(caller: Caller, step: int, *rows: int) -> int:
+def pull(caller: RpcClient, step: int, *rows: int) -> int:
     return caller.send("rows.pull", body={"table": 0, "step": step}, tensors=[torch.tensor(rows)], seconds=SECONDS)
 
 
-def wait(caller: Caller, number: int, seconds: float = SECONDS) -> Any:
+def wait(caller: RpcClient, number: int, seconds: float = SECONDS) -> Any:
     return caller.wait(number, seconds)
 
 
@@ -90,23 +90,23 @@ def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
     assert torch.equal(wait(two, pull(two, 2, 7)).tensors[0], SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
 
 
-def decide(caller: Caller, step: int, *rows: int) -> None:
+def decide(caller: RpcClient, step: int, *rows: int) -> None:
     """Give, where the step isn't made by that."""
     entry = {"table": 0, "step": step, "used": True, "settings": {"lr": 1.0}}
     tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
     caller.call("rows.give", body={"decided": True, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
 
 
-def made(caller: Caller, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
+def made(caller: RpcClient, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
     entry = {"table": 0, "step": step, "floor": floor}
     caller.call("rows.make", body={"tables": [entry], "workers": workers, "calls": calls}, seconds=SECONDS)
 
 
-def back(caller: Caller, step: int, calls: int) -> None:
+def back(caller: RpcClient, step: int, calls: int) -> None:
     caller.call("rows.back", body={"tables": [(0, step)], "calls": calls}, seconds=SECONDS)
 
 
-def values(caller: Caller, step: int, *rows: int) -> Any:
+def values(caller: RpcClient, step: int, *rows: int) -> Any:
     return wait(caller, pull(caller, step, *rows)).tensors[0] - SPEC.initial(torch.tensor(rows))
 
 
@@ -209,19 +209,19 @@ class TestRefusals:
 class TestOutOfLockstep:
     """By messages: what is held, who makes a step, and what waits for what."""
 
-    def hold(self, caller: Caller, after: int, *rows: int, used: bool = True) -> int:
+    def hold(self, caller: RpcClient, after: int, *rows: int, used: bool = True) -> int:
         entry = {"table": 0, "used": used, "settings": {"lr": 1.0}}
         tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
         return caller.send("rows.hold", body={"after": after, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
 
-    def close(self, caller: Caller, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> int:
+    def close(self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> int:
         body = {"tables": [0], "step": step, "workers": workers, "factor": factor, "part": part}
         return caller.send("rows.close", body=body, seconds=SECONDS)
 
-    def now(self, caller: Caller, free: str, step: int, *rows: int) -> int:
+    def now(self, caller: RpcClient, free: str, step: int, *rows: int) -> int:
         return caller.send("rows.pull", body={"table": 0, "step": step, "free": free}, tensors=[torch.tensor(rows)], seconds=SECONDS)
 
-    def moved(self, caller: Caller, free: str, step: int, row: int) -> float:
+    def moved(self, caller: RpcClient, free: str, step: int, row: int) -> float:
         return round(float((wait(caller, self.now(caller, free, step, row)).tensors[0] - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
 
     def test_a_step_is_made_once_by_those_who_are_named(self, callers: Callers) -> None:

@@ -21,7 +21,7 @@ from paceline.errors import ReplicasDiffer
 from paceline.session.run import Run
 from paceline.sync import routes
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.autograd import Backward
+from paceline.sync.autograd import GradientTracker
 from tests.runs import alone, distance, parameters, workers
 
 COUNT, BATCH, EPOCHS = 1003, 64, 2
@@ -196,19 +196,19 @@ def silent(self: Any, flat: Tensor, name: str) -> Any:
 
 
 def test_a_mutant_that_does_not_communicate_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes.Native, "all_reduce", silent)
+    monkeypatch.setattr(routes.GroupReducer, "all_reduce", silent)
     with pytest.raises((AssertionError, ReplicasDiffer)):
         check(2, None)
 
 
 def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Backward._begin
+    begin = GradientTracker._begin
 
-    def unweighted(self: Backward) -> None:
+    def unweighted(self: GradientTracker) -> None:
         begin(self)
         self._scale = 1 / self.scene.group.size
 
-    monkeypatch.setattr(Backward, "_begin", unweighted)
+    monkeypatch.setattr(GradientTracker, "_begin", unweighted)
     with pytest.raises(AssertionError):
         check(2, [1, 7])
     with pytest.raises(AssertionError):

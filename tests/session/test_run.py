@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import CheckpointError, Mismatch, PacelineError, ResourceError, UsageError, ViewChanged, WorkerLost
 from paceline.fault import checkpoint
-from paceline.session.record.folder import Folder
-from paceline.session.record.writer import Book
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.writer import MetricsWriter
 from paceline.session.run import Run
 from paceline.state.snapshot import pack
 from tests.runs import Numbered, alone, batches, distance, parameters, workers
@@ -593,7 +593,7 @@ def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(tmp_path: 
             ended[run.rank] = error
 
     if file == "metrics":
-        monkeypatch.setattr(Book, "close", refuse)
+        monkeypatch.setattr(MetricsWriter, "close", refuse)
     began = time.monotonic()
     workers(3, body, folder=tmp_path, deadline=60)
     assert time.monotonic() - began < 30
@@ -608,7 +608,7 @@ def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), 7)
 
     def body(run: Run) -> bool:
-        run.folder = Folder.agree(run._scene.agreement, tmp_path, None, say=print)
+        run.folder = RunFolder.agree(run._scene.agreement, tmp_path, None, say=print)
         ready(run)
         return run.resume()
 

@@ -18,7 +18,7 @@ from paceline.comm.schedule import SCHEDULES
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
 from paceline.session.run import Run
-from paceline.sync.allreduce import AllReduce, Exchange
+from paceline.sync.allreduce import AllReduce, AllReduceSync
 from tests.runs import alone, batches, distance, parameters, workers
 
 TINY = 0.0001  # MB: a bucket of a few parameters
@@ -62,9 +62,9 @@ def train(run: Run, *, shares: Any = None, each: Callable[[nn.Module], Any] = la
     return parameters(model)
 
 
-def exchange(run: Run) -> Exchange:
+def exchange(run: Run) -> AllReduceSync:
     sync = run._backward.sync
-    assert isinstance(sync, Exchange)
+    assert isinstance(sync, AllReduceSync)
     return sync
 
 

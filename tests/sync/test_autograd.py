@@ -632,18 +632,18 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(monkeypa
     from paceline.sync import routes
 
     with monkeypatch.context() as patch:
-        patch.setattr(routes.Native, "all_reduce", lambda self, flat, name: SoloGroup().all_reduce(flat.mul_(2), out=flat))
+        patch.setattr(routes.GroupReducer, "all_reduce", lambda self, flat, name: SoloGroup().all_reduce(flat.mul_(2), out=flat))
         with pytest.raises((AssertionError, ReplicasDiffer)):
             same(loop(plain), cuts=[None])
-    from paceline.sync.autograd import Backward
+    from paceline.sync.autograd import GradientTracker
 
-    begin = Backward._begin
+    begin = GradientTracker._begin
 
-    def unweighted(self: Backward) -> None:
+    def unweighted(self: GradientTracker) -> None:
         begin(self)
         self._scale = 0.5
 
-    monkeypatch.setattr(Backward, "_begin", unweighted)
+    monkeypatch.setattr(GradientTracker, "_begin", unweighted)
     same(loop(plain), cuts=[None])
     with pytest.raises(AssertionError):
         same(loop(plain), cuts=[cut(1, 7)])

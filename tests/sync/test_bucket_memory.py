@@ -17,13 +17,13 @@ from paceline.cluster.store import Store
 from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.comm.buckets import Bucket, Shape, build
+from paceline.comm.buckets import Bucket, BucketShape, build
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.session.run import Run
-from paceline.sync.allreduce import AllReduce, Exchange
-from paceline.sync.bucket_memory import Memory, Shelf
+from paceline.sync.allreduce import AllReduce, AllReduceSync
+from paceline.sync.bucket_memory import BucketCopies, BucketCopy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import Sequence
 from tests.processes import fork
@@ -222,7 +222,7 @@ def test_a_loop_that_keeps_nothing_has_one_memory_and_one_that_does_gives_it_bac
         model = net()
         model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), batches())
         exchange = run._backward.sync
-        assert isinstance(exchange, Exchange)
+        assert isinstance(exchange, AllReduceSync)
         counts: list[int] = []
         for number, (x, y) in enumerate(loader):
             F.mse_loss(model(x), y).backward()
@@ -262,14 +262,14 @@ class Made:
 
 def bucket(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Bucket, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    (found,) = build([Shape.of(p) for p in parameters], [range(len(shapes))], lambda n, dtype, device: torch.empty(n, dtype=dtype))
+    (found,) = build([BucketShape.of(p) for p in parameters], [range(len(shapes))], lambda n, dtype, device: torch.empty(n, dtype=dtype))
     return found, parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128])
 def test_memory_of_any_type_knows_who_holds_it(dtype: torch.dtype) -> None:
     found, parameters = bucket((3, 4), (5,), dtype=dtype)
-    memory = Memory(0, found, found.flat)
+    memory = BucketCopy(0, found, found.flat)
     assert not memory.held(parameters)
     assert all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in zip(memory.views, found.views, strict=True))
     for p, view in zip(parameters, memory.views, strict=True):
@@ -294,7 +294,7 @@ def test_memory_of_any_type_knows_who_holds_it(dtype: torch.dtype) -> None:
 def test_a_shelf_grows_with_what_is_kept_and_shrinks_to_one_spare() -> None:
     found, parameters = bucket((2, 2), (3,))
     maker = Made()
-    shelf = Shelf(0, found, parameters, maker)
+    shelf = BucketCopies(0, found, parameters, maker)
     first = shelf.memory
     assert not shelf.renew() and maker.made == 0
     held = [[view.detach() for view in shelf.memory.views]]
@@ -336,7 +336,7 @@ def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool,
             if number == 6:
                 del held[:3]
         exchange = run._backward.sync
-        assert isinstance(exchange, Exchange) and exchange._shelves is not None
+        assert isinstance(exchange, AllReduceSync) and exchange._shelves is not None
         memories = max(len(shelf._all) for shelf in exchange._shelves._all)
         assert (memories > 1) == (group.rank in keeps)
     gc.collect()

@@ -19,8 +19,8 @@ from paceline.notation import parse, text
 from paceline.session.run import Run
 from paceline.sync import compressed
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.codec_auto import MEASURED, SKIPPED, Record, Trial, attempt, predict
-from paceline.sync.codec_cost import Rate
+from paceline.sync.codec_auto import MEASURED, SKIPPED, CodecTrial, ExactSteps, attempt, predict
+from paceline.sync.codec_cost import ExactRate
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.runs import workers
 from tests.sync.test_compressed import exchange, steps, train
@@ -28,15 +28,15 @@ from tests.sync.test_compressed import exchange, steps, train
 CHOICE = SKIPPED + MEASURED  # timed steps before it; the two before those have no time, or no buckets yet
 
 
-def record(step: float, shown: float, ready: list[tuple[int, float]]) -> Record:
-    found = Record()
+def record(step: float, shown: float, ready: list[tuple[int, float]]) -> ExactSteps:
+    found = ExactSteps()
     found.steps, found.shown, found.ready = [step] * CHOICE, [shown] * CHOICE, [ready] * CHOICE
     return found
 
 
 def test_a_prediction_is_made_of_the_link_and_of_the_coding() -> None:
-    rate = Rate(latency=0.01, per_byte=1e-6, sent=1.0)
-    trial = Trial(numel=1000, before=0.02, after=0.01, sent=1000, stages=1)
+    rate = ExactRate(latency=0.01, per_byte=1e-6, sent=1.0)
+    trial = CodecTrial(numel=1000, before=0.02, after=0.01, sent=1000, stages=1)
     exact = record(0.5, 0.3, [(0, 0.0), (1, 0.0)])
     # 1000 and 2000 elements: coded after 20 and 60 ms, gone after 20 + 11 and 60 + 12 ms, there 20 ms after the second
     assert predict(exact, trial, [1000, 2000], rate) == pytest.approx(0.5 - 0.3 + 0.02 + 0.04 + 0.012 + 0.02)
@@ -45,7 +45,7 @@ def test_a_prediction_is_made_of_the_link_and_of_the_coding() -> None:
 
 
 def test_an_attempt_tells_bytes_and_stages() -> None:
-    def work(group: Group) -> list[Trial]:
+    def work(group: Group) -> list[CodecTrial]:
         flat = torch.randn(4096, generator=torch.Generator().manual_seed(group.rank))
         return [attempt(codec, flat, [flat.shape], group) for codec in (gathered(half()), error_feedback(gathered(topk(0.01))))]
 

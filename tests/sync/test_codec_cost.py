@@ -16,7 +16,7 @@ from paceline.codec.sparse import topk
 from paceline.comm.group import Group
 from paceline.comm.threads import spawn
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.codec_cost import Cost, Rate, exposed, judge, measure, off, sampled
+from paceline.sync.codec_cost import ExactRate, ExchangeCost, exposed, judge, measure, off, sampled
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.runs import workers
@@ -27,16 +27,16 @@ FACTS |= {"link": 12.5e6, "compared": "the mean"}
 
 
 def test_what_is_exposed_is_what_backward_could_not_hide() -> None:
-    link = Cost(0.0, 1.0, 0.0)
+    link = ExchangeCost(0.0, 1.0, 0.0)
     assert exposed([], [], 5.0) == 0.0
     assert exposed([0.0], [link], 5.0) == 0.0
     assert exposed([4.5], [link], 5.0) == 0.5
     assert exposed([0.0, 1.0, 2.0], [link._replace(link=3.0)] * 3, 5.0) == 4.0  # one after the other from 0 to 9
-    assert exposed([2.0, 0.0], [Cost(0, 1, 0), Cost(0, 4, 0)], 4.0) == 1.0  # in the order in which they are ready
+    assert exposed([2.0, 0.0], [ExchangeCost(0, 1, 0), ExchangeCost(0, 4, 0)], 4.0) == 1.0  # in the order in which they are ready
 
 
 def test_coding_and_sending_overlap_between_buckets() -> None:
-    cost = Cost(1.0, 2.0, 0.5)
+    cost = ExchangeCost(1.0, 2.0, 0.5)
     assert exposed([0.0, 0.0], [cost, cost], 0.0) == 1.0 + 2.0 + 2.0 + 0.5
 
 
@@ -49,7 +49,7 @@ def test_a_link_is_measured_alike_by_all(size: int) -> None:
 
 
 def test_something_else_than_sums_can_be_measured() -> None:
-    def work(group: Group) -> Rate:
+    def work(group: Group) -> ExactRate:
         def send(x: torch.Tensor) -> Any:
             return group.exchange([(1 - group.rank, x)], [(1 - group.rank, torch.empty_like(x))])
 

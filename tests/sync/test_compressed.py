@@ -18,7 +18,7 @@ from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from paceline.sync.allreduce import AllReduce, Exchange
+from paceline.sync.allreduce import AllReduce, AllReduceSync
 from tests.runs import batches, distance, parameters, workers
 
 CODECS = [
@@ -62,9 +62,9 @@ def train(run: Run, *, grads: list[Tensor] | None = None, epochs: int = 4, scale
     return parameters(net)
 
 
-def exchange(run: Run) -> Exchange:
+def exchange(run: Run) -> AllReduceSync:
     sync = run._backward.sync
-    assert isinstance(sync, Exchange)
+    assert isinstance(sync, AllReduceSync)
     return sync
 
 

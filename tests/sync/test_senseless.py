@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.rpc import FRAME, Message, Receiver
-from paceline.comm.wire_format import Refused
+from paceline.comm.rpc import FRAME, RpcMessage, RpcServer
+from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import Mismatch
 from paceline.notation import parse
 from paceline.server.main import Server
-from paceline.server.table import Spec
+from paceline.server.table import TableSpec
 from tests import runs, strangers
 from tests.server.test_main import packed, plan
 
@@ -31,7 +31,7 @@ WAYS = {
     "alone": "ParameterServer(staleness=inf)",
 }
 SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [], [3, 0], [16], [1.0], ["x"], "x", None, [1] * 17)
-SPEC = Spec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
+SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
 ENTRY = {"table": 0, "step": 1, "used": True, "settings": None}
 TABLES: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
     ("rows.table", {"table": 0, "spec": SPEC, "settings": {"lr": 1.0}, "server": 0, "servers": 1}, ()),
@@ -72,32 +72,32 @@ class Told:
     """In place of a receiver: messages come from a list, answers are written down."""
 
     def __init__(self) -> None:
-        self.answers: deque[Message] = deque(maxlen=3)
+        self.answers: deque[RpcMessage] = deque(maxlen=3)
         self.refused = self.nbytes = self.sent = 0
 
-    def answer(self, message: Message, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
-        found = Message(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
+    def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
+        found = RpcMessage(kind, message.number, 0, message.view, message.step, body or {}, tuple(tensors))
         found.dump(FRAME)  # it can be sent
         self.answers.append(found)
         return True
 
-    def refuse(self, message: Message, why: str) -> None:
+    def refuse(self, message: RpcMessage, why: str) -> None:
         self.refused += 1
         assert self.answer(message, "refused", {"why": why[:1000]})
 
 
 @cache
-def recorded() -> list[list[Message]]:
+def recorded() -> list[list[RpcMessage]]:
     """What real workers say to real servers, one list for each server."""
-    heard: list[list[Message]] = []
+    heard: list[list[RpcMessage]] = []
 
-    class Recorder(Receiver):
+    class Recorder(RpcServer):
         def __init__(self, *args: Any, **parts: Any) -> None:
             super().__init__(*args, **parts)
             heard.append([])
             self._mine = heard[-1]
 
-        def receive(self, seconds: float) -> Message | None:
+        def receive(self, seconds: float) -> RpcMessage | None:
             found = super().receive(seconds)
             self._mine += [] if found is None else [_kept(found)]
             return found
@@ -120,17 +120,17 @@ def recorded() -> list[list[Message]]:
     return heard
 
 
-def _kept(found: Message) -> Message:
+def _kept(found: RpcMessage) -> RpcMessage:
     tensors = tuple(x.clone() for x in found.tensors)  # the server keeps what comes, and adds to it
-    return Message(found.kind, found.number, found.sender, found.view, found.step, found.body, tensors)
+    return RpcMessage(found.kind, found.number, found.sender, found.view, found.step, found.body, tensors)
 
 
-def _copied(found: Message, **parts: Any) -> Message:
+def _copied(found: RpcMessage, **parts: Any) -> RpcMessage:
     whole = {name: getattr(found, name) for name in ("kind", "number", "sender", "view", "step", "body", "tensors")} | parts
-    return Message(**{**whole, "tensors": tuple(x.clone() for x in whole["tensors"])})
+    return RpcMessage(**{**whole, "tensors": tuple(x.clone() for x in whole["tensors"])})
 
 
-def wrong(drawn: random.Random, found: Message, others: Sequence[Message]) -> Message:
+def wrong(drawn: random.Random, found: RpcMessage, others: Sequence[RpcMessage]) -> RpcMessage:
     """Nearly this message."""
     other, tensors, body = drawn.choice(others), list(found.tensors), dict(found.body)
     for _ in range(drawn.randrange(1, 3)):
@@ -163,19 +163,19 @@ def _odd(drawn: random.Random, x: Tensor) -> Tensor:
     )
 
 
-def over_the_wire(message: Message) -> Message | None:
+def over_the_wire(message: RpcMessage) -> RpcMessage | None:
     """As it comes, if it can be said at all and is let in."""
     try:
         frames = [bytearray(memoryview(frame).cast("B")) if memoryview(frame) else b"" for frame in message.dump()]
-    except (TypeError, ValueError, OverflowError, Refused):
+    except (TypeError, ValueError, OverflowError, MalformedMessage):
         return None
     try:
-        return Message.load(frames)
-    except Refused:
+        return RpcMessage.load(frames)
+    except MalformedMessage:
         return None
 
 
-def storm(server: Server, messages: Sequence[Message], drawn: random.Random, count: int, among: Sequence[Message]) -> None:
+def storm(server: Server, messages: Sequence[RpcMessage], drawn: random.Random, count: int, among: Sequence[RpcMessage]) -> None:
     """Real messages, and between them so many that are not, as `Server.run` takes them."""
     each, slowest = -(-count // max(len(messages), 1)), 0.0
     for real in messages:
@@ -195,7 +195,7 @@ def storm(server: Server, messages: Sequence[Message], drawn: random.Random, cou
 @pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_mutated_messages_to_servers(count: int) -> None:
     drawn, heard = random.Random(23), recorded()
-    rest = [Message(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in REST]
+    rest = [RpcMessage(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in REST]
     before, begun = psutil.Process().memory_info().rss, 0
     for messages in heard:
         told = Told()
@@ -203,7 +203,7 @@ def test_mutated_messages_to_servers(count: int) -> None:
         storm(server, messages, drawn, count // len(heard), [*messages, *rest])
         begun += server._shard is not None
         for kind in ("state", "memories", "facts", "alive"):
-            server._done(Message(kind, 1))
+            server._done(RpcMessage(kind, 1))
         assert told.refused > count // len(heard) // 8
         assert told.answers[-1].kind == "alive"
     assert begun == len(heard)
@@ -213,12 +213,12 @@ def test_mutated_messages_to_servers(count: int) -> None:
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_mutated_messages_to_servers_of_tables(count: int) -> None:
     drawn, told = random.Random(29), Told()
-    real = [Message(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in TABLES]
+    real = [RpcMessage(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in TABLES]
     before = psutil.Process().memory_info().rss
     for _ in range(10):
         server = Server(told)  # type: ignore[arg-type]
         storm(server, real, drawn, count // 10, real)
-        assert server._done(Message("facts", 1)) and told.answers[-1].kind == "facts", told.answers[-1].body
+        assert server._done(RpcMessage("facts", 1)) and told.answers[-1].kind == "facts", told.answers[-1].body
     assert told.refused > count // 8
     assert psutil.Process().memory_info().rss - before < 100e6
 
@@ -230,12 +230,12 @@ def test_absurd_shapes(shape: Any) -> None:
 
     head = msgpack.packb(["push", 1, 5, 0, 1, {"unit": 0, "used": b"\1"}, [["float32", shape]]])
     try:
-        found = Message.load([head, b""])
-    except Refused:
+        found = RpcMessage.load([head, b""])
+    except MalformedMessage:
         return
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    assert server._done(Message("plan", 1, tensors=(packed(plan()),))) and server._done(found)
+    assert server._done(RpcMessage("plan", 1, tensors=(packed(plan()),))) and server._done(found)
     assert told.answers[-1].kind == "refused"
 
 
@@ -255,9 +255,9 @@ def test_absurd_plans(parts: dict[str, Any]) -> None:
     found.pieces[0] = found.pieces[0]._replace(shape=found.pieces[0].shape._replace(**parts))
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    assert server._done(Message("plan", 1, tensors=(packed(found),)))
+    assert server._done(RpcMessage("plan", 1, tensors=(packed(found),)))
     assert told.answers[-1].kind == "refused" and server._shard is None
-    assert server._done(Message("plan", 2, tensors=(packed(plan()),))) and told.answers[-1].kind == "plan"
+    assert server._done(RpcMessage("plan", 2, tensors=(packed(plan()),))) and told.answers[-1].kind == "plan"
 
 
 def test_what_a_server_has_stays_whole() -> None:
@@ -265,8 +265,8 @@ def test_what_a_server_has_stays_whole() -> None:
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
 
-    def say(kind: str, body: Any, *tensors: Tensor) -> Message:
-        assert server._done(Message(kind, 1, 0, 0, 1, body, tensors))
+    def say(kind: str, body: Any, *tensors: Tensor) -> RpcMessage:
+        assert server._done(RpcMessage(kind, 1, 0, 0, 1, body, tensors))
         return told.answers[-1]
 
     say("plan", {}, packed(plan()))
@@ -311,10 +311,10 @@ def test_absurd_tables(spec: dict[str, Any]) -> None:
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
     body = TABLES[0][1]
-    assert server._done(Message("rows.table", 1, body={**body, "spec": {**SPEC, **spec}}))
+    assert server._done(RpcMessage("rows.table", 1, body={**body, "spec": {**SPEC, **spec}}))
     assert told.answers[-1].kind == "refused"
-    assert server._done(Message("rows.table", 1, body={**body, "settings": {"lr": "x"}})) and told.answers[-1].kind == "refused"
-    assert server._done(Message("rows.table", 1, body=body)) and told.answers[-1].kind == "rows.table"
+    assert server._done(RpcMessage("rows.table", 1, body={**body, "settings": {"lr": "x"}})) and told.answers[-1].kind == "refused"
+    assert server._done(RpcMessage("rows.table", 1, body=body)) and told.answers[-1].kind == "rows.table"
 
 
 def test_who_takes_no_turns_decides_nothing() -> None:

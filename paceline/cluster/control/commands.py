@@ -88,7 +88,7 @@ def asked(descriptor: int, seconds: float) -> bool:
     return ASK in data
 
 
-class Orders:
+class CommandPipe:
     """The worker's end of the pipe. `latest` is the last view it was told of."""
 
     def __init__(self, descriptor: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.cluster import network
 from paceline.cluster.hosts.channel import Channel, call, ready
-from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
 from paceline.errors import PacelineError
 
@@ -28,16 +28,16 @@ _AGAIN_SECONDS = 1.0  # between two tries to listen at the meeting point, and to
 _ANSWER_SECONDS = 1.0  # how long who answers there may take: less than others wait for this launcher
 
 
-class Door:
+class MeetingPoint:
     """Where a launcher is called. `listening`: its own port; `point`: the job's meeting point."""
 
     def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None) -> None:
         self._sockets, self._point = [listening], point
         mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
         self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
-        self._lobby = Lobby(secret)
+        self._lobby = Handshakes(secret)
         self._tried_at = 0.0
-        self._inviting = None if point is None else Inviting(point, secret)
+        self._inviting = None if point is None else Inviter(point, secret)
         listening.setblocking(False)
 
     def descriptors(self) -> list[int]:
@@ -77,7 +77,7 @@ class Door:
         self._sockets = []
 
 
-class Inviting:
+class Inviter:
     """Tells who waits at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
 
     def __init__(self, point: Point, secret: bytes) -> None:

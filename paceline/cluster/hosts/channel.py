@@ -30,11 +30,11 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError  # what comes of a message that makes no sense
 
 
-class Gone(PacelineError):
+class ChannelBroken(PacelineError):
     """The other side has hung up, or says what it can't say."""
 
 
-class HungUp(Gone):
+class HungUp(ChannelBroken):
     """The other side has hung up."""
 
 
@@ -101,7 +101,7 @@ class Channel:
                 self._out = b""
 
     def hear(self) -> dict[str, Any] | None:
-        """The next message, if it has come whole. Raises `Gone` when there won't be any."""
+        """The next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
         if not self._lines:
             self._read()
         if not self._lines:
@@ -113,22 +113,22 @@ class Channel:
             if not secrets.verify(
                 self._session, _unhex(mac.decode("ascii", "replace")), self._opposite(), str(self._received).encode(), line
             ):
-                raise Gone("a line isn't signed by the other launcher")
+                raise ChannelBroken("a line isn't signed by the other launcher")
             self._received += 1
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            raise Gone("what it says isn't JSON") from None
+            raise ChannelBroken("what it says isn't JSON") from None
         if not isinstance(message, dict):
-            raise Gone("what it says isn't a message")
+            raise ChannelBroken("what it says isn't a message")
         return message
 
     def wait(self, end: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """The next message; `Gone` when it hasn't come at `end` (time.monotonic()). `meanwhile` is called twice a second."""
+        """The next message; `ChannelBroken` when it hasn't come at `end` (time.monotonic()). `meanwhile` is called twice a second."""
         while (message := self.hear()) is None:
             left = end - time.monotonic()
             if left <= 0:
-                raise Gone("it doesn't say anything")
+                raise ChannelBroken("it doesn't say anything")
             meanwhile()
             ready([self.fileno()], min(left, 0.5))
         return message
@@ -149,7 +149,7 @@ class Channel:
         self._lines += lines
         longest = _LONGEST_HELLO if self._session is None else _LONGEST
         if any(len(line) > longest for line in (*lines, self._in)):
-            raise Gone("a line is too long")
+            raise ChannelBroken("a line is too long")
 
     def _opposite(self) -> bytes:
         return b"client" if self.side == "server" else b"server"
@@ -159,7 +159,9 @@ class Channel:
         return (mine, its) if self.side == "server" else (its, mine)
 
 
-def hear_from(channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]) -> tuple[int, Gone] | None:
+def hear_from(
+    channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]
+) -> tuple[int, ChannelBroken] | None:
     """Hand on what has come over the channel with this descriptor; who it leads to, and why, if that one has hung up."""
     for host, channel in list(channels.items()):
         if channel.fileno() != descriptor:
@@ -167,10 +169,10 @@ def hear_from(channels: dict[int, Channel], descriptor: int, take: Callable[[int
         try:
             while (message := channel.hear()) is not None:
                 take(host, message)
-        except Gone as reason:
+        except ChannelBroken as reason:
             return host, reason
         except SENSELESS as error:
-            return host, Gone(f"it says what makes no sense ({type(error).__name__}: {error})")
+            return host, ChannelBroken(f"it says what makes no sense ({type(error).__name__}: {error})")
     return None
 
 
@@ -186,11 +188,11 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
     try:
         greeting = channel.wait(end)
         if greeting.get("paceline") != PROTOCOL:
-            raise Gone(f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}")
+            raise ChannelBroken(f"it speaks version {str(greeting.get('paceline'))[:20]!r} and we {PROTOCOL}")
         other = _nonce(greeting)
         channel.send({"paceline": PROTOCOL, "nonce": channel.nonce, "proof": channel.prove(secret, other)})
         answer = channel.wait(end)
-    except Gone as error:
+    except ChannelBroken as error:
         channel.close()
         if isinstance(error, HungUp):
             raise ConnectionResetError(errno.ECONNRESET, "it hangs up at once") from error
@@ -205,7 +207,7 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
     return channel
 
 
-class Caller:
+class Introduction:
     """The server's side of the introduction of one who called; `step` goes on with what has come."""
 
     def __init__(self, connection: socket.socket, secret: bytes, address: str) -> None:
@@ -217,12 +219,12 @@ class Caller:
         self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
 
     def step(self) -> dict[str, Any] | None:
-        """The first message of a caller that has proved itself; raises `Gone`, or `SecretError` if its proof is of another secret."""
+        """The first message of a caller that has proved itself. Raises `ChannelBroken`, or `SecretError` for a proof of another secret."""
         message = self.channel.hear()
         if message is None or self.trusted:
             return message
         if message.get("paceline") != PROTOCOL:
-            raise Gone("it isn't a launcher")
+            raise ChannelBroken("it isn't a launcher")
         other = _nonce(message)
         if not self.channel.trust(self._secret, other, str(message.get("proof"))):
             self.channel.send({"refused": "secret"})
@@ -234,10 +236,10 @@ class Caller:
 
 
 def _nonce(message: dict[str, Any]) -> str:
-    """The other side's. Raises `Gone` for what is none."""
+    """The other side's. Raises `ChannelBroken` for what is none."""
     found = message.get("nonce")
     if not isinstance(found, str) or not _NONCE.fullmatch(found):
-        raise Gone("it isn't a launcher")
+        raise ChannelBroken("it isn't a launcher")
     return found
 
 

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster.control.commands import Member, Roster
-from paceline.cluster.hosts.admission import Door, Point
-from paceline.cluster.hosts.channel import SENSELESS, Channel, Gone, call, hear_from, ready
-from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.admission import MeetingPoint, Point
+from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hear_from, ready
+from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import Membership, View
-from paceline.cluster.hosts.peers import Failure, Late, Offer, note, said_late, said_stopped
+from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
 from paceline.errors import DeadlineExceeded, PacelineError
 
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
@@ -49,7 +49,7 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
             ) from error
         channels[other].send({"kind": "host", "host": host})
     listening.setblocking(False)
-    with contextlib.closing(Lobby(secret)) as lobby:
+    with contextlib.closing(Handshakes(secret)) as lobby:
         while len(channels) < len(table) - 1:
             found = ready([listening.fileno(), *lobby.descriptors()], min(_LOOK_SECONDS, end - time.monotonic()))
             if time.monotonic() > end:
@@ -81,7 +81,7 @@ def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
 
 
 @dataclass
-class _Guest:
+class _JoiningHost:
     """A host that wants to take part, and is no member yet."""
 
     channel: Channel
@@ -89,14 +89,14 @@ class _Guest:
     wished: bool = False
 
 
-class Assembly:
+class ElasticPeers:
     """One launcher's part: a `crew.Peers` that goes on when hosts are lost.
 
     `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to be told of them. `run`
     is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
     """
 
-    def __init__(self, host: int, view: View, channels: dict[int, Channel], door: Door | None = None) -> None:
+    def __init__(self, host: int, view: View, channels: dict[int, Channel], door: MeetingPoint | None = None) -> None:
         self.host = host
         self.run: str | None = None
         self.closing = False  # workers have ended their run: nobody is let in any more
@@ -107,11 +107,11 @@ class Assembly:
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
         self.rosters: list[Roster] = []
-        self.late: dict[int, Late] = {}
+        self.late: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic())
         self._channels = channels
         self._door = door
-        self._guests: dict[str, _Guest] = {}  # by a word that goes into the view
+        self._guests: dict[str, _JoiningHost] = {}  # by a word that goes into the view
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
         self._leavers: set[int] = set()  # hosts that have said that they go
@@ -171,7 +171,7 @@ class Assembly:
             self.closing = True
             self._tell_all({"kind": "closing"})
 
-    def tell_late(self, late: Late) -> None:
+    def tell_late(self, late: LateCall) -> None:
         """Workers of this host wait for others in a call."""
         note(self.late, late)
         self._tell_all({"kind": "late", "late": late})
@@ -264,7 +264,7 @@ class Assembly:
             if self.closing:
                 channel.send({"kind": "closing"})
         elif message.get("kind") == "offer" and message["offer"].get("numbers"):
-            self._guests[random.token_hex(8)] = _Guest(channel, Offer.load(message["offer"]).facts)
+            self._guests[random.token_hex(8)] = _JoiningHost(channel, Offer.load(message["offer"]).facts)
         else:
             why = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
             _refuse(channel, why) if message.get("kind") == "offer" else channel.close()
@@ -274,7 +274,7 @@ class Assembly:
         guest = self._guests[word]
         try:
             guest.channel.hear()
-        except Gone:
+        except ChannelBroken:
             guest.channel.close()
             del self._guests[word]
 

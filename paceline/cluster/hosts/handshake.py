@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from paceline.cluster.hosts.channel import Caller, Channel, Gone
+from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction
 from paceline.errors import SecretError
 
 MOST = 128  # who have not proved anything
@@ -25,13 +25,13 @@ def _nothing(text: str) -> None:
     return
 
 
-class Lobby:
+class Handshakes:
     """Lets in who calls, and hands on who has the secret. `say` is told once of somebody who came with another one."""
 
     def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing) -> None:
         self.wrong = ""  # of what the last one was told that came with another secret
         self._secret, self._say = secret, say
-        self._callers: dict[int, Caller] = {}  # by descriptor, in the order in which they came
+        self._callers: dict[int, Introduction] = {}  # by descriptor, in the order in which they came
 
     def descriptors(self) -> list[int]:
         """Where something may come."""
@@ -48,7 +48,7 @@ class Lobby:
                 if error.errno != errno.ECONNABORTED:
                     return
                 continue
-            caller = Caller(connection, self._secret, str(address[0]))
+            caller = Introduction(connection, self._secret, str(address[0]))
             self._callers[connection.fileno()] = caller
             self._make_room(MOST)
 
@@ -59,7 +59,7 @@ class Lobby:
             return None
         try:
             message = caller.step()
-        except Gone:
+        except ChannelBroken:
             self._drop(caller)
             return None
         except SecretError as error:
@@ -95,6 +95,6 @@ class Lobby:
             ((crowd, _),) = Counter(caller.address for caller in unproved).most_common(1)
             self._drop(next(caller for caller in unproved if caller.address == crowd))
 
-    def _drop(self, caller: Caller) -> None:
+    def _drop(self, caller: Introduction) -> None:
         del self._callers[caller.channel.fileno()]
         caller.channel.close()

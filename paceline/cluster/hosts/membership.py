@@ -26,7 +26,7 @@ LOWEST: Ballot = (-1, -1)
 
 
 @dataclass(frozen=True)
-class Seat:
+class HostSeat:
     """A host of a view: its number, its workers (numbers that are never used twice), and what others have to know of it."""
 
     host: int
@@ -39,7 +39,7 @@ class View:
     """The living: hosts in the order in which they came. `fresh` is the number of the next host that joins."""
 
     number: int
-    seats: tuple[Seat, ...]
+    seats: tuple[HostSeat, ...]
     fresh: int
     renewed: bool = False  # groups of the view before are no good, whoever lives
 
@@ -53,7 +53,7 @@ class View:
         """The workers of all hosts, host by host."""
         return tuple(worker for seat in self.seats for worker in seat.workers)
 
-    def seat(self, host: int) -> Seat | None:
+    def seat(self, host: int) -> HostSeat | None:
         """Where a host stands, None if it is not one of the living."""
         return next((seat for seat in self.seats if seat.host == host), None)
 
@@ -70,19 +70,19 @@ class View:
     @classmethod
     def load(cls, value: dict[str, Any]) -> View:
         """From `dump`."""
-        seats = tuple(Seat(int(host), tuple(map(int, workers)), dict(facts)) for host, workers, facts in value["seats"])
+        seats = tuple(HostSeat(int(host), tuple(map(int, workers)), dict(facts)) for host, workers, facts in value["seats"])
         return cls(int(value["number"]), seats, int(value["fresh"]), bool(value["renewed"]))
 
 
 @dataclass
-class Wishes:
+class PendingChanges:
     """What has happened that the view doesn't show yet."""
 
     lost: set[int] = field(default_factory=set)  # workers
     gone: set[int] = field(default_factory=set)  # hosts that are not heard any more
     left: set[int] = field(default_factory=set)  # hosts that have said so themselves
     come: dict[int, int] = field(default_factory=dict)  # worker: its host, which is in the view
-    joining: dict[str, Seat] = field(default_factory=dict)  # by a word of the host's own: it has no number yet
+    joining: dict[str, HostSeat] = field(default_factory=dict)  # by a word of the host's own: it has no number yet
     broken: bool = False  # connections of workers have broken that live
 
     def dump(self) -> dict[str, Any]:
@@ -100,7 +100,9 @@ class Wishes:
         self.left |= set(map(int, said["left"]))
         self.broken = self.broken or bool(said["broken"])
         self.come |= {int(worker): int(host) for worker, host in said["come"]}
-        self.joining |= {str(word): Seat(-1, tuple(map(int, workers)), dict(facts)) for word, (workers, facts) in said["joining"].items()}
+        self.joining |= {
+            str(word): HostSeat(-1, tuple(map(int, workers)), dict(facts)) for word, (workers, facts) in said["joining"].items()
+        }
 
     def forget(self, view: View) -> None:
         """Leave out what this view shows, or what can't come about any more."""
@@ -117,17 +119,17 @@ class Wishes:
         return bool(self.lost or self.gone or self.left or self.come or self.joining or self.broken)
 
 
-def follow(view: View, wishes: Wishes) -> View:
+def follow(view: View, wishes: PendingChanges) -> View:
     """The view after this one, in which the wishes are fulfilled. A host without workers stays, as it may get some."""
     seats = []
     for seat in view.seats:
         if seat.host in wishes.gone | wishes.left:
             continue
         come = [worker for worker, host in wishes.come.items() if host == seat.host and worker not in seat.workers]
-        seats.append(Seat(seat.host, tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost), seat.facts))
+        seats.append(HostSeat(seat.host, tuple(worker for worker in (*seat.workers, *come) if worker not in wishes.lost), seat.facts))
     fresh = view.fresh
     for word, seat in sorted(wishes.joining.items()):
-        seats.append(Seat(fresh, seat.workers, {**seat.facts, "word": word}))
+        seats.append(HostSeat(fresh, seat.workers, {**seat.facts, "word": word}))
         fresh += 1
     return View(view.number + 1, tuple(seats), fresh, wishes.broken)
 
@@ -144,7 +146,7 @@ class Membership:
         self.expelled = False
         self.outbox: list[tuple[int, dict[str, Any]]] = []
         self.decided: list[View] = []  # in the order in which they became known here; for who watches to take out
-        self._wishes = Wishes()
+        self._wishes = PendingChanges()
         self._silent: set[int] = set()
         self._said_at = now
         self._open(now)
@@ -189,7 +191,7 @@ class Membership:
 
     def joining(self, word: str, workers: Sequence[int], facts: dict[str, Any], now: float) -> None:
         """A new host wants to take part; `word` tells it from all others."""
-        self._wishes.joining[word] = Seat(-1, tuple(workers), facts)
+        self._wishes.joining[word] = HostSeat(-1, tuple(workers), facts)
         self._press(now)
 
     def leave(self, now: float) -> None:

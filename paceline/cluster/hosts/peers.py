@@ -75,7 +75,7 @@ class Failure:
         return f"paceline: {who} {self.words}"
 
 
-class Late(NamedTuple):
+class LateCall(NamedTuple):
     """A call in which workers wait for others far longer than usual: its number, its name, and whether they are about to give up."""
 
     call: int
@@ -83,9 +83,9 @@ class Late(NamedTuple):
     given_up: bool
 
 
-def said_late(value: Any) -> Late:
+def said_late(value: Any) -> LateCall:
     """From a message. Raises `TypeError` or `ValueError` for what is none."""
-    found = Late(*value)
+    found = LateCall(*value)
     if (type(found.call), type(found.what), type(found.given_up)) != (int, str, bool):
         raise ValueError("it is no call")
     return found
@@ -96,7 +96,7 @@ def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
     return signal.Signals(message["number"]).value, str(message["host"])
 
 
-def note(known: dict[int, Late], late: Late) -> None:
+def note(known: dict[int, LateCall], late: LateCall) -> None:
     """Remember it by its number; that somebody is about to give up stays so."""
     if late.call not in known or late.given_up:
         known[late.call] = late
@@ -108,7 +108,7 @@ class Peers(Protocol):
     verdict: Failure | None  # what ended the job, once all hosts know it
     stopped: tuple[int, str] | None  # the signal by which a launcher was asked to end the job, and its host
     all_finished: bool  # every worker of every host has ended well
-    late: dict[int, Late]  # calls in which workers of any host wait for others
+    late: dict[int, LateCall]  # calls in which workers of any host wait for others
 
     def descriptors(self) -> list[int]: ...
     def hear(self, descriptor: int) -> None: ...
@@ -116,18 +116,18 @@ class Peers(Protocol):
     def tell_failed(self, failure: Failure) -> None: ...
     def tell_stopped(self, number: int) -> None: ...
     def tell_finished(self) -> None: ...
-    def tell_late(self, late: Late) -> None: ...
+    def tell_late(self, late: LateCall) -> None: ...
     def close(self) -> None: ...
 
 
-class Nobody:
+class NoPeers:
     """The peers of a job of one host."""
 
     def __init__(self) -> None:
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
-        self.late: dict[int, Late] = {}
+        self.late: dict[int, LateCall] = {}
 
     def descriptors(self) -> list[int]:
         return []
@@ -147,7 +147,7 @@ class Nobody:
     def tell_finished(self) -> None:
         self.all_finished = True
 
-    def tell_late(self, late: Late) -> None:
+    def tell_late(self, late: LateCall) -> None:
         note(self.late, late)
 
     def close(self) -> None:

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import SENSELESS, Channel, Gone, call, hear_from, ready
-from paceline.cluster.hosts.handshake import Lobby
+from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hear_from, ready
+from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
-from paceline.cluster.hosts.peers import Failure, Late, Offer, note, said_late, said_stopped
-from paceline.cluster.launcher.hints import Reminder
+from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
+from paceline.cluster.launcher.hints import WaitReminder
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 from paceline.formatting import counted
 
@@ -63,7 +63,7 @@ class Admission:
     run: str
 
 
-class Council:
+class FixedPeers:
     """The launchers of a job while it runs: a `crew.Peers`. The one that listened decides what was first; the others ask it."""
 
     def __init__(self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int) -> None:
@@ -71,7 +71,7 @@ class Council:
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
-        self.late: dict[int, Late] = {}
+        self.late: dict[int, LateCall] = {}
         self._channels = channels  # by host rank
         self._server = server
         self._finished: set[int] = set()
@@ -124,7 +124,7 @@ class Council:
         else:
             self._tell_all({"kind": "finished"})
 
-    def tell_late(self, late: Late) -> None:
+    def tell_late(self, late: LateCall) -> None:
         note(self.late, late)
         self._tell_all({"kind": "late", "late": late})
 
@@ -182,7 +182,7 @@ class Council:
             self.verdict = lost
 
 
-def assemble(meeting: Meeting) -> Council | Admission:
+def assemble(meeting: Meeting) -> FixedPeers | Admission:
     """Meet the other hosts; gives the table of all, this host's number in it, and the connections to the others.
 
     Where a job that survives losses runs already, gives this host's place in it.
@@ -191,13 +191,13 @@ def assemble(meeting: Meeting) -> Council | Admission:
     """
     end = time.monotonic() + meeting.deadline
     own = _own(meeting)
-    nap, reminder = _SHORTEST_RETRY, Reminder(meeting.say)
+    nap, reminder = _SHORTEST_RETRY, WaitReminder(meeting.say)
     while True:
         listening = None if own is None else _listen(own, meeting)
         if listening is not None:
             with listening:
-                found = _Host(meeting, listening, end).gather()
-                return found if isinstance(found, Council) else seek(found, meeting)
+                found = _Listener(meeting, listening, end).gather()
+                return found if isinstance(found, FixedPeers) else seek(found, meeting)
         called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
         if isinstance(called, Channel):
             return _attend(meeting, called, end)
@@ -268,14 +268,14 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
         return error
 
 
-def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admission:
+def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
     """The way of a host that called: offer, wait for the table, or for a place in a job that runs already."""
-    reminder = Reminder(meeting.say)
+    reminder = WaitReminder(meeting.say)
     channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
     try:
         # The one that listens gives up first, and says why.
         answer = channel.wait(end + 2.0, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
-    except Gone as error:
+    except ChannelBroken as error:
         channel.close()
         raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
     try:
@@ -290,7 +290,7 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> Council | Admissi
         ) from error
 
 
-def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Council | Admission:
+def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> FixedPeers | Admission:
     """What the answer to an offer means; if it makes no sense, raises one of `channel.SENSELESS`."""
     if answer.get("kind") == "refused":
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
@@ -298,7 +298,7 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Counc
         table, mine, server = tuple(Offer.load(offer) for offer in answer["table"]), answer["host_rank"], answer["server"]
         if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
             raise ValueError("this host is not in the table")
-        return Council(table, mine, {server: channel}, server=server)
+        return FixedPeers(table, mine, {server: channel}, server=server)
     channel.close()
     if answer.get("kind") == "invitation":
         return seek(_points(answer), meeting)
@@ -312,19 +312,19 @@ def _points(message: dict[str, Any]) -> list[tuple[str, int]]:
 _KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)}
 
 
-class _Host:
+class _Listener:
     """The one that listens, until all have come."""
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
-        self._lobby, self._reminder = Lobby(meeting.secret, meeting.say), Reminder(meeting.say)
+        self._lobby, self._reminder = Handshakes(meeting.secret, meeting.say), WaitReminder(meeting.say)
         self._guests: list[tuple[Channel, Offer, int | None]] = []
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
         self._alone = time.monotonic() + (_INVITED_SECONDS if elastic else 0.0)  # a job that doesn't wait for others begins then
         listening.setblocking(False)
 
-    def gather(self) -> Council | list[tuple[str, int]]:
+    def gather(self) -> FixedPeers | list[tuple[str, int]]:
         """Wait for all hosts, and tell each its place; when that fails, all who came are told why.
 
         Gives the points of a job that runs already, where its launchers have called.
@@ -360,7 +360,7 @@ class _Host:
         for guest in [guest for guest in self._guests if guest[0].fileno() in found]:
             try:
                 guest[0].hear()
-            except Gone:  # it gave up, and may come back
+            except ChannelBroken:  # it gave up, and may come back
                 guest[0].close()
                 self._guests.remove(guest)
         if self._listening.fileno() in found:
@@ -409,7 +409,7 @@ class _Host:
                 f"--placement {ours}: use the same command on all hosts"
             )
 
-    def _council(self) -> Council:
+    def _council(self) -> FixedPeers:
         """Wished numbers are given as wished; the others in the order of coming, this host first."""
         everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._guests]
         wishes = [wish for _, _, wish in everyone if wish is not None]
@@ -428,7 +428,7 @@ class _Host:
         channels = {number: channel for number, (channel, _, _) in seats if channel is not None}
         for number, channel in channels.items():
             channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": number, "server": places[0]})
-        return Council(table, places[0], channels, server=places[0])
+        return FixedPeers(table, places[0], channels, server=places[0])
 
     def _incomplete(self) -> DeadlineExceeded:
         meeting = self._meeting

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.control import commands
-from paceline.cluster.hosts.peers import Late, Peers
+from paceline.cluster.hosts.peers import LateCall, Peers
 from paceline.cluster.launcher import janitor
-from paceline.cluster.launcher.worker import Worker
+from paceline.cluster.launcher.worker import WorkerProcess
 
 _ANSWER_SECONDS = 1.0  # how long a worker may take to say where it is
 _STACK_SECONDS = 0.5  # and to write its stack
@@ -32,7 +32,7 @@ _SILENT = "it doesn't answer"
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Whereabouts:
     """Where a worker is: how many calls it has made, the name of the last, how long ago it ended, and whether it waits in another."""
 
     done: int
@@ -41,7 +41,7 @@ class _Answer:
     waits: bool
 
     @classmethod
-    def of(cls, record: dict[str, object]) -> _Answer:
+    def of(cls, record: dict[str, object]) -> _Whereabouts:
         return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
 
     def line(self) -> str:
@@ -52,46 +52,46 @@ class _Answer:
 
 
 @dataclass
-class _Case:
+class _LateCase:
     """A call in which somebody waits, and the workers that are asked where they are."""
 
-    members: Sequence[Worker]
+    members: Sequence[WorkerProcess]
     asked: float
-    answers: dict[int, _Answer] = field(default_factory=dict)  # by process
-    culprits: list[Worker] = field(default_factory=list)
+    answers: dict[int, _Whereabouts] = field(default_factory=dict)  # by process
+    culprits: list[WorkerProcess] = field(default_factory=list)
     shown: float | None = None  # when their stacks were asked for
     over: bool = False
 
 
 @dataclass
-class Lateness:
+class HangSearch:
     """The cases of this host's workers."""
 
     peers: Peers
     host: str
     say: Callable[[str], None]
-    _cases: dict[tuple[int, bool], _Case] = field(default_factory=dict)  # by call, and whether those who wait are about to give up
+    _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)  # by call, and whether those who wait are about to give up
     _told: set[tuple[int, int]] = field(default_factory=set)  # of whom, and after how many calls
 
-    def turn(self, members: Sequence[Worker], *, ends: bool) -> None:
+    def turn(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
         """Take what workers and other launchers have said. `ends`: the others can go on without who doesn't come."""
         now = time.monotonic()
         for worker in members:
             for record in worker.take("late"):
-                self.peers.tell_late(Late(int(str(record["call"])), str(record["what"]), bool(record["given_up"])))
+                self.peers.tell_late(LateCall(int(str(record["call"])), str(record["what"]), bool(record["given_up"])))
             for record in worker.take("where"):
                 for case in self._cases.values():
-                    case.answers[worker.process.pid] = _Answer.of(record)
+                    case.answers[worker.process.pid] = _Whereabouts.of(record)
         for late in self.peers.late.values():
             if (late.call, late.given_up) not in self._cases:
-                self._cases[late.call, late.given_up] = _Case(members, now)
+                self._cases[late.call, late.given_up] = _LateCase(members, now)
                 for worker in members:
                     worker.order(commands.ASK)
             case = self._cases[late.call, late.given_up]
             if not case.over:
                 self._judge(late, case, ends=ends and late.given_up)
 
-    def _judge(self, late: Late, case: _Case, *, ends: bool) -> None:
+    def _judge(self, late: LateCall, case: _LateCase, *, ends: bool) -> None:
         now = time.monotonic()
         members = [worker for worker in case.members if worker.ended is None]
         if case.shown is None:
@@ -111,7 +111,7 @@ class Lateness:
                     self.say(f"paceline: rank {worker.rank} is given up, and ended")
                     os.kill(worker.process.pid, signal.SIGKILL)  # not `send`: nobody asked it to end, so it counts as a failure
 
-    def _tell(self, worker: Worker, late: Late, answer: _Answer | None) -> None:
+    def _tell(self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None) -> None:
         """Name it and show its stack, unless that has been done, and it hasn't moved since."""
         place = (worker.process.pid, late.call if answer is None else answer.done)
         if place in self._told:
@@ -125,7 +125,7 @@ class Lateness:
             self.say(f"paceline:   {line.strip()}")
 
 
-def _comes(answer: _Answer | None, call: int, *, strict: bool) -> bool:
+def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
     """Whether a worker is past this call, or in it; unless `strict`, whoever waits for others is taken for one that comes."""
     if answer is None:
         return False

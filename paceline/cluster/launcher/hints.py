@@ -59,7 +59,7 @@ def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str
     return shlex.join(["paceline", "run", *given, script, *args])
 
 
-class Reminder:
+class WaitReminder:
     """Says what is waited for: after a second, and now and then."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from paceline.cluster.launcher.worker import preparation
 from paceline.errors import PacelineError
 
 
-class Refused(PacelineError):
+class AttemptFailed(PacelineError):
     """What was attempted has raised an error of ours; `kind` is its class."""
 
     def __init__(self, kind: str, message: str) -> None:
@@ -19,7 +19,7 @@ class Refused(PacelineError):
 
 
 def attempt(do: Callable[[], object]) -> None:
-    """Call `do` in a copy of this process, which has one thread. Raises `Refused` if it raises an error of ours; others tell nothing."""
+    """Call `do` in a copy of this process, which has one thread. Raises `AttemptFailed` if `do` raises an error of ours."""
     reader, writer = os.pipe()
     prepare = preparation(os.getpid())
     process = os.fork()
@@ -38,7 +38,7 @@ def attempt(do: Callable[[], object]) -> None:
     finally:
         os.waitpid(process, 0)
     if said:
-        raise Refused(*json.loads(said))
+        raise AttemptFailed(*json.loads(said))
 
 
 def _tell(writer: int, do: Callable[[], object]) -> None:

@@ -17,15 +17,15 @@ from paceline.cluster import machine, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import Page
 from paceline.cluster.discover import environment, seconds
-from paceline.cluster.hosts.admission import Door, Point
-from paceline.cluster.hosts.elastic import Assembly, connect_all, enter
-from paceline.cluster.hosts.membership import Seat, View
-from paceline.cluster.hosts.peers import Nobody, Offer, Peers
+from paceline.cluster.hosts.admission import MeetingPoint, Point
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
+from paceline.cluster.hosts.membership import HostSeat, View
+from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
 from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
 from paceline.cluster.launcher import hints
-from paceline.cluster.launcher.replacement import Mending
-from paceline.cluster.launcher.supervisor import Crew
-from paceline.cluster.launcher.worker import Task
+from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.supervisor import Supervisor
+from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.errors import PacelineError, PlaceError, UsageError
 from paceline.formatting import choices
 
@@ -49,7 +49,7 @@ _NOT_INHERITED = (
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchRequest:
     """What `paceline run` was asked for. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
@@ -77,7 +77,7 @@ class Job:
     servers: int | None = None
 
 
-def run(job: Job, environ: Mapping[str, str] | None = None) -> int:
+def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
     """Start the workers of this host, watch them until all are gone, and give the exit code of the job.
 
     0: all ended well. 2: what was asked for can't be done (said in one line). 128+n: ended by signal n. Else the exit code of the
@@ -111,7 +111,7 @@ def _say(text: str | None) -> None:
 
 
 def _work(
-    job: Job, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
+    job: LaunchRequest, surroundings: dict[str, str], points: Sequence[Point] = (), ranks: Sequence[int] = ()
 ) -> tuple[int, Sequence[Point], Sequence[int]]:
     """Take part until the job is over here: the exit code, where the others are called if this host was cut off from them, and its ranks.
 
@@ -120,25 +120,25 @@ def _work(
     with ExitStack() as held, ExitStack() as inherited:
         mine = _bring(job, surroundings, held, inherited)
         ready = _prepare(job, surroundings, mine, points, ranks)
-        assembly = ready.peers if isinstance(ready.peers, Assembly) else None
+        assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again)
-        crew = Crew(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
+        crew = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
         code = crew.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not crew.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
 
 
-def _mending(job: Job, assembly: Assembly, again: Again, crew: Crew) -> Mending:
+def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, crew: Supervisor) -> Replacement:
     def begin(rank: int) -> None:
         assert assembly.run is not None
         with again(assembly.run, rank) as task:
             crew.begin(task)
 
     assert job.min_workers is not None
-    return Mending(assembly, job.min_workers, job.restarts, job.patience, begin, crew.say)
+    return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, crew.say)
 
 
-def check(job: Job) -> None:
+def check(job: LaunchRequest) -> None:
     """Raise `UsageError` for what makes no sense, before anything is started."""
     script = Path(job.script)
     if not script.exists():
@@ -189,7 +189,7 @@ def meeting_point(join: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def shared_secret(job: Job, environ: Mapping[str, str]) -> bytes:
+def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
     """The job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one."""
     if job.secret_file is not None:
         return secret.read(job.secret_file)
@@ -203,22 +203,22 @@ def shared_secret(job: Job, environ: Mapping[str, str]) -> bytes:
 
 
 Again = Callable[
-    [str, int], AbstractContextManager[Task]
+    [str, int], AbstractContextManager[WorkerCommand]
 ]  # another worker of a run, as a rank: its task, and what it inherits until it has started
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _LauncherParts:
     """What a launcher has before it starts its workers."""
 
-    tasks: list[Task]
+    tasks: list[WorkerCommand]
     peers: Peers
     host: str
     again: Again
 
 
 @dataclass(frozen=True)
-class _Brought:
+class _HostOffer:
     """What this host brings: the job's secret, its offer, where its workers serve their stores, and where its launcher is called."""
 
     key: bytes
@@ -230,7 +230,7 @@ class _Brought:
     inherited: ExitStack  # closed when the workers have started: it is theirs
 
 
-def _bring(job: Job, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _Brought:
+def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack) -> _HostOffer:
     """Choose addresses and ports."""
     key = shared_secret(job, environ)
     interface = environ.get("PACELINE_INTERFACE")
@@ -245,16 +245,18 @@ def _bring(job: Job, environ: Mapping[str, str], held: ExitStack, inherited: Exi
     agent = held.enter_context(network.listen(address)) if survives else None
     called = 0 if agent is None else agent.getsockname()[1]
     offer = Offer(socket.gethostname(), job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
-    return _Brought(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), held, inherited)
+    return _HostOffer(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), held, inherited)
 
 
-def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence[Point], ranks: Sequence[int]) -> _Ready:
+def _prepare(
+    job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, points: Sequence[Point], ranks: Sequence[int]
+) -> _LauncherParts:
     """Meet the other hosts, agree on addresses and ports, and write down what each worker is to be told."""
     environ["PACELINE_JOB"] = random.token_hex(16)
     if mine.agent is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch would tell at length of connections that end
-    peers: Peers = Nobody()
+    peers: Peers = NoPeers()
     table: tuple[Offer, ...] = (mine.offer,)
     rank = 0
     given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
@@ -269,13 +271,13 @@ def _prepare(job: Job, environ: dict[str, str], mine: _Brought, points: Sequence
     if mine.agent is not None:
         channels = connect_all(table, rank, mine.agent, mine.key, given)
         peers.close()
-        peers = Assembly(rank, _first_view(table), channels, Door(mine.agent, mine.key, join))
+        peers = ElasticPeers(rank, _first_view(table), channels, MeetingPoint(mine.agent, mine.key, join))
     shared = _shared_variables(job, environ, table, rank)
     ranks = deal([other.workers for other in table], job.placement)[rank]
-    return _Ready(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
+    return _LauncherParts(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
 
 
-def _line(job: Job) -> str:
+def _line(job: LaunchRequest) -> str:
     """How this job is started on another host. What may differ there isn't said, but the number of workers."""
     given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
     given |= {
@@ -286,7 +288,7 @@ def _line(job: Job) -> str:
     return hints.line(job.script, job.args, given)
 
 
-def _first_tasks(job: Job, shared: dict[str, str], mine: _Brought, ranks: Sequence[int]) -> list[Task]:
+def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, ranks: Sequence[int]) -> list[WorkerCommand]:
     """The workers of this host at the start of the job."""
     lent = secret.lend(mine.key)
     mine.inherited.callback(os.close, lent)
@@ -300,30 +302,30 @@ def _first_tasks(job: Job, shared: dict[str, str], mine: _Brought, ranks: Sequen
         page = _page(mine.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         number = mine.offer.numbers[local] if mine.agent is not None else None
-        tasks.append(Task(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, number))
+        tasks.append(WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, number))
     return tasks
 
 
-def _enter(job: Job, environ: Mapping[str, str], place: Admission, mine: _Brought, ranks: Sequence[int]) -> _Ready:
+def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, mine: _HostOffer, ranks: Sequence[int]) -> _LauncherParts:
     """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what they are called by the launcher."""
     assert mine.agent is not None and job.join is not None
     channels = enter(place.view, place.host, mine.key)
-    assembly = Assembly(place.host, place.view, channels, Door(mine.agent, mine.key, meeting_point(job.join)))
+    assembly = ElasticPeers(place.host, place.view, channels, MeetingPoint(mine.agent, mine.key, meeting_point(job.join)))
     assembly.run = place.run
     again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
     ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
     tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
-    return _Ready(tasks, assembly, mine.offer.name, again)
+    return _LauncherParts(tasks, assembly, mine.offer.name, again)
 
 
 def _first_view(table: Sequence[Offer]) -> View:
     """All hosts, with the workers that they start."""
-    seats = [Seat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
+    seats = [HostSeat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
     return View(1, tuple(seats), len(seats))
 
 
 @contextmanager
-def _another(job: Job, shared: Mapping[str, str], brought: _Brought, run: str, rank: int) -> Iterator[Task]:
+def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer, run: str, rank: int) -> Iterator[WorkerCommand]:
     """A worker that comes while the others train; it finds them by its orders. `run`: what they have said of it, as JSON."""
     address = brought.offer.address
     with ExitStack() as inherited:
@@ -337,7 +339,7 @@ def _another(job: Job, shared: Mapping[str, str], brought: _Brought, run: str, r
         page = _page(brought.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         number = commands.named(random.randbits(32), port)
-        yield Task(rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, number, joining=True)
+        yield WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, number, joining=True)
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
@@ -350,7 +352,7 @@ def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | No
     return page
 
 
-def _shared_variables(job: Job, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:
+def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:
     """The environment of every worker of this host, all but what tells them apart."""
     mine, leader = table[rank], table[0]
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}

@@ -97,7 +97,7 @@ class Screen:
             self._size += len(data)
 
 
-class _Hush:
+class _StoreNoiseFilter:
     """Leaves out what torch says, with a stack each time, of what strangers send to its store; but for the first line of the first."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Hush:
         return piece
 
 
-class Stream:
+class OutputStream:
     """One output of one worker on its way to a screen; `tail` keeps its last bytes."""
 
     def __init__(self, rank: int, descriptor: int, screen: Screen) -> None:
@@ -124,7 +124,7 @@ class Stream:
         self._since = 0.0
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
-        self._hush = _Hush()
+        self._hush = _StoreNoiseFilter()
 
     def read(self) -> bool:
         """Take what is there (the descriptor doesn't block); False when there was nothing."""

@@ -10,28 +10,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.cluster.hosts.elastic import Assembly
+from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.launcher import janitor
-from paceline.cluster.launcher.worker import Worker
+from paceline.cluster.launcher.worker import WorkerProcess
 
 _BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started again; twice as long each time that it dies
 _STEADY_SECONDS = 10.0  # one that has trained for so long is started again as if it had never died
 _STOPPED_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # how long a worker may be stopped; between two looks
 _LEAVE_SECONDS = 5.0  # how long one that has failed may take to end
 _PART_SECONDS = 5.0  # how long the others may take to decide that they do without a host that leaves
-Suspect = Callable[[Worker], Failure | None]
+Suspect = Callable[[WorkerProcess], Failure | None]
 
 
 @dataclass
-class Mending:
+class Replacement:
     """The workers of this host as members of the job.
 
     `again` starts a worker in place of the one of this rank, `restarts` is how many are started in all, `minimum` how many the job needs,
     and `patience` for how many seconds fewer wait for others.
     """
 
-    assembly: Assembly
+    assembly: ElasticPeers
     minimum: int
     restarts: int
     patience: float
@@ -50,11 +50,11 @@ class Mending:
     _short_since: float | None = None  # when there were fewer than the job needs
     _parting_since: float | None = None  # when the last worker of a host that leaves had gone
 
-    def active(self, workers: Sequence[Worker]) -> bool:
+    def active(self, workers: Sequence[WorkerProcess]) -> bool:
         """Whether losses are survived by now: all who were there at the start have begun to train."""
         return bool(workers) and all(worker.joining or worker.said("surviving") for worker in workers)
 
-    def members(self, workers: Sequence[Worker]) -> list[Worker]:
+    def members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
         """Those of the present view."""
         return [worker for worker in workers if worker.number in self.assembly.view.workers]
 
@@ -63,7 +63,7 @@ class Mending:
         """Whether a worker is about to be started."""
         return bool(self._due)
 
-    def look(self, workers: Sequence[Worker]) -> None:
+    def look(self, workers: Sequence[WorkerProcess]) -> None:
         """Have the dead left out of the view, at once, and let in who is ready; tell the others."""
         now = time.monotonic()
         left = [w for w in workers if w.number not in self._gone and not w.said("closed")]
@@ -88,7 +88,7 @@ class Mending:
                 self.assembly.renew(int(str(record["view"])))
         self._tell(workers)
 
-    def leave(self, workers: Sequence[Worker]) -> bool:
+    def leave(self, workers: Sequence[WorkerProcess]) -> bool:
         """Have all workers of this host go after their present turn; False where there are no others who could go on."""
         others = [seat for seat in self.assembly.view.seats if seat.host != self.assembly.host and seat.workers]
         if not others or not self.active(workers):
@@ -108,7 +108,7 @@ class Mending:
             self.assembly.leave()
         return self.assembly.parted or now - self._parting_since > _PART_SECONDS
 
-    def _free(self, workers: Sequence[Worker], now: float) -> None:
+    def _free(self, workers: Sequence[WorkerProcess], now: float) -> None:
         """End a worker that was stopped (SIGSTOP) and doesn't go on: nobody else can tell that it won't answer."""
         if now - self._looked_at < _LOOK_SECONDS:
             return
@@ -122,7 +122,7 @@ class Mending:
                 )
                 os.kill(worker.process.pid, signal.SIGKILL)
 
-    def _tell(self, workers: Sequence[Worker]) -> None:
+    def _tell(self, workers: Sequence[WorkerProcess]) -> None:
         """Tell each worker of the views that it doesn't know."""
         for worker in workers:
             for roster in self.assembly.rosters:
@@ -130,7 +130,7 @@ class Mending:
                     self._told[worker.number] = roster.number
                     worker.order(roster.dump())
 
-    def turn(self, workers: Sequence[Worker], suspect: Suspect) -> Failure | None:
+    def turn(self, workers: Sequence[WorkerProcess], suspect: Suspect) -> Failure | None:
         """Take leave of who has ended, and start others; gives the failure that ends the job, if one does."""
         now = time.monotonic()
         if self.assembly.closing:  # the run is over: nobody is let in any more
@@ -159,7 +159,7 @@ class Mending:
             self.assembly.verdict = self._failures[0]  # none of this host ever got in: the others go on without it
         return self._too_few(workers)
 
-    def _replace(self, worker: Worker, failure: Failure, now: float) -> None:
+    def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
         again = self.restarts > 0 and not (worker.joining and failure.is_echo)  # nobody was left to join
         self.say(f"{failure.line()}; {'it is started again' if again else 'the others go on'}")
         if again:
@@ -167,14 +167,14 @@ class Mending:
             self._due.append((now + self._pause(worker), worker.rank))
             self._due.sort()
 
-    def _pause(self, worker: Worker) -> float:
+    def _pause(self, worker: WorkerProcess) -> float:
         """Seconds before another takes its place: longer each time, where it dies again and again without having trained for a while."""
         trained = next((float(str(record["time"])) for record in worker.records if record["event"] == "surviving"), math.inf)
         steady = (worker.ended or time.time()) - trained > _STEADY_SECONDS
         self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1
         return float(min(_BACKOFF_SECONDS * 2 ** (falls - 1), _LONGEST_BACKOFF))
 
-    def _too_few(self, workers: Sequence[Worker]) -> Failure | None:
+    def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
         """Why the job can't go on, if there are too few."""
         members = self.assembly.view.workers
         if not self._failures or len(members) >= self.minimum or any(worker.said("closed") for worker in workers):

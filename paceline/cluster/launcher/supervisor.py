@@ -15,10 +15,10 @@ from pathlib import Path
 
 from paceline.cluster.hosts.peers import Failure, Peers
 from paceline.cluster.launcher import janitor
-from paceline.cluster.launcher.hangs import Lateness
+from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import last_words, screens
-from paceline.cluster.launcher.replacement import Mending
-from paceline.cluster.launcher.worker import Task, Worker, ending, preparation, start
+from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, ending, preparation, start
 
 _LOOK_SECONDS = 0.25  # the longest pause between two looks at everything
 _CULPRIT_SECONDS = 0.4  # how long the cause of a failure has to show itself, after its first sign
@@ -34,12 +34,12 @@ _LITTER_SECONDS = 1.0  # between two looks at the temporary folders of workers' 
 _SLACK_SECONDS = 0.2  # a death is seen a little after it happened, a record carries its own time
 
 
-class Crew:
+class Supervisor:
     """The workers of one host, from their start to the exit code of the job."""
 
-    def __init__(self, host: str, mark: str, peers: Peers, mending: Callable[[Crew], Mending] | None = None) -> None:
+    def __init__(self, host: str, mark: str, peers: Peers, mending: Callable[[Supervisor], Replacement] | None = None) -> None:
         self._host, self._mark, self._peers = host, mark, peers
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._out, self._err = screens()
         self._signals: list[int] = []
         self._signed_at: float | None = None  # monotonic: the first sign of a failure
@@ -54,9 +54,9 @@ class Crew:
         self._held: set[int] = set()  # semaphores that they had in hand when they were ended
         self._began = time.time()
         self._mending = None if mending is None else mending(self)
-        self._lateness = Lateness(peers, host, self.say)
+        self._lateness = HangSearch(peers, host, self.say)
 
-    def run(self, tasks: Sequence[Task], started: Callable[[], None] = lambda: None) -> int:
+    def run(self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None) -> int:
         """Start these workers, watch them until the last is gone, and give the exit code of the job.
 
         `started` is called when all of them have what they inherit.
@@ -101,14 +101,14 @@ class Crew:
         if number != signal.SIGCHLD:
             self._signals.append(number)
 
-    def _start(self, tasks: Sequence[Task], deputy: subprocess.Popen[bytes]) -> None:
+    def _start(self, tasks: Sequence[WorkerCommand], deputy: subprocess.Popen[bytes]) -> None:
         self._deputy = deputy
         for task in tasks:
             if self._signals:
                 return
             self.begin(task)
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: WorkerCommand) -> None:
         """Start a worker."""
         worker = start(task, preparation(os.getpid()), (self._out, self._err))
         self._workers.append(worker)
@@ -190,12 +190,12 @@ class Crew:
                 if child not in self._litter and (folders := janitor.litter([child])):
                     self._litter[child] = folders
 
-    def _look(self, worker: Worker) -> None:
+    def _look(self, worker: WorkerProcess) -> None:
         """Find out whether it has ended; all are looked at before one is reaped, which takes time: the order tells the culprit."""
         if worker.ended is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             worker.ended = time.time()
 
-    def _reap(self, worker: Worker) -> None:
+    def _reap(self, worker: WorkerProcess) -> None:
         """Take leave of a worker that has ended; its process group, and what it last wrote, go with it."""
         if worker.ended is None or worker.reaped:
             return
@@ -286,7 +286,7 @@ class Crew:
             self._failure, self._told_at = first, now
             self._peers.tell_failed(first)
 
-    def _suspect(self, worker: Worker) -> Failure | None:
+    def _suspect(self, worker: WorkerProcess) -> Failure | None:
         """What this worker has failed of, if it has: by its own record, its exit code, or its leaving without a word."""
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + _SLACK_SECONDS
@@ -311,7 +311,7 @@ class Crew:
             )
         return None
 
-    def _trains(self, leaver: Worker) -> bool:
+    def _trains(self, leaver: WorkerProcess) -> bool:
         """Whether others go on (here, or on hosts that have not finished) well after a worker left."""
         if self._signed_at is not None or self._verdict() is not None:
             return True

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster.control.progress import Page
-from paceline.cluster.launcher.output import Screen, Stream
+from paceline.cluster.launcher.output import OutputStream, Screen
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
-class Task:
+class WorkerCommand:
     """One worker to be started: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
 
     rank: int
@@ -31,12 +31,12 @@ class Task:
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """One worker that was started."""
 
     rank: int
     process: subprocess.Popen[bytes]
-    streams: tuple[Stream, Stream]
+    streams: tuple[OutputStream, OutputStream]
     records_fd: int
     orders_fd: int
     stack_fd: int
@@ -93,7 +93,7 @@ class Worker:
             os.kill(self.process.pid, number)  # not reaped yet: the number is still its own
 
 
-def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> Worker:
+def start(task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> WorkerProcess:
     """Start a worker that leads a process group of its own; its output goes to these screens."""
     ours, theirs = os.pipe()
     heard, orders = os.pipe()
@@ -123,9 +123,9 @@ def start(task: Task, prepare: Callable[[], None] | None, screens: tuple[Screen,
     process.stderr.close()
     for descriptor in (ours, *pipes, orders, stack):
         os.set_blocking(descriptor, False)
-    streams = (Stream(task.rank, pipes[0], screens[0]), Stream(task.rank, pipes[1], screens[1]))
+    streams = (OutputStream(task.rank, pipes[0], screens[0]), OutputStream(task.rank, pipes[1], screens[1]))
     number = -1 if task.number is None else task.number
-    return Worker(task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining)
+    return WorkerProcess(task.rank, process, streams, ours, orders, stack, number=number, joining=task.joining)
 
 
 def ending(code: int) -> str:

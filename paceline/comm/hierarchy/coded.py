@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Traffic, Work
-from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
-from paceline.comm.hierarchy.group import Ending, HostsGroup
+from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
+from paceline.comm.hierarchy.group import EndsTogether, HostsGroup
 from paceline.errors import PacelineError, ViewChanged
 from paceline.trace import Trace
 
 Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]  # of my part (float32, 1-D) to the total of all
 
 
-class Relay:
+class CodedAllReduce:
     """An assembly line over `group`, for ways that yield at most `stages` times; collective. It sends through groups of its own."""
 
     def __init__(self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0) -> None:
@@ -40,7 +40,7 @@ class Relay:
         self.place = leaders  # the group of those who lead; None on the others
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
         self.beside = None if leaders is None else _again(leaders)  # of those who lead, for what isn't on the line
-        self._line = Line("relay", stages + 1, self._spread)
+        self._line = StagedExecutor("relay", stages + 1, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
@@ -69,7 +69,7 @@ class Relay:
 
     def all_reduce(self, flat: Tensor, way: Way, name: str) -> Work[Tensor]:
         """Start summing `flat` (floating, 1-D, the same layout on all ranks) in place; leaders go `way`. All ranks call it."""
-        job = Job(lambda: [Flow(self._steps(flat, way, name), flat.numel())], lambda: flat, name, self._deadline)
+        job = StagedJob(lambda: [Flow(self._steps(flat, way, name), flat.numel())], lambda: flat, name, self._deadline)
         return self._line.start(job)
 
     def _steps(self, flat: Tensor, way: Way, name: str) -> Steps:
@@ -100,7 +100,7 @@ class Relay:
     def _spread(self, error: PacelineError) -> BaseException:
         """Tell all ranks, and end what they wait for. Gives the first one's error."""
         whole = self._group.flat if isinstance(self._group, HostsGroup) else self._group
-        first = whole.end(error) if isinstance(whole, Ending) else error
+        first = whole.end(error) if isinstance(whole, EndsTogether) else error
         for group in self._all:
             group.abort()
         return first

@@ -36,7 +36,7 @@ class Flow(NamedTuple):
     elements: int
 
 
-class Job:
+class StagedJob:
     """What was asked for at once, and its Work: flows, made as the first stage comes to them, and what is done after the last one's end."""
 
     def __init__(self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float) -> None:
@@ -77,10 +77,10 @@ class Job:
         return self._error if self._ended.is_set() else None
 
 
-class _Piece(NamedTuple):
+class _FlowInTransit(NamedTuple):
     """A flow between two stages, and what it waits for; without one, the end of its job."""
 
-    job: Job
+    job: StagedJob
     flow: Flow | None
     awaited: Work[Any] | None
 
@@ -89,15 +89,15 @@ class _Piece(NamedTuple):
         return 0 if self.flow is None else self.flow.elements
 
 
-class _Belt:
+class _StageQueue:
     """What is between two stages, in order: at most AHEAD elements, or one piece that has more."""
 
     def __init__(self) -> None:
-        self._pieces = deque[_Piece | None]()
+        self._pieces = deque[_FlowInTransit | None]()
         self._elements = 0
         self._changed = threading.Condition()
 
-    def put(self, piece: _Piece | None) -> None:
+    def put(self, piece: _FlowInTransit | None) -> None:
         """Wait for room, and append; None is the end."""
         elements = 0 if piece is None else piece.elements
         with self._changed:
@@ -106,7 +106,7 @@ class _Belt:
             self._pieces.append(piece)
             self._changed.notify_all()
 
-    def first(self) -> _Piece | None:
+    def first(self) -> _FlowInTransit | None:
         """Wait for one; it stays, and counts, until `drop`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pieces))
@@ -120,15 +120,15 @@ class _Belt:
             self._changed.notify_all()
 
 
-class Line:
+class StagedExecutor:
     """`stages` threads that jobs pass through. `spread` is told of an error that ends the line, and gives the one that jobs end with."""
 
     def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
         self.broken: BaseException | None = None
         self._spread = spread
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._belts = [_Belt() for _ in range(stages - 1)]
-        self._pending: deque[Job] = deque()
+        self._jobs: queue.SimpleQueue[StagedJob | None] = queue.SimpleQueue()
+        self._belts = [_StageQueue() for _ in range(stages - 1)]
+        self._pending: deque[StagedJob] = deque()
         self._threads = [
             threading.Thread(target=self._begin if not stage else self._go_on, args=(stage,), name=f"paceline {name} {stage}", daemon=True)
             for stage in range(stages)
@@ -136,7 +136,7 @@ class Line:
         for thread in self._threads:
             thread.start()
 
-    def start(self, job: Job) -> Job:
+    def start(self, job: StagedJob) -> StagedJob:
         """Put a job at the end."""
         if self.broken is not None:
             raise self.broken
@@ -183,13 +183,13 @@ class Line:
         fine_timer()
         while (job := self._jobs.get()) is not None:
             self._attempt(job, self._feed, job)
-            self._pass(stage, _Piece(job, None, None))
+            self._pass(stage, _FlowInTransit(job, None, None))
         if self._belts:
             self._belts[0].put(None)
 
-    def _feed(self, job: Job) -> None:
+    def _feed(self, job: StagedJob) -> None:
         for flow in job.flows():
-            self._step(0, _Piece(job, flow, None))
+            self._step(0, _FlowInTransit(job, flow, None))
 
     def _go_on(self, stage: int) -> None:
         torch.set_num_threads(1)
@@ -204,7 +204,7 @@ class Line:
         if stage < len(self._belts):
             self._belts[stage].put(None)
 
-    def _step(self, stage: int, piece: _Piece) -> None:
+    def _step(self, stage: int, piece: _FlowInTransit) -> None:
         """Wait for what a flow has yielded, and let it go on to its next yield."""
         assert piece.flow is not None
         result = None if piece.awaited is None else piece.awaited.wait()
@@ -215,14 +215,14 @@ class Line:
         assert stage < len(self._belts), "a flow has more yields than the line has stages"
         self._belts[stage].put(piece._replace(awaited=awaited))
 
-    def _pass(self, stage: int, end: _Piece) -> None:
+    def _pass(self, stage: int, end: _FlowInTransit) -> None:
         """All flows of a job have left this stage."""
         if stage < len(self._belts):
             self._belts[stage].put(end)
         else:
             self._attempt(end.job, lambda job: job.end(job.conclude()), end.job)
 
-    def _attempt(self, job: Job, act: Callable[[Any], None], subject: Any) -> None:
+    def _attempt(self, job: StagedJob, act: Callable[[Any], None], subject: Any) -> None:
         """Do a part of a job; an error is kept for whoever waits: one that ends the line as `spread` gives it, the same on all ranks."""
         if self.broken is not None:
             job.void(self.broken)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import fingerprint, reduction
-from paceline.comm.collectives import Trusting
-from paceline.comm.group import Group, Op, Traffic, Unchecked, Work
-from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
+from paceline.comm.collectives import UncheckedExchange
+from paceline.comm.group import Group, Op, Traffic, UncheckedAllReduce, Work
+from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.comm.shm.memory import fresh
 from paceline.errors import PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
@@ -46,7 +46,7 @@ def cut(numel: int) -> list[tuple[int, int]]:
 
 
 @runtime_checkable
-class Ending(Protocol):
+class EndsTogether(Protocol):
     """A group that can end on all ranks with an error of the caller's."""
 
     def end(self, error: PacelineError) -> PacelineError:
@@ -55,10 +55,10 @@ class Ending(Protocol):
 
 
 @runtime_checkable
-class Checking(Protocol):
+class ComparesCalls(Protocol):
     """A group that compares calls in one short message."""
 
-    def check(self, call: fingerprint.Call) -> object:
+    def check(self, call: fingerprint.CallFingerprint) -> object:
         """Raise `Mismatch` on all ranks if they are not about to make the same call."""
         ...
 
@@ -88,7 +88,7 @@ class HostsGroup:
         self.trace = Trace(0) if trace is None else trace
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
-        self._line = Line("hosts", 2, self._spread)
+        self._line = StagedExecutor("hosts", 2, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
     @property
@@ -104,7 +104,7 @@ class HostsGroup:
 
     def _spread(self, error: PacelineError) -> BaseException:
         """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
-        first = self.flat.end(error) if isinstance(self.flat, Ending) else error
+        first = self.flat.end(error) if isinstance(self.flat, EndsTogether) else error
         for group in (self.outer, self.inner, self._hands):
             if group is not None:
                 group.abort()
@@ -115,7 +115,7 @@ class HostsGroup:
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """See `Group.all_reduce`."""
         call = fingerprint.reducing("all_reduce", x, op, name, out)
-        if isinstance(self.flat, Checking):
+        if isinstance(self.flat, ComparesCalls):
             self.flat.check(call)
         else:
             fingerprint.compare([(text, flaw) for text, flaw in self.flat.gather_objects([str(call), call.flaw], name="all_reduce")])
@@ -143,7 +143,7 @@ class HostsGroup:
             return target if out is None else out
 
         what = f"all_reduce of {x.numel()} elements over {len(set(self.hosts))} hosts"
-        return self._line.start(Job(flows, conclude, what, self._deadline))
+        return self._line.start(StagedJob(flows, conclude, what, self._deadline))
 
     def _chunk(self, mine: Tensor, end: Tensor, held: torch.dtype, op: Op, added: Op) -> Steps:
         """The way of a chunk from `mine` to `end`; halves are added, and travel, in float32."""
@@ -172,7 +172,7 @@ class HostsGroup:
         """The leaders' exchange of a chunk, under way."""
         if self.outer is None:
             return None
-        if isinstance(self.outer, Unchecked):
+        if isinstance(self.outer, UncheckedAllReduce):
             return self.outer.all_reduce_agreed(chunk, op=op, out=chunk)
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
@@ -201,7 +201,7 @@ class HostsGroup:
             results.append(act())
             return ()
 
-        return self._line.start(Job(flows, lambda: results[0], what, self._deadline)).wait()
+        return self._line.start(StagedJob(flows, lambda: results[0], what, self._deadline)).wait()
 
     # ---- everything else goes over all ranks at once
 
@@ -215,7 +215,7 @@ class HostsGroup:
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         """`exchange` without comparing first, where the network can."""
-        exchange = self.flat.exchange_agreed if isinstance(self.flat, Trusting) else self.flat.exchange
+        exchange = self.flat.exchange_agreed if isinstance(self.flat, UncheckedExchange) else self.flat.exchange
         return exchange(sends, recvs, tag=tag)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:

@@ -32,7 +32,7 @@ _FAREWELL = 0.5  # seconds that a group may take to end after a failure
 _TWICE = "pl.start has made the default process group of torch.distributed: use that, or make yours before pl.start, which keeps it then"
 
 
-class World:
+class DefaultProcessGroup:
     """The default process group of `size` workers, unless the script has made one. `nccl`: beside Gloo, for tensors on GPUs.
 
     Raises `PlaceError` where the interface that the environment names isn't there.
@@ -97,7 +97,7 @@ class World:
         self._set.clear()
 
 
-def _forget(world: World | None) -> None:
+def _forget(world: DefaultProcessGroup | None) -> None:
     if world is not None:
         world.forget()
 

@@ -27,11 +27,11 @@ from torch.distributed import ReduceOp
 from paceline import callsite
 from paceline.cluster.store import Store, over
 from paceline.comm import collectives, fingerprint, reduction, schedule
-from paceline.comm.cancellation import Breaker
-from paceline.comm.fingerprint import DIGEST, Call
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.fingerprint import DIGEST, CallFingerprint
 from paceline.comm.group import Finished, Op, Traffic, Work
-from paceline.comm.native.transport import MESSAGES, Collective, Fabric, Launched, Queued
-from paceline.comm.traffic import Meter
+from paceline.comm.native.transport import MESSAGES, GlooTransport, GlooWait, StreamWait, TransportWork
+from paceline.comm.traffic import TrafficMeter
 from paceline.errors import Mismatch, PacelineError, UsageError, ViewChanged
 from paceline.trace import Trace
 
@@ -49,7 +49,7 @@ BACKENDS = ("gloo", "nccl")
 class TorchGroup:
     """A `Group` of processes connected by Gloo, and by NCCL as well if `backend` is "nccl"; made by `from_store`."""
 
-    def __init__(self, fabric: Fabric, store: Store, *, backend: str, meter: Meter, view: int = 0) -> None:
+    def __init__(self, fabric: GlooTransport, store: Store, *, backend: str, meter: TrafficMeter, view: int = 0) -> None:
         self.rank, self.size, self.view = fabric.rank, fabric.size, view
         self.backend = backend
         self._fabric, self._store, self._meter = fabric, store, meter
@@ -72,7 +72,7 @@ class TorchGroup:
         hosts: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         view: int = 0,
-        breaker: Breaker | None = None,
+        breaker: CancelScope | None = None,
     ) -> TorchGroup:
         """Meet over a store, under a prefix that no other group uses; collective. What is told over a torch store by itself isn't signed.
 
@@ -87,8 +87,8 @@ class TorchGroup:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
         address = address or "127.0.0.1"
-        fabric = Fabric(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
-        group = cls(fabric, over(store), backend=backend, meter=Meter(rank, size, hosts), view=view)
+        fabric = GlooTransport(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
+        group = cls(fabric, over(store), backend=backend, meter=TrafficMeter(rank, size, hosts), view=view)
         group._address = address
         return group
 
@@ -99,7 +99,7 @@ class TorchGroup:
 
     # ---- comparing
 
-    def check(self, call: Call, extra: bytes = b"") -> list[bytes]:
+    def check(self, call: CallFingerprint, extra: bytes = b"") -> list[bytes]:
         """Compare `call` with all ranks; gives every rank's `extra`. Raises on all ranks if they differ."""
         mine = fingerprint.digest(call)
         answers = self._fabric.table("calls", mine + extra, str(call))
@@ -128,7 +128,7 @@ class TorchGroup:
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         nccl = self._nccl is not None and x.is_cuda
         if x.device.type != "cpu" and not nccl:
-            return _Moved(self.all_reduce_agreed(x.cpu(), op=op), out)
+            return _CopiedWork(self.all_reduce_agreed(x.cpu(), op=op), out)
         held = reduction.wide(x.dtype, op) if nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
         if self.size == 1 or (not nccl and x.numel() * x.element_size() * self.size <= SMALL):
@@ -158,10 +158,10 @@ class TorchGroup:
         """Start a collective of NCCL (`on_gpu`) or Gloo; all ranks start them in the same order."""
         number = self._fabric.count("data")
         try:
-            awaited = Queued(start(self._nccl)) if on_gpu else self._fabric.track(Collective(start(self._fabric.data)))
+            awaited = StreamWait(start(self._nccl)) if on_gpu else self._fabric.track(GlooWait(start(self._fabric.data)))
         except RuntimeError as error:
             raise self._fabric.fail(text, error) from error
-        return Launched(self._fabric, awaited, ("data", number, text), finish)
+        return TransportWork(self._fabric, awaited, ("data", number, text), finish)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         """See `Group.reduce_scatter`."""
@@ -203,7 +203,7 @@ class TorchGroup:
                 x.detach().copy_(sent.view(x.shape))
 
         ticket = self._fabric.messages("exchange", out, into, MESSAGES + tag)
-        return Launched(self._fabric, ticket, ("exchange", number, f"exchange, tag {tag}"), finish)
+        return TransportWork(self._fabric, ticket, ("exchange", number, f"exchange, tag {tag}"), finish)
 
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
         """All messages as one NCCL group; matched by their order, as NCCL has no tags."""
@@ -224,7 +224,7 @@ class TorchGroup:
                 if landing is not x:
                     x.detach().copy_(landing)
 
-        return Launched(self._fabric, Queued(work), ("exchange", number, "exchange"), finish)
+        return TransportWork(self._fabric, StreamWait(work), ("exchange", number, "exchange"), finish)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         """See `Group.all_gather`."""
@@ -257,7 +257,7 @@ class TorchGroup:
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """See `Group.barrier`: the comparison is the barrier, so it has ended when the call returns."""
-        self.check(Call("barrier", name))
+        self.check(CallFingerprint("barrier", name))
         return Finished()
 
     # ---- agreeing
@@ -298,7 +298,7 @@ class TorchGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
-        self.check(Call("empty", None, tuple(shape), dtype))
+        self.check(CallFingerprint("empty", None, tuple(shape), dtype))
         return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class TorchGroup:
         return ended
 
 
-def _nccl(store: Store, fabric: Fabric) -> Any:
+def _nccl(store: Store, fabric: GlooTransport) -> Any:
     """NCCL beside the fabric, for tensors on the current CUDA device."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         raise UsageError("backend='nccl' needs a CUDA device and a torch built with NCCL; use backend='gloo' on this machine")
@@ -356,7 +356,7 @@ def _children(place: int, size: int) -> list[int]:
     return [place | 1 << bit for bit in free if place | 1 << bit < size]
 
 
-class _Moved:
+class _CopiedWork:
     """The Work of a reduction whose result is copied to where it is wanted."""
 
     def __init__(self, work: Work[Tensor], out: Tensor) -> None:

@@ -32,7 +32,7 @@ ESTABLISHED = 1  # the first byte of TCP_INFO on Linux
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
 
 
-class Wires:
+class GlooListeners:
     """`count` listeners on `address`, and the connections that Gloo makes with them."""
 
     def __init__(self, address: str, count: int) -> None:
@@ -84,7 +84,7 @@ class Wires:
     def cut(self) -> None:
         """End all connections at once, here and at the peers: whatever Gloo waits for fails. Listeners stay: Gloo dies of their loss."""
         for number in _sockets():
-            with _borrowed(number) as line:
+            with _borrowed_socket(number) as line:
                 try:
                     if self._ours(line.getsockname()[:2], line.getpeername()[:2]):
                         line.shutdown(socket.SHUT_RDWR)
@@ -95,7 +95,7 @@ class Wires:
         """(local, remote, state) of each connection of this group."""
         found = []
         for number in _sockets():
-            with _borrowed(number) as line:
+            with _borrowed_socket(number) as line:
                 try:
                     local, remote = line.getsockname()[:2], line.getpeername()[:2]
                     if self._ours(local, remote):
@@ -113,7 +113,7 @@ def leading(address: str, port: int) -> set[str]:
     """The connections of this process to there, for `sever`."""
     found = set()
     for number, name in _sockets().items():
-        with _borrowed(number) as line:
+        with _borrowed_socket(number) as line:
             try:
                 peer = line.getpeername()
                 if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):  # torch has sockets for both versions of IP
@@ -126,7 +126,7 @@ def leading(address: str, port: int) -> set[str]:
 def sever(connections: set[str]) -> None:
     """End these: those of a store's client, which torch can't end."""
     for number in _sockets():
-        with _borrowed(number) as line:
+        with _borrowed_socket(number) as line:
             try:
                 if os.readlink(f"/proc/self/fd/{number}") in connections:
                     line.shutdown(socket.SHUT_RDWR)
@@ -145,7 +145,7 @@ def _listen(address: str) -> tuple[Any, int]:
         ports = []
         fresh = (number for number, name in _sockets().items() if before.get(number) != name)
         for number in fresh:
-            with _borrowed(number) as line:
+            with _borrowed_socket(number) as line:
                 try:
                     if line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
                         ports.append(line.getsockname()[1])
@@ -179,7 +179,7 @@ def _sockets() -> dict[int, str]:
             name = os.readlink(f"/proc/self/fd/{number}")
             if not name.startswith("socket:"):
                 continue
-            with _borrowed(int(number)) as line:
+            with _borrowed_socket(int(number)) as line:
                 if line.family in (socket.AF_INET, socket.AF_INET6):
                     found[int(number)] = name
         except OSError:
@@ -187,7 +187,7 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-class _borrowed:
+class _borrowed_socket:
     """A socket object over a descriptor of somebody else's, which stays open; an unconnected one when it has gone meanwhile."""
 
     def __init__(self, number: int) -> None:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from paceline import callsite
 from paceline.cluster.store import Store, over
-from paceline.comm.cancellation import Breaker
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.native import sockets, waitposts
-from paceline.comm.native.waitposts import Verdict
-from paceline.comm.waitgraph import GRACE, Wait, describe, late, missing
+from paceline.comm.native.waitposts import GroupEnd
+from paceline.comm.waitgraph import GRACE, RankWait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -42,7 +42,7 @@ TAGS = {"calls": 1, "agree": 3}  # of the control messages; each takes two
 MESSAGES = 16  # tags of messages between ranks begin here
 
 
-class Awaited(Protocol):
+class TorchWait(Protocol):
     """Something of torch's that ends."""
 
     def within(self, seconds: float) -> bool:
@@ -54,7 +54,7 @@ class Awaited(Protocol):
         ...
 
 
-class Collective:
+class GlooWait:
     """A Gloo collective: its own wait leaves in time."""
 
     def __init__(self, work: Any) -> None:
@@ -73,7 +73,7 @@ class Collective:
         return bool(self._work.is_completed())
 
 
-class Queued:
+class StreamWait:
     """An operation in a CUDA stream: waiting orders the current stream behind it, and never stops the host."""
 
     def __init__(self, work: Any) -> None:
@@ -87,7 +87,7 @@ class Queued:
         return bool(self._work.is_completed())
 
 
-class Ticket:
+class MessagesWait:
     """Messages under way. Torch's wait for a message can't be left without breaking the connection, so a thread sits in it."""
 
     def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
@@ -106,15 +106,15 @@ class Ticket:
         return self.ended.is_set()
 
 
-class _Postman:
+class _MessageThread:
     """The thread that waits for the messages of one channel."""
 
     def __init__(self, name: str) -> None:
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._tickets: queue.SimpleQueue[MessagesWait | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._deliver, name=f"paceline {name}", daemon=True)
         self._thread.start()
 
-    def take(self, ticket: Ticket) -> None:
+    def take(self, ticket: MessagesWait) -> None:
         self._tickets.put(ticket)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def _needed(size: int) -> Iterator[None]:
         raise WorkerLost(f"the store is gone while a group of {size} ranks is made ({error})") from error
 
 
-class Fabric:
+class GlooTransport:
     """The connections of rank `rank` with the other ranks of one group, made over a store; collective.
 
     `address`: the local address to listen on. `names`: what the ranks are called in messages and errors. `made` counts the calls
@@ -150,27 +150,34 @@ class Fabric:
     """
 
     def __init__(
-        self, store: TorchStore | Store, rank: int, names: Sequence[int], *, address: str, deadline: float, breaker: Breaker | None = None
+        self,
+        store: TorchStore | Store,
+        rank: int,
+        names: Sequence[int],
+        *,
+        address: str,
+        deadline: float,
+        breaker: CancelScope | None = None,
     ) -> None:
         size = len(names)
-        self.breaker = Breaker() if breaker is None else breaker
+        self.breaker = CancelScope() if breaker is None else breaker
         self.names = tuple(names)
         self.rank, self.size, self.deadline = rank, size, deadline
         self.waited = 0.0
         self.broken: PacelineError | None = None
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
-        self._pending: deque[Awaited] = deque()
-        self._postmen: dict[str, _Postman] = {}
+        self._pending: deque[TorchWait] = deque()
+        self._postmen: dict[str, _MessageThread] = {}
         self._closed = size == 1
         self.data: Any = None
         self.control: Any = None
         if size == 1:
             return
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
-        self._wires, sealed = sockets.Wires(address, 2), over(store)
+        self._wires, sealed = sockets.GlooListeners(address, 2), over(store)
         with _needed(size):
-            self._lookout = waitposts.Lookout(sealed.sub("lookout"), rank, size)
+            self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
             self._wires.announce(sealed, rank, size, deadline)
         self.breaker.add(self.interrupt)
         self.data, self.control = (
@@ -190,7 +197,7 @@ class Fabric:
         self.made[channel] = number + 1
         return number
 
-    def track(self, awaited: Awaited) -> Awaited:
+    def track(self, awaited: TorchWait) -> TorchWait:
         """Remember `awaited` until it has ended, for `close`."""
         while self._pending and self._pending[0].now():
             self._pending.popleft()
@@ -199,7 +206,7 @@ class Fabric:
 
     def messages(
         self, channel: str, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, *, group: Any = None
-    ) -> Ticket:
+    ) -> MessagesWait:
         """Start sending and receiving contiguous CPU tensors; none to or from this rank itself."""
         group = self.data if group is None else group
         try:
@@ -207,10 +214,10 @@ class Fabric:
             works += [group.send([_raw(x)], to, tag) for to, x in sends]
         except RuntimeError as error:
             raise self.fail(f"exchange with tag {tag}", error) from error
-        ticket = Ticket(works, [x for _, x in (*sends, *recvs)])
+        ticket = MessagesWait(works, [x for _, x in (*sends, *recvs)])
         if works:
             if channel not in self._postmen:
-                self._postmen[channel] = _Postman(channel)
+                self._postmen[channel] = _MessageThread(channel)
             self._postmen[channel].take(ticket)
             self.track(ticket)
         else:
@@ -243,7 +250,7 @@ class Fabric:
 
     # ---- waiting
 
-    def wait(self, awaited: Awaited, wait: tuple[str, int, str], timeout: float | None) -> None:
+    def wait(self, awaited: TorchWait, wait: tuple[str, int, str], timeout: float | None) -> None:
         """Return when `awaited` has ended well. `wait`: the channel, the number of the call on it, and the call as text."""
         start = time.monotonic()
         limit = start + (self.deadline if timeout is None else timeout)
@@ -255,7 +262,7 @@ class Fabric:
                 if now >= grace:
                     place = place if watched else callsite.place()
                     watched = True
-                    self._lookout.enter(Wait(wait[0], wait[1], wait[2] + place, dict(self.made)))
+                    self._lookout.enter(RankWait(wait[0], wait[1], wait[2] + place, dict(self.made)))
                     self._look(wait[2])
                 if now >= limit:
                     raise self._late(wait, now - start)
@@ -263,7 +270,7 @@ class Fabric:
             if watched:
                 self._lookout.leave()
 
-    def _ended(self, awaited: Awaited, seconds: float, text: str) -> bool:
+    def _ended(self, awaited: TorchWait, seconds: float, text: str) -> bool:
         if self.broken is not None and not awaited.now():
             raise copy.copy(self.broken)
         try:
@@ -280,7 +287,7 @@ class Fabric:
 
     def _late(self, wait: tuple[str, int, str], seconds: float) -> DeadlineExceeded:
         others = dict(self._lookout.others)
-        absent = {self.names[r]: others.get(r) for r in missing(Wait(*wait, {}), others, self.rank, self.size)}
+        absent = {self.names[r]: others.get(r) for r in missing(RankWait(*wait, {}), others, self.rank, self.size)}
         self._late_error = DeadlineExceeded(late(wait[2], seconds, absent), tuple(absent))
         return self._late_error
 
@@ -301,7 +308,7 @@ class Fabric:
         if self.broken is None:
             if self.size > 1:
                 ranks = error.missing if isinstance(error, DeadlineExceeded) else getattr(error, "ranks", ())
-                verdict = Verdict(type(error).__name__, str(error), ranks)
+                verdict = GroupEnd(type(error).__name__, str(error), ranks)
                 error = _judged(self._lookout.verdict(verdict, seconds))
             self.broken = error
             if self.size > 1:
@@ -342,7 +349,7 @@ class Fabric:
         self._wires.devices.clear()
 
 
-def _judged(verdict: Verdict) -> PacelineError:
+def _judged(verdict: GroupEnd) -> PacelineError:
     if verdict.kind == "WorkerLost":
         return WorkerLost(verdict.text, verdict.ranks)
     if verdict.kind == "DeadlineExceeded":
@@ -350,7 +357,7 @@ def _judged(verdict: Verdict) -> PacelineError:
     return Mismatch(verdict.text) if verdict.kind == "Mismatch" else ViewChanged(verdict.text)
 
 
-def _park(parked: tuple[list[Awaited], Any, Any]) -> None:
+def _park(parked: tuple[list[TorchWait], Any, Any]) -> None:
     while not all(awaited.now() for awaited in parked[0]):
         time.sleep(TICK)
 
@@ -360,10 +367,10 @@ def _raw(x: Tensor) -> Tensor:
     return x.detach().view(-1).view(torch.uint8)
 
 
-class Launched:
+class TransportWork:
     """A Work over a Fabric: waits for one thing of torch's, then finishes the result, once."""
 
-    def __init__(self, fabric: Fabric, awaited: Awaited, wait: tuple[str, int, str], finish: Callable[[], Any]) -> None:
+    def __init__(self, fabric: GlooTransport, awaited: TorchWait, wait: tuple[str, int, str], finish: Callable[[], Any]) -> None:
         self._fabric, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish
         self._ended = False
         self._result: Any = None

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cluster.store import Store, over
-from paceline.comm.waitgraph import Wait, apart
+from paceline.comm.waitgraph import RankWait, apart
 from paceline.errors import SecretError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -17,7 +17,7 @@ else:
 PERIOD = 0.3  # seconds between two looks at the others
 
 
-class Verdict(NamedTuple):
+class GroupEnd(NamedTuple):
     """Why a group has ended: the name of an error, its message, and the ranks that are gone."""
 
     kind: str
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-class Lookout:
+class Waitposts:
     """The waits of all ranks of one group. `stuck` holds ranks that wait for each other for ever, once there are some.
 
     Nothing is posted, and no thread runs, before the first `enter`.
@@ -34,14 +34,14 @@ class Lookout:
     def __init__(self, store: TorchStore | Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = over(store), rank, size
         self._changed = threading.Condition()
-        self._wait: Wait | None = None
+        self._wait: RankWait | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.others: dict[int, Wait] = {}
-        self.stuck: dict[int, Wait] = {}
+        self.others: dict[int, RankWait] = {}
+        self.stuck: dict[int, RankWait] = {}
         self._store.put(f"wait/{rank}", None)
 
-    def enter(self, wait: Wait) -> None:
+    def enter(self, wait: RankWait) -> None:
         """This rank waits here now."""
         with self._changed:
             if self._wait == wait:
@@ -59,14 +59,14 @@ class Lookout:
             self.others = {}
             self._changed.notify_all()
 
-    def verdict(self, mine: Verdict, seconds: float = 1.0) -> Verdict:
+    def verdict(self, mine: GroupEnd, seconds: float = 1.0) -> GroupEnd:
         """Why this group has ended: what the first rank said that found out, if `seconds` are enough to learn it; else `mine`."""
-        answers: list[Verdict] = []
+        answers: list[GroupEnd] = []
 
         def ask() -> None:
             try:
                 kind, text, ranks = self._store.first("verdict", mine)
-                answers.append(Verdict(str(kind), str(text), tuple(map(int, ranks))))
+                answers.append(GroupEnd(str(kind), str(text), tuple(map(int, ranks))))
             except (WorkerLost, SecretError, ValueError, TypeError):
                 return  # the store is gone, too, or somebody writes to it who is none of us
 
@@ -82,8 +82,8 @@ class Lookout:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        posted: Wait | None = None
-        suspects: dict[int, Wait] = {}
+        posted: RankWait | None = None
+        suspects: dict[int, RankWait] = {}
         while not self._closed:
             with self._changed:
                 wait = self._wait
@@ -102,7 +102,7 @@ class Lookout:
                 if not self._closed and self._wait == posted:
                     self._changed.wait(PERIOD if posted is not None else None)
 
-    def _look(self, mine: Wait) -> dict[int, Wait]:
+    def _look(self, mine: RankWait) -> dict[int, RankWait]:
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         found = self._store.look([f"wait/{rank}" for rank in ranks])
         waits = {rank: wait for rank, told in zip(ranks, found, strict=True) if (wait := _wait(told)) is not None}
@@ -111,9 +111,9 @@ class Lookout:
         return apart({**waits, self._rank: mine})
 
 
-def _wait(told: Any) -> Wait | None:
+def _wait(told: Any) -> RankWait | None:
     """What another rank has told; None if it waits for nothing, or if that is no wait."""
     try:
-        return None if told is None else Wait(*told)
+        return None if told is None else RankWait(*told)
     except TypeError:
         return None

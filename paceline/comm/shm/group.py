@@ -15,16 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.cancellation import Breaker
-from paceline.comm.fingerprint import OWN, Call, choosing, dealing, exchanging, matching, objects, on_device, parcel, reducing, rooted, rows
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.fingerprint import (
+    OWN,
+    CallFingerprint,
+    choosing,
+    dealing,
+    exchanging,
+    matching,
+    objects,
+    on_device,
+    parcel,
+    reducing,
+    rooted,
+    rows,
+)
 from paceline.comm.group import Group, Op, Traffic, Work
 from paceline.comm.reduction import crossing
 from paceline.comm.shm import reductions
 from paceline.comm.shm.memory import PAGE, fresh
-from paceline.comm.shm.messages import ALL, Landing, Message, deliver, flat, plain
-from paceline.comm.shm.queue import Queue
-from paceline.comm.shm.registered import Place, Registered
-from paceline.comm.shm.segment import SMALL, Board, Steps
+from paceline.comm.shm.messages import ALL, Landing, WindowMessage, deliver, flat, plain
+from paceline.comm.shm.queue import WorkQueue
+from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
+from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
 from paceline.errors import PacelineError, ViewChanged
 
 
@@ -36,13 +49,15 @@ class SharedGroup:
     `board` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
     """
 
-    def __init__(self, board: Board, *, view: int = 0, relatives: Relatives | None = None, registered: Registered | None = None) -> None:
+    def __init__(
+        self, board: ControlSegment, *, view: int = 0, relatives: Relatives | None = None, registered: MemoryRegistry | None = None
+    ) -> None:
         self.board = board
         self.rank, self.size, self.view = board.rank, board.size, view
         self.traffic = Traffic()
-        self._queue = Queue(board, relatives if relatives is not None else [])
+        self._queue = WorkQueue(board, relatives if relatives is not None else [])
         self._borrowed = registered is not None
-        self._registered = Registered() if registered is None else registered
+        self._registered = MemoryRegistry() if registered is None else registered
 
     @classmethod
     def from_store(
@@ -55,14 +70,14 @@ class SharedGroup:
         view: int = 0,
         folder: str | None = None,
         ranks: Sequence[int] | None = None,
-        breaker: Breaker | None = None,
+        breaker: CancelScope | None = None,
     ) -> SharedGroup:
         """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
 
         `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by which messages name them.
         """
         names = tuple(range(size)) if ranks is None else ranks
-        return cls(Board.from_store(store, rank, names, deadline=deadline, folder=folder, breaker=breaker), view=view)
+        return cls(ControlSegment.from_store(store, rank, names, deadline=deadline, folder=folder, breaker=breaker), view=view)
 
     @property
     def waited(self) -> float:
@@ -84,7 +99,7 @@ class SharedGroup:
                 return self._queue.start(call, self._reduce_in_place(x, out, place, op, call._replace(place=where)))
         return self._queue.start(call, self._reduce(x, out, op, call))
 
-    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: Call) -> Steps:
+    def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint) -> Steps:
         if call.flaw:
             yield from self.board.meet(call)
         result = fresh(x.shape, x.dtype) if out is None else out
@@ -97,7 +112,7 @@ class SharedGroup:
             result.detach().copy_(target.view(result.shape))
         return result
 
-    def _reduce_in_place(self, x: Tensor, out: Tensor, place: Place | None, op: Op, call: Call) -> Steps:
+    def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
         elsewhere = yield from self.board.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
@@ -205,16 +220,16 @@ class SharedGroup:
 
         return self._queue.start(call, steps())
 
-    def _outgoing(self, call: Call, sends: Sequence[tuple[int, Tensor]]) -> list[Message]:
+    def _outgoing(self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]) -> list[WindowMessage]:
         """What is sent: a copy of what doesn't lie in one stretch. Nothing, if the call has a flaw."""
-        messages = [] if call.flaw else [Message(to, flat(x)) for to, x in sends]
+        messages = [] if call.flaw else [WindowMessage(to, flat(x)) for to, x in sends]
         for message in messages:
             self.traffic.within += message.nbytes * (self.size - 1 if message.to == ALL else 1)
         return messages
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
         """See `Group.barrier`."""
-        call = Call("barrier", name)
+        call = CallFingerprint("barrier", name)
 
         def steps() -> Steps:
             yield from self.board.meet(call)
@@ -225,9 +240,9 @@ class SharedGroup:
 
     def agree(self, payload: bytes) -> list[bytes]:
         """See `Group.agree`."""
-        return self._agree(payload, Call("agree"))
+        return self._agree(payload, CallFingerprint("agree"))
 
-    def _agree(self, payload: bytes, call: Call) -> list[bytes]:
+    def _agree(self, payload: bytes, call: CallFingerprint) -> list[bytes]:
         if self.board.watch.broken is not None:
             raise self.board.watch.broken
         return self.board.agree(payload, call)
@@ -254,7 +269,7 @@ class SharedGroup:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
-        call = Call("empty", None, tuple(shape), dtype)
+        call = CallFingerprint("empty", None, tuple(shape), dtype)
         self._agree(b"", call)
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
         segment = self.board.allocate(length * self.size, call)
@@ -291,10 +306,10 @@ class SharedGroup:
             self._registered.clear()
 
 
-Relatives = list[weakref.ref[Queue]]
+Relatives = list[weakref.ref[WorkQueue]]
 
 
-def _here(call: Call, *xs: Tensor) -> Call:
+def _here(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
     """`call`, with the flaw of tensors that don't lie in this host's memory."""
     away = [x for x in xs if x.device.type != "cpu"]
     if not away or call.flaw:

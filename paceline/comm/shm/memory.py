@@ -36,7 +36,7 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-class Segment:
+class SharedSegment:
     """A stretch of `nbytes` shared bytes, all zero at first. Its tensors keep it mapped."""
 
     def __init__(self, fd: int, nbytes: int, path: str | None) -> None:
@@ -48,7 +48,7 @@ class Segment:
         _advise(self.start, nbytes, POPULATE)
 
     @classmethod
-    def create(cls, nbytes: int, *, folder: str | None = None) -> Segment:
+    def create(cls, nbytes: int, *, folder: str | None = None) -> SharedSegment:
         """A new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
         fd, path = -1, None
         try:
@@ -76,7 +76,7 @@ class Segment:
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
-    def open(cls, address: str, nbytes: int) -> Segment:
+    def open(cls, address: str, nbytes: int) -> SharedSegment:
         """Map a segment that another process has made."""
         fd = -1
         try:
@@ -114,7 +114,9 @@ class Segment:
         return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
 
 
-def share(nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None) -> Segment | None:
+def share(
+    nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None
+) -> SharedSegment | None:
     """A new segment, made by `leader` and mapped by all who are `inside` (None for the others).
 
     `meet` gives everybody's word for mine, in rank order; all have to call it equally often. Raises `ResourceError` on all when
@@ -125,10 +127,10 @@ def share(nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]
         segment, error = None, ""
         try:
             if me == leader:
-                segment, error = _attempt(lambda place=place: Segment.create(nbytes, folder=place))  # type: ignore[misc]
+                segment, error = _attempt(lambda place=place: SharedSegment.create(nbytes, folder=place))  # type: ignore[misc]
             address = meet(segment.address if segment is not None else "")[leader]
             if inside and me != leader and address:
-                segment, error = _attempt(lambda address=address: Segment.open(address, nbytes))  # type: ignore[misc]
+                segment, error = _attempt(lambda address=address: SharedSegment.open(address, nbytes))  # type: ignore[misc]
             errors = [word for word in meet(error) if word]
         finally:
             if segment is not None:
@@ -138,7 +140,7 @@ def share(nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]
     raise ResourceError(errors[0])
 
 
-def _attempt(make: Callable[[], Segment]) -> tuple[Segment | None, str]:
+def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, str]:
     try:
         return make(), ""
     except ResourceError as error:

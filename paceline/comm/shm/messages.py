@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paceline.comm.fingerprint import Call
+from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.reductions import DEPTH, flow
-from paceline.comm.shm.segment import Board, Steps
+from paceline.comm.shm.segment import ControlSegment, Steps
 
 ALL = -1  # a message to everybody
 Landing = Sequence[tuple[int, Tensor]]
 
 
-class Message(NamedTuple):
+class WindowMessage(NamedTuple):
     """What is sent: `x` is contiguous, and stays alive with this."""
 
     to: int
@@ -34,7 +34,7 @@ class Message(NamedTuple):
         return self.x.numel() * self.x.element_size()
 
 
-class Stretch(NamedTuple):
+class MessageStretch(NamedTuple):
     """A part of a message in one window: of whose stage, where in it, where in memory, how long."""
 
     rank: int
@@ -43,16 +43,18 @@ class Stretch(NamedTuple):
     nbytes: int
 
 
-def deliver(board: Board, outgoing: Sequence[Message], call: Call, meta: Any, land: Callable[[list[Any]], Landing]) -> Steps:
+def deliver(
+    board: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
+) -> Steps:
     """Meet, move all messages, and give what `land` gave.
 
     `land` is called with every rank's `meta`, and says where what comes in goes: (from, contiguous tensor), in the order in which each
     rank sends.
     """
-    departures: dict[int, list[Stretch]] = {}
+    departures: dict[int, list[MessageStretch]] = {}
     at = 0
     for message in outgoing:
-        _cut(departures, board.block, Stretch(board.rank, at, message.x.data_ptr(), message.nbytes))
+        _cut(departures, board.block, MessageStretch(board.rank, at, message.x.data_ptr(), message.nbytes))
         at += message.nbytes
 
     def write(window: int) -> None:
@@ -75,30 +77,30 @@ def deliver(board: Board, outgoing: Sequence[Message], call: Call, meta: Any, la
     return incoming
 
 
-def _arrivals(board: Board, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[Stretch]]:
+def _arrivals(board: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[MessageStretch]]:
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
         expected.setdefault(source, deque()).append(tensor)
-    cuts: dict[int, list[Stretch]] = {}
+    cuts: dict[int, list[MessageStretch]] = {}
     for source, messages in enumerate(sent):
         at = 0
         for to, nbytes in messages:
             if to == board.rank or (to == ALL and source != board.rank):
                 into = expected[source].popleft()
                 assert into.numel() * into.element_size() == nbytes, "what is awaited has been compared with what is sent"
-                _cut(cuts, board.block, Stretch(source, at, into.data_ptr(), nbytes))
+                _cut(cuts, board.block, MessageStretch(source, at, into.data_ptr(), nbytes))
             at += nbytes
     return cuts
 
 
-def _cut(cuts: dict[int, list[Stretch]], width: int, whole: Stretch) -> None:
+def _cut(cuts: dict[int, list[MessageStretch]], width: int, whole: MessageStretch) -> None:
     """Cut a stretch of a rank's stream, in which its offset counts, into those of each window."""
     rank, at, address, nbytes = whole
     done = 0
     while done < nbytes:
         window, offset = divmod(at + done, width)
         length = min(nbytes - done, width - offset)
-        cuts.setdefault(window, []).append(Stretch(rank, offset, address + done, length))
+        cuts.setdefault(window, []).append(MessageStretch(rank, offset, address + done, length))
         done += length
 
 

@@ -12,18 +12,18 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from paceline.comm.fingerprint import Call
-from paceline.comm.shm.segment import Board, Steps
-from paceline.comm.shm.waiting import Awaited
+from paceline.comm.fingerprint import CallFingerprint
+from paceline.comm.shm.segment import ControlSegment, Steps
+from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
 
 CHANNEL = "operations"
 
 
-class Pending:
+class QueuedWork:
     """An operation under way (a `Work`)."""
 
-    def __init__(self, queue: Queue, steps: Steps, call: Call, number: int) -> None:
+    def __init__(self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int) -> None:
         self.queue, self.steps, self.call, self.number = queue, steps, call, number
         self.target = 0  # the post up to which all have to come before its next stretch
         self.ended = False
@@ -49,17 +49,17 @@ class Pending:
         return self.error if self.done() else None
 
 
-class Queue:
+class WorkQueue:
     """The pending operations of one group; `relatives` is shared by those that are pushed together."""
 
-    def __init__(self, board: Board, relatives: list[weakref.ref[Queue]]) -> None:
+    def __init__(self, board: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.board, self.relatives = board, relatives
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
         relatives[:] = [ref for ref in relatives if ref() is not None] + [weakref.ref(self)]
         board.watch.busy = partial(_push_all, relatives)
 
-    def start(self, call: Call, steps: Steps) -> Pending:
+    def start(self, call: CallFingerprint, steps: Steps) -> QueuedWork:
         """Put an operation at the end, and go as far as it goes."""
         watch = self.board.watch
         if watch.broken is not None:
@@ -68,7 +68,7 @@ class Queue:
         with self._lock:
             number = watch.made.get(CHANNEL, 0)
             watch.made[CHANNEL] = number + 1
-            pending = Pending(self, steps, call, number)
+            pending = QueuedWork(self, steps, call, number)
             self._pending.append(pending)
         self.push()
         return pending
@@ -86,7 +86,7 @@ class Queue:
         finally:
             self._lock.release()
 
-    def _advance(self, pending: Pending) -> bool:
+    def _advance(self, pending: QueuedWork) -> bool:
         """Go on with an operation until it has to wait (False) or has ended."""
         board = self.board
         try:
@@ -107,7 +107,7 @@ class Queue:
         pending.ended = True
         return True
 
-    def finish(self, pending: Pending, timeout: float | None = None) -> None:
+    def finish(self, pending: QueuedWork, timeout: float | None = None) -> None:
         """Wait for the end of an operation; raises what ends the wait, not what ended the operation."""
 
         def ended() -> bool:
@@ -119,7 +119,7 @@ class Queue:
             return
         watch = self.board.watch
         try:
-            watch.wait(Awaited(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
+            watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
         finally:
             if watch.broken is not None:
                 self.void()
@@ -142,7 +142,7 @@ class Queue:
         return [] if head is None else self.board.behind(head.target)
 
 
-def _push_all(relatives: list[weakref.ref[Queue]]) -> None:
+def _push_all(relatives: list[weakref.ref[WorkQueue]]) -> None:
     for ref in tuple(relatives):
         queue = ref()
         if queue is not None:

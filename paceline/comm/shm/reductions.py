@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.fingerprint import Call
+from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group import Op, pieces
 from paceline.comm.reduction import admit, combine, finish, wide
 from paceline.comm.shm.memory import fresh
-from paceline.comm.shm.registered import Place
-from paceline.comm.shm.segment import SLOTS, Board, Steps
+from paceline.comm.shm.registered import RegisteredMemory
+from paceline.comm.shm.segment import SLOTS, ControlSegment, Steps
 
 DEPTH = SLOTS // 2  # phases between staging and adding, and between adding and collecting
 LINE = 64  # bytes: parts begin on cache lines
@@ -42,7 +42,7 @@ PAIRS: dict[Op, Callable[..., Tensor]] = {
 Stage = Callable[[int], None]
 
 
-def flow(board: Board, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
+def flow(board: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
     """The phases of `blocks` blocks, whose first DEPTH have been staged before all met.
 
     A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1: they read stages of blocks k - 1 to
@@ -62,7 +62,7 @@ def flow(board: Board, blocks: int, stage: Stage, add: Stage, collect: Stage | N
     board.turn += blocks
 
 
-class Cut(NamedTuple):
+class BlockCut(NamedTuple):
     """How a block is cut into the parts of the ranks, in bytes from its begin; with the addresses and views of each stage used."""
 
     low: int  # where my part begins
@@ -72,17 +72,17 @@ class Cut(NamedTuple):
     others: list[tuple[int, int, list[int]]]  # the parts of the others: where it begins, its length, the stages of its rank
 
 
-def cut(board: Board, count: int, part: int, dtype: torch.dtype, slots: int) -> Cut:
+def cut(board: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
     """A block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
     item, turns = dtype.itemsize, range(board.turn, board.turn + slots)
     spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(board.size)]
     low, high = spans[board.rank]
     parts = [[board.stage(r, turn, low, (high - low) // item, dtype) for r in range(board.size)] for turn in turns] if high > low else []
     others = [(a, b - a, [board.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != board.rank and b > a]
-    return Cut(low, high, count * item, parts, others)
+    return BlockCut(low, high, count * item, parts, others)
 
 
-def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Steps:
+def all_reduce(board: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """`x` and `out` are contiguous and 1-D, the same or apart."""
     me, item, total = board.rank, x.element_size(), x.numel()
     blocks = max(1, -(-total * item // board.block))
@@ -128,7 +128,7 @@ def all_reduce(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Step
     yield from flow(board, blocks, stage, add, collect)
 
 
-def all_reduce_small(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -> Steps:
+def all_reduce_small(board: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """At most SMALL bytes: every rank adds all of it, so all meet only once."""
     parity = board.parity
     board.small(board.rank, parity, x.numel(), x.dtype).copy_(x)
@@ -137,7 +137,7 @@ def all_reduce_small(board: Board, x: Tensor, out: Tensor, op: Op, call: Call) -
     fold([board.small(r, parity, x.numel(), x.dtype) for r in range(board.size)], out, op)
 
 
-def reduce_scatter(board: Board, x: Tensor, op: Op, call: Call) -> Steps:
+def reduce_scatter(board: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """Gives my piece of the reduction of `x`, contiguous and 1-D."""
     me, size, item, base = board.rank, board.size, x.element_size(), board.turn
     cut = pieces(x.numel(), size)
@@ -169,14 +169,14 @@ def reduce_scatter(board: Board, x: Tensor, op: Op, call: Call) -> Steps:
     return out
 
 
-class Plan(NamedTuple):
+class ReductionPlan(NamedTuple):
     """What a rank does to one registered tensor: in each block, add every rank's view into the first and hand it out to the others."""
 
     blocks: list[list[Tensor]]
     copies: list[tuple[int, list[int], int]]  # from an address to addresses, bytes
 
 
-def plan(x: Tensor, place: Place, rank: int) -> Plan:
+def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
     """My piece of `x`, which lies in `place`, cut so that a block of all ranks stays in the cache."""
     offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, width = LINE // item or 1, REGISTERED // item
@@ -185,10 +185,10 @@ def plan(x: Tensor, place: Place, rank: int) -> Plan:
         views = [region[offset : offset + count * item].view(x.dtype) for region in place.regions]
         blocks = [[view[at : min(at + width, stop)] for view in views] for at in range(start, stop, width)]
     copies = [(first.data_ptr(), [other.data_ptr() for other in others], first.numel() * item) for first, *others in blocks]
-    return Plan(blocks, copies)
+    return ReductionPlan(blocks, copies)
 
 
-def all_reduce_registered(board: Board, x: Tensor, plan: Plan, op: Op) -> Steps:
+def all_reduce_registered(board: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
     """In place, in every rank's registered memory at the same offset; all have met for it."""
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class RegisteredMemory(NamedTuple):
     """One piece of registered memory."""
 
     number: int  # the same on all ranks
@@ -21,21 +21,21 @@ class Place(NamedTuple):
         return self.start + self.regions[0].numel()
 
 
-class Registered:
+class MemoryRegistry:
     """What a group has registered, and what has been worked out for tensors that lie there (`plans`, by what identifies them)."""
 
     def __init__(self) -> None:
         self._made = 0
-        self._places: dict[int, Place] = {}  # by where they start
+        self._places: dict[int, RegisteredMemory] = {}  # by where they start
         self._aside: dict[int, int] = {}  # where memory of my own starts, and ends, that stands in for such a place
         self.plans: dict[Hashable, Any] = {}
 
     def add(self, start: int, regions: list[Tensor]) -> None:
         """A new place, whose region of mine starts at this address; all ranks add theirs in the same order."""
-        self._places[start] = Place(self._made, start, regions)
+        self._places[start] = RegisteredMemory(self._made, start, regions)
         self._made += 1
 
-    def place(self, x: Tensor) -> Place | None:
+    def place(self, x: Tensor) -> RegisteredMemory | None:
         """Where `x` lies."""
         if not self._places:
             return None

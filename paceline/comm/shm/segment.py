@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from paceline import callsite
-from paceline.comm.cancellation import Breaker
-from paceline.comm.fingerprint import OWN, Call, compare, digest
-from paceline.comm.shm.memory import Segment, share
-from paceline.comm.shm.waiting import Awaited, Watch
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.fingerprint import OWN, CallFingerprint, compare, digest
+from paceline.comm.shm.memory import SharedSegment, share
+from paceline.comm.shm.waiting import RankWaiter, WaitCondition
 
 SLOTS = 4  # stages of a rank, used in turn
 STAGE = 2 << 20  # bytes of each
@@ -40,7 +40,7 @@ PIECE = 384 << 10  # bytes of a rank's part of a block: large enough for few wai
 Steps = Generator[int, None, Any]  # of an operation: yields up to which post the others have to come before it goes on
 
 
-class Slate:
+class RankNotes:
     """The notes of one rank, and its sight of the others' (`watch.Notes`)."""
 
     def __init__(self, cells: memoryview, rank: int) -> None:
@@ -75,18 +75,18 @@ class Slate:
         return b""  # its writer has died or was stopped in the middle of it
 
 
-class Board:
+class ControlSegment:
     """One rank's sight of the control segment. `names`: what the ranks are called in messages and errors."""
 
     def __init__(
         self,
-        segment: Segment,
+        segment: SharedSegment,
         rank: int,
         names: Sequence[int],
         *,
         deadline: float,
         folder: str | None = None,
-        breaker: Breaker | None = None,
+        breaker: CancelScope | None = None,
     ) -> None:
         self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
         size = self.size
@@ -99,10 +99,10 @@ class Board:
         self._others = [r for r in range(size) if r != rank]
         self._ops, self._agrees, self._marks = ([(r * SPAN) // 8 + cell for r in self._others] for cell in (OPS, AGREES, MARKS))
         self._met = self._agreed = 0
-        self._numbers: dict[Call, int] = {}
+        self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self.watch = Watch(rank, names, Slate(self._cells, rank), deadline=deadline)
-        self._breaker = Breaker() if breaker is None else breaker
+        self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline)
+        self._breaker = CancelScope() if breaker is None else breaker
         self._breaker.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
         self.agree(b"")  # now all pids are there
@@ -118,8 +118,8 @@ class Board:
         *,
         deadline: float,
         folder: str | None = None,
-        breaker: Breaker | None = None,
-    ) -> Board:
+        breaker: CancelScope | None = None,
+    ) -> ControlSegment:
         """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
         turn = 0
 
@@ -157,7 +157,7 @@ class Board:
         """The half (of marks, metas, small stages) that the next `meet` uses."""
         return self._met & 1
 
-    def meet(self, call: Call, meta: Any = None) -> Generator[int, None, list[Any]]:
+    def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
         """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`.
 
         Gives the places instead where calls differ in nothing but them: some lie in the same registered memory, the others have their own.
@@ -206,7 +206,7 @@ class Board:
             view = self._views[key] = self._segment.tensor(at, (count,), dtype)
         return view
 
-    def _number(self, call: Call) -> int:
+    def _number(self, call: CallFingerprint) -> int:
         number = self._numbers.get(call)
         if number is None:
             if len(self._numbers) > 4096:
@@ -216,7 +216,7 @@ class Board:
 
     # ---- the lane of agreements
 
-    def agree(self, payload: bytes, call: Call = Call("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
+    def agree(self, payload: bytes, call: CallFingerprint = CallFingerprint("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
         """Every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
         number = self.watch.made.get("agree", 0)
         self.watch.made["agree"] = number + 1
@@ -233,7 +233,7 @@ class Board:
             compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
         return answers
 
-    def _swap(self, payload: bytes, mark: int, call: Call, number: int) -> tuple[list[bytes], list[int]]:
+    def _swap(self, payload: bytes, mark: int, call: CallFingerprint, number: int) -> tuple[list[bytes], list[int]]:
         answers, marks = [b""] * self.size, [0] * self.size
         longest, at, room = len(payload), 0, MAIL - 16
         while True:
@@ -253,7 +253,7 @@ class Board:
             if at >= longest:
                 return answers, marks
 
-    def _meeting(self, target: int, call: Call, number: int) -> Awaited:
+    def _meeting(self, target: int, call: CallFingerprint, number: int) -> WaitCondition:
         cells, agrees = self._cells, self._agrees
 
         def met() -> bool:
@@ -265,26 +265,26 @@ class Board:
         def missing() -> list[int]:
             return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-        return Awaited(met, missing, "agree", number, call)
+        return WaitCondition(met, missing, "agree", number, call)
 
     # ---- more memory, smaller boards
 
-    def allocate(self, nbytes: int, call: Call) -> Segment:
+    def allocate(self, nbytes: int, call: CallFingerprint) -> SharedSegment:
         """A new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
         segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
         assert segment is not None
         return segment
 
-    def sub(self, ranks: Sequence[int], call: Call) -> Board | None:
+    def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
         """The board of some ranks, all different; all ranks call it with the same list. None on the others."""
         segment = share(len(ranks) * SPAN, self.rank, ranks[0], self._words(call), inside=self.rank in ranks, folder=self.folder)
         if segment is None:
             return None
         names = [self.names[r] for r in ranks]
         rank = list(ranks).index(self.rank)
-        return Board(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, breaker=self._breaker)
+        return ControlSegment(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, breaker=self._breaker)
 
-    def _words(self, call: Call) -> Callable[[str], list[str]]:
+    def _words(self, call: CallFingerprint) -> Callable[[str], list[str]]:
         return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]
 
     def _write(self, at: int, data: bytes, total: int | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import msgpack
 
 from paceline import callsite
-from paceline.comm.waitgraph import GRACE, Wait, apart, describe
+from paceline.comm.waitgraph import GRACE, RankWait, apart, describe
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
 SPINS = 200
@@ -28,7 +28,7 @@ JUDGED = GRACE + 0.1  # seconds: by then all that wait for each other have told 
 Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an error, its message, the ranks that are gone or missing
 
 
-class Awaited(NamedTuple):
+class WaitCondition(NamedTuple):
     """What is waited for: whether it is there, which ranks are missing, and which call it is on its channel."""
 
     ready: Callable[[], bool]
@@ -38,7 +38,7 @@ class Awaited(NamedTuple):
     what: object  # its str is for messages
 
 
-class Notes(Protocol):
+class WaitNotes(Protocol):
     """What ranks leave for each other to read."""
 
     def leave(self) -> None:
@@ -58,13 +58,13 @@ class Notes(Protocol):
         ...
 
 
-class Watch:
+class RankWaiter:
     """How one rank waits. `busy` is called in naps, so that work pending elsewhere goes on; `made` counts its calls by channel.
 
     `names` is what the ranks are called in messages and errors. An error that ends the group is told to the others, who raise it too.
     """
 
-    def __init__(self, rank: int, names: Sequence[int], notes: Notes, *, deadline: float) -> None:
+    def __init__(self, rank: int, names: Sequence[int], notes: WaitNotes, *, deadline: float) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds
         self.busy: Callable[[], None] = lambda: None
@@ -113,7 +113,7 @@ class Watch:
             os.close(fd)
         self._pidfds.clear()
 
-    def wait(self, awaited: Awaited, timeout: float | None = None) -> None:
+    def wait(self, awaited: WaitCondition, timeout: float | None = None) -> None:
         """Return when it is there. Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when the
         missing wait for me, `DeadlineExceeded` at the deadline. After a `timeout` of its own only this wait is over.
         """
@@ -128,7 +128,7 @@ class Watch:
         finally:
             self.waited += time.perf_counter() - started
 
-    def _nap(self, awaited: Awaited, started: float, timeout: float | None) -> None:
+    def _nap(self, awaited: WaitCondition, started: float, timeout: float | None) -> None:
         looked = 0.0
         try:
             while not awaited.ready():
@@ -144,7 +144,7 @@ class Watch:
             if self._telling:
                 self._tell(None)
 
-    def _look(self, awaited: Awaited, since: float, timeout: float | None) -> None:
+    def _look(self, awaited: WaitCondition, since: float, timeout: float | None) -> None:
         if since > GRACE and not self._telling:
             self._tell(awaited)
         missing = awaited.missing()
@@ -159,7 +159,7 @@ class Watch:
         if timeout is not None and since > timeout and not awaited.ready():
             raise DeadlineExceeded(f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still", named)
 
-    def _hopeless(self, awaited: Awaited, missing: Sequence[int], since: float) -> PacelineError | None:
+    def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
         """Why the missing can't come, if they can't."""
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
@@ -170,7 +170,7 @@ class Watch:
         stuck = self._stuck() if since > JUDGED else {}
         return describe(stuck, self.names) if self.rank in stuck else None
 
-    def _tell(self, awaited: Awaited | None) -> None:
+    def _tell(self, awaited: WaitCondition | None) -> None:
         """Say what I wait for, and what has ended the group."""
         self._telling = awaited is not None
         wait = None
@@ -192,9 +192,9 @@ class Watch:
                 return _judged(*verdict)
         return None
 
-    def _stuck(self) -> dict[int, Wait]:
+    def _stuck(self) -> dict[int, RankWait]:
         """The waits that can never end, if they are the same in two looks."""
-        one, other = (apart({rank: Wait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
+        one, other = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
         return one if one == other else {}
 
     def _dead(self) -> Sequence[int]:

@@ -17,20 +17,20 @@ import torch
 
 from paceline.errors import CheckpointError
 from paceline.fault import checkpoint
-from paceline.fault.background import Writing
-from paceline.fault.file_layout import Image, Room, image, received
+from paceline.fault.background import BackgroundWrite
+from paceline.fault.file_layout import CopyMemory, FileLayout, image, received
 from paceline.session.checkpoint import tables as stored
-from paceline.session.checkpoint.state import Own
-from paceline.session.tables import Tables
+from paceline.session.checkpoint.state import WorkerState
+from paceline.session.tables import RunTables
 from paceline.state.snapshot import Snapshot, loads
 from paceline.state.versioned import Versioned
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 EARLIER = 10.0  # seconds before the deadline of those who wait for the first worker, it says itself what it waits for
 
 
 @dataclass
-class Tally:
+class SaveTally:
     """What checkpoints have come to in this run, as the first worker counts."""
 
     count: int = 0  # on the disk
@@ -41,7 +41,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """What one save is to be."""
 
     folder: Path
@@ -50,30 +50,30 @@ class Order:
     background: bool
 
 
-class Saving:
+class CheckpointSaver:
     """Saves and resumes the `state` of all and what each worker has as its `own`. `event` is told what has to stand in the summary."""
 
     def __init__(
         self,
         state: Versioned,
-        own: Own,
-        scene: Scene,
+        own: WorkerState,
+        scene: SyncContext,
         event: Callable[[str], None],
         *,
-        tables: Tables,
+        tables: RunTables,
         deadline: float,
         pinned: bool,
     ) -> None:
         self._state, self._own, self._scene, self._event = state, own, scene, event
         self._patience = max(deadline - EARLIER, deadline / 2)
         self._tables, self._pinned = tables, pinned
-        self._room: Room | None = None
-        self._writing: Writing | None = None
+        self._room: CopyMemory | None = None
+        self._writing: BackgroundWrite | None = None
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
-        self._tally = Tally()
+        self._tally = SaveTally()
 
-    def save(self, order: Order) -> Path:
+    def save(self, order: SaveRequest) -> Path:
         """See `Run.save`; gives the path on all workers."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
@@ -83,7 +83,7 @@ class Saving:
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
-        def first(own: dict[int, Image]) -> bytes:
+        def first(own: dict[int, FileLayout]) -> bytes:
             if not begun:
                 missed = self._missed()
                 self.settle()
@@ -96,7 +96,7 @@ class Saving:
             own = self._collect()
             what = "run.save, begun" if order.background else "run.save, written"
             path, missed, *counted = msgpack.unpackb(self._scene.agreement.tell(what, lambda: first(own)))
-            self._tally = Tally(*counted)
+            self._tally = SaveTally(*counted)
             if missed:
                 self._event(missed)
             return str(path)
@@ -106,7 +106,7 @@ class Saving:
         self._tally.stall_seconds += time.perf_counter() - began
         return path
 
-    def _begin(self, order: Order, own: dict[int, Image]) -> Path:
+    def _begin(self, order: SaveRequest, own: dict[int, FileLayout]) -> Path:
         folder, step, keep = order.folder, order.step, order.keep
         state = image(self._state.snapshot(copy=False))
         if not order.background:
@@ -114,11 +114,11 @@ class Saving:
             path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
             self._count(state.nbytes, time.perf_counter() - began)
             return path
-        self._room = self._room or Room(pinned=self._pinned)
+        self._room = self._room or CopyMemory(pinned=self._pinned)
         state = state.hold(self._room, 0)
         own[self._scene.group.rank] = own[self._scene.group.rank].hold(self._room, 1)
         target = checkpoint.free(folder, step)
-        self._writing = Writing(
+        self._writing = BackgroundWrite(
             f"step {step}",
             state.nbytes,
             lambda moved: checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved),
@@ -215,7 +215,7 @@ class Saving:
 
     # ---- between workers
 
-    def _collect(self) -> dict[int, Image]:
+    def _collect(self) -> dict[int, FileLayout]:
         """What each worker has as its own, on the first one; nothing elsewhere."""
         agreement, group = self._scene.agreement, self._scene.group
         mine, first = image(self._own.snapshot()), group.rank == 0

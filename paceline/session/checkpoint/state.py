@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness
 from paceline.sync.base import Sync
@@ -18,10 +18,10 @@ from paceline.sync.base import Sync
 OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
 
 
-class Progress:
+class RunProgress:
     """Where a run is, as state: the epoch of `Run.epochs` and the steps taken."""
 
-    def __init__(self, turns: Turns, loaders: list[ShareLoader]) -> None:
+    def __init__(self, turns: TrainingLoop, loaders: list[ShareLoader]) -> None:
         self._turns, self._loaders = turns, loaders
         self.epoch = 0  # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
         self.loop = 0
@@ -60,7 +60,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Own:
+class WorkerState:
     """What each worker has for itself: where its random generators stand, what its strategy has kept, and optimizers that differ."""
 
     randomness: Randomness

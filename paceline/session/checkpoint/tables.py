@@ -12,14 +12,14 @@ from typing import Any
 
 from paceline.errors import CheckpointError
 from paceline.fault.checkpoint import Checkpoint
-from paceline.fault.file_layout import Image, image
-from paceline.session.tables import Kept
+from paceline.fault.file_layout import FileLayout, image
+from paceline.session.tables import RunTable
 from paceline.state.snapshot import UNREADABLE, pack
 
 PREFIX = "table-"
 
 
-def images(kept: Sequence[Kept]) -> Iterator[tuple[str, Image]]:
+def images(kept: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
     """All tables, part by part: first what each is, then its rows."""
     for number, table in enumerate(kept):
         spec, facts = table.lookup.spec, table.lookup.facts()
@@ -28,7 +28,7 @@ def images(kept: Sequence[Kept]) -> Iterator[tuple[str, Image]]:
             yield f"{PREFIX}{number:03d}-{place:05d}", image(pack({"head": head, "part": part}, copy=False))
 
 
-def restore(kept: Sequence[Kept], found: Checkpoint) -> bytes:
+def restore(kept: Sequence[RunTable], found: Checkpoint) -> bytes:
     """Let the servers have what was saved. Raises `CheckpointError` for other tables than these, before any row is changed."""
     names = sorted(name for name in found.more if name.startswith(PREFIX))
     try:

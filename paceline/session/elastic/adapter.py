@@ -11,36 +11,38 @@ from torch import nn
 
 from paceline.data.loader import ShareLoader
 from paceline.fault.replicate import Replicate
-from paceline.session.checkpoint.state import Own, Progress
-from paceline.session.elastic.buddies import Buddies
-from paceline.session.elastic.departure import Leaving
-from paceline.session.elastic.recovery import Founded
+from paceline.session.checkpoint.state import RunProgress, WorkerState
+from paceline.session.elastic.buddies import BuddyReplication
+from paceline.session.elastic.departure import Departure
+from paceline.session.elastic.recovery import ViewGroups
 from paceline.session.groups import reap
-from paceline.session.loop.turns import Turns
-from paceline.session.prepare.registry import Cast
-from paceline.session.replicas.compare import Comparing
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.registry import Prepared
+from paceline.session.replicas.compare import ReplicaComparer
 from paceline.session.replicas.contents import own_buffers
 from paceline.state.snapshot import Snapshot, loads, pack
 from paceline.state.versioned import Stateful
-from paceline.sync.abilities import Steps
+from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.base import Sync
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.replication import ServerReplication
 
 VERSION = 2  # of what is handed over
 
 
-class Body:
+class ElasticRun:
     """See `survival.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
 
-    leaving: Leaving
+    leaving: Departure
 
-    def __init__(self, scene: Scene, cast: Cast, turns: Turns, own: Own, comparing: Comparing, *, replicate: Replicate) -> None:
+    def __init__(
+        self, scene: SyncContext, cast: Prepared, turns: TrainingLoop, own: WorkerState, comparing: ReplicaComparer, *, replicate: Replicate
+    ) -> None:
         self._scene, self._cast, self._turns, self._own, self._comparing = scene, cast, turns, own, comparing
         self._replicate = replicate
-        self.buddies = Buddies(scene, own.sync, turns, replicate)
+        self.buddies = BuddyReplication(scene, own.sync, turns, replicate)
         turns.committed = self.buddies.committed
-        self.moved: Callable[[Founded], None] = lambda founded: None
+        self.moved: Callable[[ViewGroups], None] = lambda founded: None
         self.lost: Callable[[str], None] = lambda text: None
         self.facts: Callable[[], dict[str, Any]] = dict
         self.learn: Callable[[dict[str, Any]], None] = lambda facts: None
@@ -49,8 +51,8 @@ class Body:
     def _sync(self) -> Sync:
         return self._own.sync
 
-    def regroup(self, founded: Founded) -> None:
-        """See `Heart.regroup`."""
+    def regroup(self, founded: ViewGroups) -> None:
+        """See `SurvivingRun.regroup`."""
         around, scene = founded.around, self._scene
         old = [*scene.sides, scene.group]
         scene.leave()
@@ -68,45 +70,45 @@ class Body:
         reap(old)
 
     def turn(self) -> int:
-        """See `Heart.turn`."""
+        """See `SurvivingRun.turn`."""
         return self._turns.steps + 1 if self._turns.led is not None else 0
 
     def figures(self) -> Any:
-        """See `Heart.figures`."""
+        """See `SurvivingRun.figures`."""
         return [self.buddies.figures(), self.leaving.wish]
 
     def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
-        """See `Heart.hear`."""
+        """See `SurvivingRun.hear`."""
         self.buddies.hear([figures for figures, _ in told], members)
         self.leaving.hear([wish for _, wish in told])
 
     def depart(self) -> None:
-        """See `Heart.depart`."""
+        """See `SurvivingRun.depart`."""
         self.buddies.depart()
 
     def fates(self, before: tuple[int, ...]) -> str:
-        """See `Heart.fates`."""
+        """See `SurvivingRun.fates`."""
         return self.buddies.fates(before)
 
-    def keepers(self) -> list[Replacing]:
+    def keepers(self) -> list[ServerReplication]:
         """Who looks after servers, of each kind that there are by now."""
-        found = [self._sync.copies if isinstance(self._sync, Steps) else None, self._cast.tables.copies]
+        found = [self._sync.copies if isinstance(self._sync, RemoteOptimizer) else None, self._cast.tables.copies]
         return [copies for copies in found if copies is not None]
 
     def servers_lost(self) -> list[str]:
-        """See `Heart.servers_lost`."""
+        """See `SurvivingRun.servers_lost`."""
         return [name for keeper in self.keepers() for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
-        """See `Heart.servers_begun`."""
-        return self._sync.servers_begun() if isinstance(self._sync, Steps) else []
+        """See `SurvivingRun.servers_begun`."""
+        return self._sync.servers_begun() if isinstance(self._sync, RemoteOptimizer) else []
 
     def layout(self) -> Any:
-        """See `Heart.layout`."""
+        """See `SurvivingRun.layout`."""
         return {"sync": self._sync.layout(), "tables": self._cast.tables.layout(), "leaving": self.leaving.layout()}
 
     def form(self) -> str:
-        """See `Heart.form`."""
+        """See `SurvivingRun.form`."""
         digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._cast.state.names}".encode())
         digest.update(self._cast.tables.form().encode())
         for slot in self._cast.slots:
@@ -114,15 +116,15 @@ class Body:
         return digest.hexdigest()
 
     def give(self) -> tuple[bytes, str]:
-        """See `Heart.give`."""
+        """See `SurvivingRun.give`."""
         snapshot = self._cast.state.snapshot(copy=False)
         facts = {"facts": self.facts(), "compared": self._comparing.facts()}
-        kept = {} if isinstance(self._sync, Steps) else self._sync.state_dict()  # lies on servers
+        kept = {} if isinstance(self._sync, RemoteOptimizer) else self._sync.state_dict()  # lies on servers
         mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
 
     def take(self, state: bytes) -> str:
-        """See `Heart.take`."""
+        """See `SurvivingRun.take`."""
         whole, mine = msgpack.unpackb(state)
         snapshot = loads(whole)
         self._cast.state.restore(snapshot)
@@ -147,4 +149,4 @@ class Body:
     def parts(self) -> dict[str, Stateful]:
         """What of the state a turn changes by itself: all but the loaders and the progress."""
         state = self._cast.state
-        return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | Progress)}
+        return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | RunProgress)}

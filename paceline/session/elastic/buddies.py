@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from paceline.errors import LOSSES
-from paceline.fault.replicate import BUDGET, Figures, Replicate, Shelf, cadence, heirs
-from paceline.fault.replicator import PATIENCE, Courier
-from paceline.session.loop.turns import Turns
+from paceline.fault.replicate import BUDGET, CopyShelf, Replicate, ReplicationTimes, cadence, heirs
+from paceline.fault.replicator import PATIENCE, Replicator
+from paceline.session.loop.turns import TrainingLoop
 from paceline.sync.base import Sync
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 AIM: Final = 0.8 * BUDGET  # when it is decided how often: figures go up and down
 LATELY: Final = 32  # steps whose seconds are remembered
@@ -35,15 +35,15 @@ class Fate(NamedTuple):
     now: int  # the step that training had come to
 
 
-class Buddies:
+class BuddyReplication:
     """One worker's part. `sync` is asked for what only this worker has, and takes over what others had."""
 
-    def __init__(self, scene: Scene, sync: Sync, turns: Turns, replicate: Replicate) -> None:
+    def __init__(self, scene: SyncContext, sync: Sync, turns: TrainingLoop, replicate: Replicate) -> None:
         self._scene, self._sync, self._turns = scene, sync, turns
         self._auto, self._off = replicate == "auto", replicate == "off"
         self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
-        self.shelf = Shelf()
-        self.courier: Courier | None = None
+        self.shelf = CopyShelf()
+        self.courier: Replicator | None = None
         self._on = False  # somebody has something of its own
         self._start = 0  # the first step as of which there are copies
         self._names: tuple[int, ...] = ()  # of the ranks; none is used twice
@@ -69,7 +69,7 @@ class Buddies:
     def _due(self, step: int) -> bool:
         return step == self._start or (self.every is not None and step > self._start and step % self.every == 0)
 
-    def _copy(self, courier: Courier, step: int, began: float) -> None:
+    def _copy(self, courier: Replicator, step: int, began: float) -> None:
         if not courier.idle:  # the one before: copies are made too often, or somebody doesn't come
             self._scene.agreement.wait(courier.wait, "the last copies to buddies")
         while not courier.remarks.empty():
@@ -112,9 +112,9 @@ class Buddies:
                 self._owners = {name for name, figures in zip(names, told, strict=True) if figures is True}
             self._scene.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
         elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in told):  # not from before a loss
-            self._pace([Figures(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
+            self._pace([ReplicationTimes(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
 
-    def _pace(self, figures: Sequence[Figures], nbytes: int) -> None:
+    def _pace(self, figures: Sequence[ReplicationTimes], nbytes: int) -> None:
         """Change how often copies are made where they take more of the time than they may, or far less."""
         found = cadence(figures, AIM)
         if self.every is not None and cadence(figures) <= self.every and found > self.every // 2:
@@ -134,7 +134,7 @@ class Buddies:
         scene = self._scene
         group = scene.group.sub(range(scene.group.size))
         assert group is not None
-        self.courier = Courier(group, scene.hosts, self._names, self.shelf, trace=scene.trace)
+        self.courier = Replicator(group, scene.hosts, self._names, self.shelf, trace=scene.trace)
         scene.sides.append(self.courier)
 
     # ---- when the workers are others

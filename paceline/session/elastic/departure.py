@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from paceline.session.elastic.recovery import Survival
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.replication import Replacing
+from paceline.session.elastic.recovery import Recovery
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.replication import ServerReplication
 
 
-class Leaving:
+class Departure:
     """One worker's part in that. `home` is its launcher, `keepers` looks after the servers of each kind that there are by now."""
 
-    def __init__(self, survival: Survival, scene: Scene, home: str, keepers: Callable[[], list[Replacing]]) -> None:
+    def __init__(self, survival: Recovery, scene: SyncContext, home: str, keepers: Callable[[], list[ServerReplication]]) -> None:
         self._survival, self._scene, self._home, self._keepers = survival, scene, home, keepers
         self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
         self._since: float | None = None  # when that was found to take a while here

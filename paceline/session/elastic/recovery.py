@@ -24,16 +24,16 @@ import torch
 from torch.distributed import DistError
 
 from paceline.cluster.control import events
-from paceline.cluster.control.commands import PORTS, Orders, Roster
+from paceline.cluster.control.commands import PORTS, CommandPipe, Roster
 from paceline.cluster.discover import Place
 from paceline.cluster.store import Store, address, hosts
-from paceline.comm.agreement import Agreement, Result
-from paceline.comm.cancellation import Breaker
+from paceline.comm.agreement import Agreement, CallResult
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
 from paceline.comm.native import sockets
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
-from paceline.fault.recover import Plan, Reach, decide, majority, nearest
-from paceline.session.groups import Surroundings, everyone
+from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide, majority, nearest
+from paceline.session.groups import WorkerContext, everyone
 from paceline.state.snapshot import loads, pack
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
@@ -50,10 +50,10 @@ SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who 
 
 
 @dataclass(frozen=True)
-class Founded:
+class ViewGroups:
     """The workers of a view, in their groups."""
 
-    around: Surroundings
+    around: WorkerContext
     group: Group
     members: tuple[int, ...]  # their numbers, never used twice in a job
     origins: tuple[int, ...]  # what they were called at the start
@@ -62,18 +62,18 @@ class Founded:
 
 
 @dataclass
-class Door:
+class JoinRequest:
     """Where a worker waits to be let in, in the store of a view."""
 
     roster: Roster
-    breaker: Breaker
+    breaker: CancelScope
     here: Store | None = None  # once it is open
 
 
-class Heart(Protocol):
+class SurvivingRun(Protocol):
     """What survives: the run, as its survival sees it."""
 
-    def regroup(self, founded: Founded) -> None:
+    def regroup(self, founded: ViewGroups) -> None:
         """Take everything over to other groups."""
         ...
 
@@ -126,14 +126,14 @@ class Heart(Protocol):
         ...
 
 
-class Survival:
+class Recovery:
     """One worker's part in surviving."""
 
-    def __init__(self, around: Surroundings, agreement: Agreement, heart: Heart) -> None:
+    def __init__(self, around: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
         place = around.place
         assert place.worker is not None and place.orders_fd is not None
         self.worker = place.worker
-        self.orders = Orders(place.orders_fd)
+        self.orders = CommandPipe(place.orders_fd)
         if around.watching is not None:
             self.orders.asked = around.watching.answer
         self.generation = 0  # how often the workers have become others
@@ -160,7 +160,7 @@ class Survival:
 
     # ---- losses
 
-    def recover(self, error: PacelineError) -> Result[Any] | None:
+    def recover(self, error: PacelineError) -> CallResult[Any] | None:
         """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
         began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
         seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
@@ -184,19 +184,19 @@ class Survival:
                     return told
                 void = True
 
-    def _regroup(self, roster: Roster, here: Store, plan: Plan, breaker: Breaker) -> Result[Any] | None:
+    def _regroup(self, roster: Roster, here: Store, plan: RecoveryPlan, breaker: CancelScope) -> CallResult[Any] | None:
         around = self._moved(roster, here, plan.members, breaker)
         group = everyone(around)
-        self._found(Founded(around, group, plan.members, plan.origins, plan.turn))
+        self._found(ViewGroups(around, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.fresh else 0
         return self._tell(group, plan)
 
-    def _found(self, founded: Founded) -> None:
+    def _found(self, founded: ViewGroups) -> None:
         self.members, self._around = founded.members, founded.around
         self.generation += 1
         self._heart.regroup(founded)
 
-    def _meet(self, here: Store, roster: Roster) -> dict[int, Reach] | None:
+    def _meet(self, here: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
         """How far each worker of a view has come; None: all meet in a newer view.
 
         Somebody may have heard of that before it came here, and would never come. So the first word in the store counts, for all: "go" by
@@ -204,7 +204,7 @@ class Survival:
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
-        here.put(f"reach/{self.worker}", Reach(origin, agreement.calls, self._heart.turn()).dump())
+        here.put(f"reach/{self.worker}", WorkerProgress(origin, agreement.calls, self._heart.turn()).dump())
         word, end = "", time.monotonic() + self._around.deadline
         while not word:
             if here.has(keys):
@@ -213,15 +213,15 @@ class Survival:
                 word = here.first("word", "void")
             elif time.monotonic() > end:
                 raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._around.deadline:g} s")
-        return {worker: Reach(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
+        return {worker: WorkerProgress(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
 
-    def _tell(self, group: Group, plan: Plan) -> Result[Any] | None:
+    def _tell(self, group: Group, plan: RecoveryPlan) -> CallResult[Any] | None:
         """Hand what the last call gave to those who were cut off in it."""
         if not plan.behind:
             return None
         body = pack([self._agreement.last]).dumps() if self.worker == plan.teller else b""
         found = group.agree(body)[plan.members.index(plan.teller)]
-        return Result(loads(found).unpack()[0]) if self.worker in plan.behind else None
+        return CallResult(loads(found).unpack()[0]) if self.worker in plan.behind else None
 
     def _say(self, seconds: float, error: PacelineError) -> None:
         before, self._before = self._before, self.members
@@ -233,13 +233,13 @@ class Survival:
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
-    def _armed(self, roster: Roster, members: tuple[int, ...]) -> Breaker:
+    def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
         """What breaks the connections made in this view once one of the members is lost."""
-        breaker = Breaker()
+        breaker = CancelScope()
         self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
         return breaker
 
-    def _trip(self, breaker: Breaker) -> None:
+    def _trip(self, breaker: CancelScope) -> None:
         breaker.trip(ViewChanged("the workers are others now"))
 
     # ---- coming
@@ -303,7 +303,7 @@ class Survival:
         forms: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
         with contextlib.suppress(*LOSSES):
-            here, end = self._open(roster, Breaker()).sub(f"view{roster.number}"), time.monotonic() + SHOWN_SECONDS
+            here, end = self._open(roster, CancelScope()).sub(f"view{roster.number}"), time.monotonic() + SHOWN_SECONDS
             while len(forms) < len(new) and self.orders.latest == roster.number and time.monotonic() < end:
                 worker = new[len(forms)]
                 with contextlib.suppress(DeadlineExceeded):
@@ -327,7 +327,7 @@ class Survival:
         breaker = self._armed(roster, members)
         here = self._open(roster, breaker).sub(f"view{roster.number}")
         around = self._moved(roster, here.sub("let in"), members, breaker)
-        self._found(Founded(around, everyone(around), members, told["origins"], layout=told["layout"]))
+        self._found(ViewGroups(around, everyone(around), members, told["origins"], layout=told["layout"]))
         self._hand_over(old)
         self._agreement.meet("let in")
         self._welcome(old)
@@ -359,14 +359,14 @@ class Survival:
     def join(self) -> None:
         """Wait to be let in, and become what the others are."""
         events.ready(self._around.place)
-        doors: list[Door] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
+        doors: list[JoinRequest] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
         heard, end = self.view, time.monotonic() + self._around.deadline
         alone = DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
         lost: PacelineError = alone
         while self.fresh:
             if (roster := self.orders.newer(heard, NAP_SECONDS)) is not None:
                 heard, lost, end = roster.number, alone, time.monotonic() + self._around.deadline
-                doors += [Door(roster, Breaker())] if self.worker in roster.workers else []
+                doors += [JoinRequest(roster, CancelScope())] if self.worker in roster.workers else []
             elif time.monotonic() > end:
                 raise lost
             for door in list(doors):
@@ -380,18 +380,20 @@ class Survival:
                         lost, end = error, time.monotonic() + TOLD_SECONDS
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 
-    def _opens(self, door: Door) -> bool:
+    def _opens(self, door: JoinRequest) -> bool:
         """Whether those who train have said in this view who comes."""
         if door.here is None:
             door.here = self._open(door.roster, door.breaker).sub(f"view{door.roster.number}")
             door.here.put(f"form/{self.worker}", self._heart.form())
-            door.here.put(f"reach/{self.worker}", Reach(-1).dump())
+            door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
         reaches = [f"reach/{worker}" for worker in door.roster.workers]
         if door.here.has(reaches):  # as all say after a loss
-            decide({worker: Reach(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers})  # raises if nobody has the state
+            decide(
+                {worker: WorkerProgress(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers}
+            )  # raises if nobody has the state
         return door.here.has(["admitted"])
 
-    def _enter(self, door: Door) -> None:
+    def _enter(self, door: JoinRequest) -> None:
         assert door.here is not None
         found = door.here.take("admitted")
         roster, members = door.roster, tuple(found["members"])
@@ -403,14 +405,14 @@ class Survival:
         around = self._moved(roster, door.here.sub("let in"), members, door.breaker)
         self._agreement.calls = found["calls"]
         self.generation, self.view = 0, roster.number
-        self._found(Founded(around, everyone(around), members, tuple(found["origins"]), layout=found["layout"]))
+        self._found(ViewGroups(around, everyone(around), members, tuple(found["origins"]), layout=found["layout"]))
         self._hand_over(found["old"])
         self._welcome(found["old"])
         self._survive()
 
     # ---- places
 
-    def _open(self, roster: Roster, breaker: Breaker) -> Store:
+    def _open(self, roster: Roster, breaker: CancelScope) -> Store:
         """The store of a view."""
         first, place = roster.members[0], self._around.place
         try:
@@ -423,7 +425,7 @@ class Survival:
         breaker.add(lambda error: sockets.sever(mine))
         return Store(client, place.secret, path="paceline", deadline=self._around.deadline, start=roster.mark)
 
-    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], breaker: Breaker) -> Surroundings:
+    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], breaker: CancelScope) -> WorkerContext:
         """Where I stand among the members."""
         by_worker = {member.worker: member for member in roster.members}
         here = by_worker[self.worker]

@@ -17,10 +17,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from paceline.data.batch_lifetime import alive, memory, places
-from paceline.data.spec import Terms
+from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
-from paceline.session.loop.iteration import Course
-from paceline.sync.context import Scene
+from paceline.session.loop.iteration import LoaderProgress
+from paceline.sync.context import SyncContext
 
 MOST = 100  # batches of an epoch that are remembered while the script keeps something of them: they are gone through in each turn
 AHEAD = (
@@ -49,24 +49,24 @@ OUTSIDE = (
 )
 
 
-class Lending:
+class BatchUse:
     """Follows the training loaders of a run. `open` are those with a turn; `courses` all that there have been, by their id."""
 
-    def __init__(self, scene: Scene, open_: list[Course], courses: dict[int, Course]) -> None:
+    def __init__(self, scene: SyncContext, open_: list[LoaderProgress], courses: dict[int, LoaderProgress]) -> None:
         self._scene, self._open, self._courses = scene, open_, courses
         self.fresh = False  # whether the next use is to be looked at
         self._said = False
 
-    def epoch_begins(self, course: Course) -> None:
+    def epoch_begins(self, course: LoaderProgress) -> None:
         """Of a training loader."""
         course.left = []
         course.skipped = course.doubted = course.reached = course.over = False
 
-    def begins(self, course: Course) -> None:
+    def begins(self, course: LoaderProgress) -> None:
         """A turn of a training loader."""
         course.used, self.fresh = False, True
 
-    def ends(self, course: Course, index: int) -> None:
+    def ends(self, course: LoaderProgress, index: int) -> None:
         """A turn of a training loader, the one with number `index` of its epoch."""
         lent = course.loader.lent
         course.doubted = course.doubted and course.used
@@ -77,7 +77,7 @@ class Lending:
         if len(course.early) < MOST:
             course.early.append(lent)
 
-    def epoch_ends(self, course: Course) -> None:
+    def epoch_ends(self, course: LoaderProgress) -> None:
         """Of a training loader; its last batch may be used again."""
         if course.early and course.early[-1] is course.loader.lent:
             course.early.pop()
@@ -102,20 +102,20 @@ class Lending:
         if not under_way and inputs is None:
             self._check_outside()
 
-    def _check_ahead(self, course: Course, given: Collection[int]) -> None:
+    def _check_ahead(self, course: LoaderProgress, given: Collection[int]) -> None:
         loader, doubted = course.loader, course.doubted
         course.doubted = places(loader.lent).isdisjoint(given) and alive(course.left)  # else it is the batch of this turn
         if course.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (course.left, *course.early))):
             self._refuse(course, AHEAD)
             loader.terms.announce(EARLY)
 
-    def _check_kept(self, course: Course, given: Collection[int]) -> None:
+    def _check_kept(self, course: LoaderProgress, given: Collection[int]) -> None:
         if not given or not places(course.loader.lent).isdisjoint(given):
             return  # seen first, as scripts that keep the labels of an epoch have many batches to go through
         if any(not places(batch).isdisjoint(given) for batch in course.early):
             self._refuse(course, KEPT)
 
-    def _check_over(self, course: Course, given: set[int]) -> None:
+    def _check_over(self, course: LoaderProgress, given: set[int]) -> None:
         course.early = [batch for batch in course.early if alive(batch)]
         if given and any(not places(batch).isdisjoint(given) for batch in course.early):
             self._refuse(course, AGAIN)
@@ -129,12 +129,12 @@ class Lending:
             self._said = True
             self._scene.say(OUTSIDE)
 
-    def _refuse(self, course: Course, why: str) -> None:
+    def _refuse(self, course: LoaderProgress, why: str) -> None:
         if self._scene.agreement.recovery is not None or not even(course.loader.terms):
             raise UsageError(why)
 
 
-def even(terms: Terms) -> bool:
+def even(terms: LoaderSpec) -> bool:
     """Whether all workers are known to have equal shares of all batches, in one piece: what each counts doesn't depend on the turn then."""
     loader = terms.loader
     batch = loader.batch_size

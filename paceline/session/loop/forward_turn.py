@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from paceline.data.loader import Turn
 from paceline.errors import UsageError
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 
 
-class Origin:
+class ForwardTurn:
     """A forward hook that has the graph remember its turn; a copy of the model, or an unpickled one, remembers nothing."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    def __init__(self, turns: TrainingLoop | None = None) -> None:
         self._turns = turns
 
     def __call__(self, _: nn.Module, __: Any, out: Any) -> None:
@@ -40,18 +40,18 @@ class Origin:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
-    def remembers(self, turns: Turns) -> bool:
+    def remembers(self, turns: TrainingLoop) -> bool:
         """Whether it is the turns of `turns` that are remembered."""
         return self._turns is turns
 
-    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
-        return Origin, ()
+    def __reduce__(self) -> tuple[type[ForwardTurn], tuple[()]]:
+        return ForwardTurn, ()
 
 
-def remember(model: nn.Module, turns: Turns) -> None:
+def remember(model: nn.Module, turns: TrainingLoop) -> None:
     """Have what this model gives remember its turn, until the run ends; a second time is harmless."""
-    if not any(isinstance(hook, Origin) and hook.remembers(turns) for hook in model._forward_hooks.values()):
-        turns.bound.append(nn.Module.register_forward_hook(model, Origin(turns)).remove)
+    if not any(isinstance(hook, ForwardTurn) and hook.remembers(turns) for hook in model._forward_hooks.values()):
+        turns.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(turns)).remove)
 
 
 def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
@@ -62,7 +62,7 @@ def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-def _check(turns: Turns, then: Turn) -> None:
+def _check(turns: TrainingLoop, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
     now = turns.training
     scale = 1.0 / turns.scene.group.size if now is None else now.scale

@@ -20,9 +20,9 @@ from torch import nn
 
 from paceline.cluster.control.progress import Page
 from paceline.data.loader import ShareLoader, Turn
-from paceline.session.loop.iteration import Course
-from paceline.sync.autograd import Backward
-from paceline.sync.context import Scene
+from paceline.session.loop.iteration import LoaderProgress
+from paceline.sync.autograd import GradientTracker
+from paceline.sync.context import SyncContext
 
 SOME = 8  # parameters, and elements of each, that are looked at once an epoch
 NOTHING_TRAINED = (
@@ -32,7 +32,7 @@ NOTHING_TRAINED = (
 )
 
 
-class Beat(Protocol):
+class StepListener(Protocol):
     """Who wants to know of each finished step."""
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
@@ -40,12 +40,12 @@ class Beat(Protocol):
         ...
 
 
-class Counting(Protocol):
+class StepCounter(Protocol):
     """Who counts steps. `undo`: whether losses are survived; `quiet`: depth of no_sync."""
 
     steps: int
     quiet: int
-    beat: Beat
+    beat: StepListener
     models: list[nn.Module]
 
     @property
@@ -58,10 +58,10 @@ class Counting(Protocol):
         ...
 
 
-class Idling:
+class IdleEpochs:
     """Follows whether anything is trained in the turns that `turns` counts. `page`: where the number of steps is shown."""
 
-    def __init__(self, turns: Counting, scene: Scene, backward: Backward, page: Page | None) -> None:
+    def __init__(self, turns: StepCounter, scene: SyncContext, backward: GradientTracker, page: Page | None) -> None:
         self._turns, self._scene, self._backward, self._page = turns, scene, backward, page
         self.acted = False  # an optimizer has stepped, or no_sync was entered, since it was last noted
         self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
@@ -79,7 +79,7 @@ class Idling:
             return False
         return any(p.requires_grad for model in self._turns.models for p in model.parameters())
 
-    def begins(self, course: Course) -> None:
+    def begins(self, course: LoaderProgress) -> None:
         """An epoch of a training loader begins."""
         course.follows, course.trained, course.turned = self._follows(course.loader), False, False
         course.marks = self._marks() if course.follows else None
@@ -95,7 +95,7 @@ class Idling:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
-    def note(self, course: Course, courses: list[Course], *, last: bool) -> None:
+    def note(self, course: LoaderProgress, courses: list[LoaderProgress], *, last: bool) -> None:
         """A turn of `course` has ended, with `courses` under way around it; `last`: it was one that is exchanged."""
         course.turned = True
         if self.acted or self._backward.reached or self._turns.quiet:
@@ -108,7 +108,7 @@ class Idling:
             else:
                 course.loader.terms.idle = True
 
-    def count(self, course: Course, number: int, turn: Turn, seconds: dict[str, float]) -> None:
+    def count(self, course: LoaderProgress, number: int, turn: Turn, seconds: dict[str, float]) -> None:
         """A turn of `course` was step `number`."""
         if course.follows and not course.trained:
             course.held.append((number, turn, seconds))
@@ -116,7 +116,7 @@ class Idling:
         self.flush(course)
         self._turns.beat.step_ended(turn, seconds)
 
-    def flush(self, course: Course) -> None:
+    def flush(self, course: LoaderProgress) -> None:
         """Hand over what was held back."""
         held, course.held = course.held, []
         now = self._turns.steps
@@ -126,7 +126,7 @@ class Idling:
         if held:
             self._turns.place(now)
 
-    def ends(self, course: Course, *, whole: bool) -> None:
+    def ends(self, course: LoaderProgress, *, whole: bool) -> None:
         """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
         terms, held = course.loader.terms, course.held
         terms.idle, whole = False, whole and course.turned

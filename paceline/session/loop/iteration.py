@@ -13,7 +13,7 @@ from paceline.session.loop.ghost import Buffers
 
 
 @dataclass(slots=True)
-class Course:
+class LoaderProgress:
     """One loader on its way: its open turn, and when that and the epoch began (counted in calls)."""
 
     loader: ShareLoader
@@ -39,14 +39,14 @@ class Course:
     void: bool = False  # its rows died with a worker: it is dealt again
 
 
-def innermost(courses: list[Course]) -> Turn | None:
+def innermost(courses: list[LoaderProgress]) -> Turn | None:
     """The turn under way that no other is inside of. One that was left by `break` counts only where no other is."""
     if len(courses) < 2:
         return courses[0].turn if courses else None
     return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
 
 
-def explain(error: BaseException | None, courses: list[Course]) -> None:
+def explain(error: BaseException | None, courses: list[LoaderProgress]) -> None:
     """Note on an error of the script that it happened on a batch of no rows, which scripts for one process never see."""
     found = next(
         (course for course in courses if course.turn is not None and course.turn.share == 0 and not course.loader.terms.ghosts), None
@@ -61,7 +61,7 @@ def explain(error: BaseException | None, courses: list[Course]) -> None:
     )
 
 
-def parts(course: Course) -> tuple[float, ...]:
+def parts(course: LoaderProgress) -> tuple[float, ...]:
     """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
     turn, terms = course.turn, course.loader.terms
     assert turn is not None
@@ -70,7 +70,7 @@ def parts(course: Course) -> tuple[float, ...]:
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
 
 
-def check_beside(courses: list[Course]) -> None:
+def check_beside(courses: list[LoaderProgress]) -> None:
     """Raise `UsageError` where training loaders under way side by side deal differently: one loss can't be weighted by both."""
     side = [course for course in courses if course.loader.terms.training and course.loader.under_way]
     for one, other in itertools.combinations(side, 2):

@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.errors import WorkerLost
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness, Stateful
-from paceline.sync.autograd import Backward
+from paceline.sync.autograd import GradientTracker
 
 TRIED = 2  # turns at the beginning that have a copy of everything, before it is known how a turn goes
 
 
-class Undo:
+class Rollback:
     """Goes back to where a turn began. `parts` are the names and objects that are state; of these `kept.` are the user's own.
 
     A turn may step before its last exchange (GANs). Then a copy of everything is made before the first step of each turn; which turns are
@@ -25,7 +25,7 @@ class Undo:
     """
 
     def __init__(
-        self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: Backward
+        self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: GradientTracker
     ) -> None:
         self._parts, self._models, self._randomness, self._backward = parts, models, randomness, backward
         self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each, its version, and what it held then

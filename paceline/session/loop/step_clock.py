@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from paceline.comm.group import Traffic
-from paceline.sync.autograd import Backward
-from paceline.sync.context import Scene
+from paceline.sync.autograd import GradientTracker
+from paceline.sync.context import SyncContext
 
 
-class Clock:
+class StepClock:
     """Of the step under way; `sent` is of all steps: what was broadcast at the start or by `resume` is left out."""
 
-    def __init__(self, scene: Scene, backward: Backward) -> None:
+    def __init__(self, scene: SyncContext, backward: GradientTracker) -> None:
         self._scene, self._backward = scene, backward
         self.sent = Traffic()
         self._step: defaultdict[str, float] = defaultdict(float)

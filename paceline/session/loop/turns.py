@@ -23,30 +23,30 @@ import torch
 from torch import Tensor, nn
 
 from paceline.cluster.control.progress import Page
-from paceline.comm.agreement import Voided
+from paceline.comm.agreement import CallDiscarded
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
-from paceline.session.loop.batch_use import Lending
+from paceline.session.loop.batch_use import BatchUse
 from paceline.session.loop.ghost import buffers, level, put_back
-from paceline.session.loop.idle_epochs import Beat, Idling
-from paceline.session.loop.iteration import Course, check_beside, explain, innermost
+from paceline.session.loop.idle_epochs import IdleEpochs, StepListener
+from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
 from paceline.session.loop.loss_scale import loss_scale
-from paceline.session.loop.rollback import Undo
-from paceline.session.loop.step_clock import Clock
-from paceline.session.tables import Tables
-from paceline.sync.abilities import Steps
-from paceline.sync.autograd import Backward
+from paceline.session.loop.rollback import Rollback
+from paceline.session.loop.step_clock import StepClock
+from paceline.session.tables import RunTables
+from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 T = TypeVar("T")
 
 
-class Turns:
-    """Follows the loaders of a run (their `Watcher`) and keeps the `Moment` of the scene."""
+class TrainingLoop:
+    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the scene."""
 
-    def __init__(self, scene: Scene, backward: Backward, beat: Beat, page: Page | None = None) -> None:
+    def __init__(self, scene: SyncContext, backward: GradientTracker, beat: StepListener, page: Page | None = None) -> None:
         self.scene, self.backward, self.beat, self._page = scene, backward, beat, page
         self.steps = 0
         self.quiet = 0  # depth of no_sync
@@ -54,18 +54,18 @@ class Turns:
         self.models: list[nn.Module] = []
         self.scalers: list[Any] = []
         self.frozen: list[Slot] = []
-        self._clock = Clock(scene, backward)
+        self._clock = StepClock(scene, backward)
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
-        self._courses: dict[int, Course] = {}  # by id of the loader
-        self._open: list[Course] = []  # those with a turn, in the order in which the turns began
-        self._leader: Course | None = None
-        self.lending = Lending(scene, self._open, self._courses)
-        self.idling = Idling(self, scene, backward, page)
+        self._courses: dict[int, LoaderProgress] = {}  # by id of the loader
+        self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
+        self._leader: LoaderProgress | None = None
+        self.lending = BatchUse(scene, self._open, self._courses)
+        self.idling = IdleEpochs(self, scene, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
         self._announced = False
-        self.undo: Undo | None = None  # where losses are survived
-        self.tables = Tables(scene, backward)
+        self.undo: Rollback | None = None  # where losses are survived
+        self.tables = RunTables(scene, backward)
         self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
@@ -112,26 +112,26 @@ class Turns:
 
     @property
     def sent(self) -> Traffic:
-        """In steps; see `Clock`."""
+        """In steps; see `StepClock`."""
         return self._clock.sent
 
     # ---- the loader's calls
 
     def epoch_asked(self, loader: ShareLoader) -> None:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         self.asked(loader)
         self.idling.asked(loader)
 
     def generation(self, loader: ShareLoader) -> int:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         return self.generation_of(loader)
 
     def epoch_begins(self, loader: ShareLoader) -> None:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         self._calls += 1
         if not loader.terms.training:
             self.backward.sync.converge()  # replicas are evaluated as one
-        course = self._courses.setdefault(id(loader), Course(loader))
+        course = self._courses.setdefault(id(loader), LoaderProgress(loader))
         course.epoch_at = self._calls
         if loader.terms.training:
             self.end_broken()
@@ -143,7 +143,7 @@ class Turns:
         self._clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         now = time.perf_counter()
         self._calls += 1
         course = self._courses[id(loader)]
@@ -176,7 +176,7 @@ class Turns:
                 self._clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         course = self._courses[id(loader)]
         turn, course.turn = course.turn, None
         if turn is None:
@@ -219,7 +219,7 @@ class Turns:
         self.tables.back()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
-        """See `Watcher`."""
+        """See `LoaderObserver`."""
         course = self._courses[id(loader)]
         if self._leader is course:
             self._leader = None
@@ -237,7 +237,7 @@ class Turns:
         if self._leader is not None and not self._leader.loader.under_way:
             self._leader = None
 
-    def _count(self, course: Course, turn: Turn) -> None:
+    def _count(self, course: LoaderProgress, turn: Turn) -> None:
         self.steps += 1
         self.scene.trace.step = self.steps
         if not self.apart:
@@ -324,7 +324,7 @@ class Turns:
     def elsewhere(self, optimizer: Any) -> bool:
         """Whether this optimizer steps on servers."""
         sync = self.backward.sync
-        return isinstance(sync, Steps) and sync.steps(optimizer)
+        return isinstance(sync, RemoteOptimizer) and sync.steps(optimizer)
 
     def give(self, optimizer: Any, *, whole: bool) -> None:
         """Have servers know what the next step of its tables is made of. `whole`: nothing else of its step can fail."""
@@ -337,7 +337,7 @@ class Turns:
     def step_elsewhere(self, optimizer: Any) -> None:
         """Have it step there; all workers do."""
         sync = self.backward.sync
-        assert isinstance(sync, Steps)
+        assert isinstance(sync, RemoteOptimizer)
         began = time.perf_counter()
         self._settle(lambda: sync.step(optimizer))
         self.backward.seconds += time.perf_counter() - began
@@ -351,7 +351,7 @@ class Turns:
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """See `Run.clip`."""
         sync = self.backward.sync
-        if not isinstance(sync, Steps) or not sync.attached:
+        if not isinstance(sync, RemoteOptimizer) or not sync.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         found = self._call(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip")
         return torch.zeros(()) if found is None else found
@@ -365,7 +365,7 @@ class Turns:
             return agreement.attempt(act, what)
         try:
             return act()  # which is of several calls
-        except Voided as error:
+        except CallDiscarded as error:
             self.backward.void(error)
             return None
 
@@ -382,7 +382,7 @@ class Turns:
             return nothing  # of a turn that is dealt again
         try:
             found = agreement.settle(act)
-        except Voided:
+        except CallDiscarded:
             if course is not self._leader:
                 course.void = True
                 return nothing

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 
 MARK = "_paceline_bound"
 
 
-def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], turns: Turns) -> None:
+def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], turns: TrainingLoop) -> None:
     """Replace the method `name` of one object by a bound method until the run ends; a second time is harmless, and a deepcopy is bound
     to the copy."""
     current = thing.__dict__.get(name)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
 from paceline.session.prepare.checks import check_memory, check_scaler
 
@@ -23,32 +23,34 @@ SEEN = 2  # steps in which it is looked who calls optimizers
 # ---- rebinding a user's own objects
 
 
-class Follower:
+class ForwardHook:
     """A forward hook that tells `turns`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    def __init__(self, turns: TrainingLoop | None = None) -> None:
         self._turns = turns
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._turns is not None:
             self._turns.forward(args, options)
 
-    def follows(self, turns: Turns) -> bool:
+    def follows(self, turns: TrainingLoop) -> bool:
         """Whether it is `turns` that is told."""
         return self._turns is turns
 
-    def __reduce__(self) -> tuple[type[Follower], tuple[()]]:
-        return Follower, ()
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
+        return ForwardHook, ()
 
 
-def follow(model: nn.Module, turns: Turns) -> None:
+def follow(model: nn.Module, turns: TrainingLoop) -> None:
     """Tell `turns` before each forward, until the run ends; a second time is harmless."""
-    if not any(isinstance(hook, Follower) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
-        hook = nn.Module.register_forward_pre_hook(model, Follower(turns), with_kwargs=True)  # torch.jit hides the method, and calls hooks
+    if not any(isinstance(hook, ForwardHook) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
+        hook = nn.Module.register_forward_pre_hook(
+            model, ForwardHook(turns), with_kwargs=True
+        )  # torch.jit hides the method, and calls hooks
         turns.bound.append(hook.remove)
 
 
-def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
+def bind_optimizer(optimizer: Optimizer, turns: TrainingLoop, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
     """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
 
     `begins` is told of each call of `step` that acts, and whether gradients are there.
@@ -85,7 +87,7 @@ def bind_optimizer(optimizer: Optimizer, turns: Turns, begins: Callable[[Optimiz
         bind_zero_grad(optimizer, turns)
 
 
-def _step(optimizer: Optimizer, own: Callable[..., Any], turns: Turns, *, elsewhere: bool) -> None:
+def _step(optimizer: Optimizer, own: Callable[..., Any], turns: TrainingLoop, *, elsewhere: bool) -> None:
     """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
     if elsewhere:
         turns.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
@@ -104,7 +106,7 @@ def _called(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def bind_zero_grad(thing: nn.Module | Optimizer, turns: Turns) -> None:
+def bind_zero_grad(thing: nn.Module | Optimizer, turns: TrainingLoop) -> None:
     """With micro-batches, `zero_grad` of a model or an optimizer acts on the first, or after the last."""
 
     def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +118,7 @@ def bind_zero_grad(thing: nn.Module | Optimizer, turns: Turns) -> None:
     rebind(thing, "zero_grad", clearing, turns)
 
 
-def bind_scheduler(scheduler: Any, turns: Turns) -> None:
+def bind_scheduler(scheduler: Any, turns: TrainingLoop) -> None:
     """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers.
 
     Out of lockstep quick workers have more turns than an epoch has batches: a schedule that has come to its end stays there.
@@ -152,7 +154,7 @@ def _same_metric(agreement: Agreement, metric: float) -> None:
         raise UsageError(f"scheduler.step got different metrics ({sides}), and learning rates would part; give it run.mean(metric)")
 
 
-def bind_scaler(scaler: Any, turns: Turns) -> None:
+def bind_scaler(scaler: Any, turns: TrainingLoop) -> None:
     """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
     turns.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):

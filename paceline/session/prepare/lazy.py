@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.session.loop.turns import Turns
-from paceline.sync.abilities import Arriving
+from paceline.session.loop.turns import TrainingLoop
+from paceline.sync.abilities import PendingParameters
 
 
-class User:
+class LazyHook:
     """A forward hook that has parameters there: those of a module of the user's own class (`own`), or of all where a model is transformed.
 
     A copy of the module, or an unpickled one, is not the run's, and its hook does nothing.
     """
 
-    def __init__(self, arriving: Arriving | None = None, *, own: bool = False) -> None:
+    def __init__(self, arriving: PendingParameters | None = None, *, own: bool = False) -> None:
         self.arriving, self.own = arriving, own
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
@@ -32,23 +32,23 @@ class User:
         elif torch._C._are_functorch_transforms_active():
             self.arriving.use()
 
-    def __reduce__(self) -> tuple[type[User], tuple[()]]:
-        return User, ()
+    def __reduce__(self) -> tuple[type[LazyHook], tuple[()]]:
+        return LazyHook, ()
 
 
-def announce(models: list[nn.Module], arriving: Arriving, turns: Turns) -> None:
+def announce(models: list[nn.Module], arriving: PendingParameters, turns: TrainingLoop) -> None:
     """Hook these models until the run ends; a second time is harmless."""
     for model in models:
-        _hook(model, User(arriving), turns)
+        _hook(model, LazyHook(arriving), turns)
         for module in model.modules():
             foreign = not type(module).__module__.startswith("torch.nn.")
             if module._parameters and foreign and not isinstance(module, torch.jit.ScriptModule):
-                _hook(module, User(arriving, own=True), turns)
+                _hook(module, LazyHook(arriving, own=True), turns)
     if not any(undo == arriving.end for undo in turns.bound):
         turns.bound.append(arriving.end)
 
 
-def _hook(module: nn.Module, user: User, turns: Turns) -> None:
-    known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, User)]
+def _hook(module: nn.Module, user: LazyHook, turns: TrainingLoop) -> None:
+    known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LazyHook)]
     if not any(hook.arriving is user.arriving and hook.own is user.own for hook in known):
         turns.bound.append(module.register_forward_pre_hook(user).remove)

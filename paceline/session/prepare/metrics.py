@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
 
 HOME = "torchmetrics"
@@ -34,7 +34,7 @@ def within(module: nn.Module) -> Iterator[nn.Module]:
             yield from within(child)
 
 
-def bind(metric: nn.Module, turns: Turns) -> None:
+def bind(metric: nn.Module, turns: TrainingLoop) -> None:
     """Let `update` and `forward` count nothing in a ghost turn; `forward` gives what the ghost alone comes to, for who logs it.
 
     Raises `UsageError` for a metric that would exchange in each step, where a ghost would count on the other workers.
@@ -70,6 +70,6 @@ def _fresh(metric: nn.Module) -> nn.Module:
     return found
 
 
-def _ghost(turns: Turns) -> bool:
+def _ghost(turns: TrainingLoop) -> bool:
     turn = turns.turn
     return turn is not None and turn.ghost

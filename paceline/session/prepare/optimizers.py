@@ -1,11 +1,11 @@
 """Every optimizer of this process is seen before it steps, prepared or not: what can't be right is refused before it changes anything.
 
-torch calls one hook for all optimizers. Each run has its `Watch`, which knows its own by their parameters.
+torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by their parameters.
 
     optimizer.step()    not prepared, where steps on its gradients are wrong         raises
                         inside of loss.backward()                                    raises
                         not prepared                                                 `strange` is told, once
-                        the run's                                                    counted (`Tally`), looked at (`ByHand`)
+                        the run's                                                    counted (`StepCount`), looked at (`ManualGradients`)
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
-from paceline.session.loop.turns import Turns
-from paceline.session.prepare.registry import Cast
-from paceline.session.replicas.manual_gradients import ByHand
-from paceline.session.replicas.step_count import Tally
-from paceline.sync.abilities import Steps
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.registry import Prepared
+from paceline.session.replicas.manual_gradients import ManualGradients
+from paceline.session.replicas.step_count import StepCount
+from paceline.sync.abilities import RemoteOptimizer
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
 
 
-class Known(NamedTuple):
+class KnownOptimizer(NamedTuple):
     """What was found out of an optimizer, as long as nothing was added to it or to the run."""
 
     optimizer: weakref.ref[Optimizer]
@@ -40,38 +40,38 @@ class Known(NamedTuple):
     prepared: bool
 
 
-class Watch:
+class OptimizerWatch:
     """Sees optimizers step on behalf of one run, from `begin` to `end`.
 
     `strange` is told once of each that was not prepared, and whether it has parameters of the run.
     """
 
-    def __init__(self, cast: Cast, turns: Turns, by_hand: ByHand) -> None:
+    def __init__(self, cast: Prepared, turns: TrainingLoop, by_hand: ManualGradients) -> None:
         self._cast, self._turns, self._by_hand = cast, turns, by_hand
         self._alike = False  # all workers take the same steps
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownOptimizer] = {}
         self._ours: set[int] = set()
         self._thread = threading.get_ident()
-        self.tally = Tally(lambda: turns.steps)
+        self.tally = StepCount(lambda: turns.steps)
         self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
 
     def begin(self) -> None:
         """Be called from now on, and have counts compared where all take the same steps."""
         sync = self._turns.backward.sync
-        self._alike = sync.meets and not sync.apart and not isinstance(sync, Steps)
+        self._alike = sync.meets and not sync.apart and not isinstance(sync, RemoteOptimizer)
         if self._alike:
             self._cast.scene.agreement.tally = self.tally.told
         with _REGISTRY:
-            hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _Hook)), None)
+            hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)), None)
             if hook is None:
-                hook = _Hook()
+                hook = _StepHook()
                 hook.handle = register_optimizer_step_pre_hook(hook)
             hook.watches = (*hook.watches, self)
 
     def end(self) -> None:
         """Be called no longer; twice is harmless."""
         with _REGISTRY:
-            for hook in [hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _Hook)]:
+            for hook in [hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)]:
                 hook.watches = tuple(watch for watch in hook.watches if watch is not self)
                 if not hook.watches and hook.handle is not None:
                     hook.handle.remove()
@@ -90,11 +90,11 @@ class Watch:
         if self._alike and not closure and self._turns.backward.taps and self._cast.scene.group.size > 1:
             self._by_hand.look(optimizer)
 
-    def _meet(self, optimizer: Optimizer, before: Known | None, *, alone: bool) -> Known:
+    def _meet(self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool) -> KnownOptimizer:
         self._ours = {id(slot.parameter) for slot in self._cast.slots}
         prepared = any(optimizer is other for other in self._cast.optimizers)
         ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
-        found = Known(weakref.ref(optimizer), len(optimizer.param_groups), len(self._cast.slots), ours, prepared)
+        found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._cast.slots), ours, prepared)
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
@@ -109,7 +109,7 @@ class Watch:
         why = ""
         if partial:
             why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
-        elif watched and isinstance(sync, Steps):
+        elif watched and isinstance(sync, RemoteOptimizer):
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
         elif turns.undo is not None:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
@@ -130,11 +130,11 @@ class Watch:
         return False
 
 
-class _Hook:
+class _StepHook:
     """What torch calls before each step. There is one for all runs, as torch's own list may not change while it is gone through."""
 
     def __init__(self) -> None:
-        self.watches: tuple[Watch, ...] = ()
+        self.watches: tuple[OptimizerWatch, ...] = ()
         self.handle: RemovableHandle | None = None
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

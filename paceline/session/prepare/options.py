@@ -19,7 +19,7 @@ OF_MODELS = frozenset({"batchnorm"})
 OF_STREAMS = frozenset({"readers", "shard"})
 
 
-class Wishes:
+class PrepareOptions:
     """The options of all calls of `prepare`. `given` are those of one call, with None for what it doesn't say."""
 
     def __init__(self) -> None:

@@ -13,29 +13,31 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.comm.group import Finished, Op, Work
-from paceline.comm.sample_queue import Desk
+from paceline.comm.sample_queue import SampleQueue
 from paceline.data.loader import ShareLoader, deal
 from paceline.errors import UsageError
 from paceline.parallel.batchnorm import desynchronise, synchronise
 from paceline.session.groups import Subgroups
 from paceline.session.loop import forward_turn
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import checks, hooks, lazy, metrics
 from paceline.session.prepare.device import mover
-from paceline.session.prepare.options import Wishes
+from paceline.session.prepare.options import PrepareOptions
 from paceline.state.versioned import Stateful, Versioned
-from paceline.sync.abilities import Steps
-from paceline.sync.autograd import Backward
+from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 BatchNorm = Literal["sync", "local"]
 
 
-class Cast:
+class Prepared:
     """All that was prepared. `survives`: whether the group may become another."""
 
-    def __init__(self, scene: Scene, backward: Backward, turns: Turns, device: torch.device, subgroups: Subgroups) -> None:
+    def __init__(
+        self, scene: SyncContext, backward: GradientTracker, turns: TrainingLoop, device: torch.device, subgroups: Subgroups
+    ) -> None:
         self.models: list[tuple[str, nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShareLoader] = []
@@ -44,7 +46,7 @@ class Cast:
         self.survives = False
         self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
         self._synchronous: list[nn.Module] = []
-        self._wishes = Wishes()
+        self._wishes = PrepareOptions()
         self.measured = False  # some metric was prepared
         self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
         self._unstepped: set[int] = set()  # the ids of optimizers
@@ -140,7 +142,7 @@ class Cast:
         self.check_known()
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         orphans = [slot.name for slot in self.slots if slot.optimizer is None and id(slot.parameter) in mine]
-        if orphans and isinstance(self._backward.sync, Steps):
+        if orphans and isinstance(self._backward.sync, RemoteOptimizer):
             raise UsageError(
                 f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after run.prepare (add_param_group), and "
                 "optimizers step on servers here; give the optimizer to run.prepare again, on every worker"
@@ -167,7 +169,7 @@ class Cast:
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, Steps) and sync.desk is not None else None)
+        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, RemoteOptimizer) and sync.desk is not None else None)
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""
@@ -182,7 +184,7 @@ class Cast:
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
         turns.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
         sync = self._backward.sync
-        if isinstance(sync, Steps) and sync.arriving is not None:
+        if isinstance(sync, RemoteOptimizer) and sync.arriving is not None:
             lazy.announce([model for _, model in self.models], sync.arriving, turns)
         for _, model in self.models:
             hooks.follow(model, turns)
@@ -199,9 +201,9 @@ class Cast:
         return dealt
 
     @property
-    def _desk(self) -> Desk | None:
+    def _desk(self) -> SampleQueue | None:
         sync = self._backward.sync
-        return sync.desk if isinstance(sync, Steps) else None
+        return sync.desk if isinstance(sync, RemoteOptimizer) else None
 
     def _synchronise(self, models: list[nn.Module]) -> None:
         """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""
@@ -209,7 +211,7 @@ class Cast:
         if scene.group.size == 1:
             return
         self.subgroups.everyone()
-        norms: Any = _Watched(self)
+        norms: Any = _WatchedGroup(self)
         for model in models:
             synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale, copies=self._in_loop)
 
@@ -242,10 +244,10 @@ class Cast:
         self.state.add(f"{kind}{taken}" if taken else kind, thing)
 
 
-class _Watched:
+class _WatchedGroup:
     """A group whose sums are seen from outside while they last, and survive the loss of a worker where losses are survived."""
 
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Prepared) -> None:
         self._cast = cast
         self.size = cast.scene.group.size
 

@@ -11,37 +11,37 @@ from collections.abc import Callable
 
 import msgpack
 
-from paceline.comm.sample_queue import Desk
+from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
-from paceline.session.elastic.recovery import Survival
-from paceline.session.loop.turns import Turns
-from paceline.session.prepare.registry import Cast
-from paceline.session.record.log import Log
-from paceline.sync.abilities import Steps
-from paceline.sync.context import Scene
+from paceline.session.elastic.recovery import Recovery
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.registry import Prepared
+from paceline.session.record.log import MetricsLog
+from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.context import SyncContext
 
 
-class Handing:
+class LogCollector:
     """Hands over what was logged. `event` notes what happened, for the summary."""
 
-    log: Log
+    log: MetricsLog
 
-    def __init__(self, turns: Turns, cast: Cast, scene: Scene, event: Callable[[str], None]) -> None:
+    def __init__(self, turns: TrainingLoop, cast: Prepared, scene: SyncContext, event: Callable[[str], None]) -> None:
         self._turns, self._cast, self._scene, self._event = turns, cast, scene, event
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
-        self.survival: Survival | None = None
+        self.survival: Recovery | None = None
         self.next = 1  # the step after which it happens next
         self.asked = False  # this worker wants to stop
         self.stopping = False  # all have agreed to
         turns.parting = self._part
 
     @property
-    def desk(self) -> Desk | None:
+    def desk(self) -> SampleQueue | None:
         """Where workers get their samples while they are not in lockstep."""
         sync = self._turns.backward.sync
-        return sync.desk if isinstance(sync, Steps) else None
+        return sync.desk if isinstance(sync, RemoteOptimizer) else None
 
-    def open(self, log: Log) -> None:
+    def open(self, log: MetricsLog) -> None:
         """Hand over what is in this log."""
         self.log = log
         log.adds = self.desk is not None
@@ -106,7 +106,7 @@ class Handing:
             self._turns.apart = True
             self._scene.agreement.entering = self._come_together
 
-    def between(self, survival: Survival) -> None:
+    def between(self, survival: Recovery) -> None:
         """Two turns of an epoch: have all stop where somebody waits to be let in, or has to be waited for; where they have, do that."""
         desk, turns, agreement = self.desk, self._turns, self._scene.agreement
         assert desk is not None

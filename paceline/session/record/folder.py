@@ -38,7 +38,7 @@ def prove(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Folder:
+class RunFolder:
     """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first. `named`: by who started it."""
 
     path: Path
@@ -71,7 +71,7 @@ class Folder:
         return self.path / "checkpoints"
 
     @staticmethod
-    def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+    def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
         """Make the folder of a new run in `root`. A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
 
         Without a name it is the date and time. A name that is none, and a place that can't be written, raise UsageError.
@@ -88,18 +88,18 @@ class Folder:
             ) from error
         if path.name != wanted and name is not None:
             say(f"there is a run {wanted} already: this one is {path.name}")
-        return Folder(path, earlier, name is not None)
+        return RunFolder(path, earlier, name is not None)
 
     @staticmethod
-    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> Folder:
+    def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
         """`create` by the first worker, told to all: the path is the same everywhere, a failure ends all. Collective."""
 
         def make() -> bytes:
-            folder = Folder.create(root, name, say=say)
+            folder = RunFolder.create(root, name, say=say)
             return bytes(msgpack.packb([str(folder.path), [str(path) for path in folder.earlier]]))
 
         path, earlier = msgpack.unpackb(agreement.tell("the run's folder", make))
-        return Folder(Path(path), tuple(map(Path, earlier)), name is not None)
+        return RunFolder(Path(path), tuple(map(Path, earlier)), name is not None)
 
 
 def _made(root: Path, wanted: str) -> Path:
@@ -129,7 +129,7 @@ def _earlier(root: Path, name: str) -> tuple[Path, ...]:
 
 
 @dataclass(frozen=True)
-class Totals:
+class RunTotals:
     """What all steps of a run come to. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
 
     steps: int  # taken in this run, those before a resume not counted
@@ -143,13 +143,13 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """`summary.json`."""
 
     sync: str  # in the notation
     workers: int
     hosts: int
-    totals: Totals
+    totals: RunTotals
     bytes_sent: dict[str, float]  # by all workers, in a step: "within" hosts, and "between" them
     codecs: list[dict[str, Any]]  # whether each codec in use paid: the fields of `paceline.sync.codec_cost.Verdict`
     parameters_sha256: str
@@ -165,7 +165,7 @@ class Summary:
         totals = fields.pop("totals")
         return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
 
-    def write(self, folder: Folder) -> None:
+    def write(self, folder: RunFolder) -> None:
         """Write it in full or not at all."""
         write_whole(folder.summary, json.dumps(tame(self.fields()), indent=2) + "\n")
 

@@ -24,7 +24,7 @@ MARGIN = 4.0  # seconds before the deadline
 LOOK_SECONDS = 0.25
 
 
-class Watching:
+class HangDetector:
     """A thread that looks at how long the present call takes, and says where this worker is when its launcher asks.
 
     `deadline` is when waits are given up, `late_after` how long one may last before it is told (None: as is learnt from the run's own

@@ -13,17 +13,17 @@ import sys
 from torch.optim import Optimizer
 
 from paceline.comm.group import Traffic
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.metrics import HOME
-from paceline.session.prepare.registry import Cast
+from paceline.session.prepare.registry import Prepared
 
 _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
 
 
-class Lacking:
+class StartupHints:
     """Says what `cast` is, and what it lacks where there are several workers; each thing once."""
 
-    def __init__(self, cast: Cast, turns: Turns) -> None:
+    def __init__(self, cast: Prepared, turns: TrainingLoop) -> None:
         self._cast, self._turns = cast, turns
         self._said: set[str] = set()
         self._introduced = False

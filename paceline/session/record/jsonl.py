@@ -12,7 +12,7 @@ from typing import Any
 from paceline.session.record.folder import unwritten
 
 
-class Lines:
+class JsonLines:
     """One JSON object a line. A disk that refuses raises `ResourceError`, and what was there stays."""
 
     def __init__(self, path: Path) -> None:

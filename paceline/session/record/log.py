@@ -26,10 +26,10 @@ from torch import Tensor
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import PacelineError, UsageError
-from paceline.session.record.folder import PARTS, Totals
-from paceline.session.record.status_line import Line
-from paceline.session.record.stragglers import Slowness
-from paceline.session.record.writer import Book
+from paceline.session.record.folder import PARTS, RunTotals
+from paceline.session.record.status_line import StatusLine
+from paceline.session.record.stragglers import StragglerSensor
+from paceline.session.record.writer import MetricsWriter
 
 OnNan = Literal["warn", "stop"]
 RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
@@ -47,7 +47,7 @@ class _Sums:
 
 
 @dataclass
-class _Entry:
+class _LogEntry:
     """A finished step, or what was logged of it after it was finished."""
 
     number: int
@@ -56,10 +56,10 @@ class _Entry:
     samples: int = 0
     seconds: list[float] | None = None
     sums: dict[str, _Sums] = field(default_factory=dict)
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[_DeviceCopy] = field(default_factory=list)
 
 
-class Log:
+class MetricsLog:
     """The numbers that a script logs, on every worker.
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
@@ -68,7 +68,7 @@ class Log:
 
     def __init__(
         self,
-        book: Book | None,
+        book: MetricsWriter | None,
         *,
         on_nan: OnNan = "warn",
         say: Callable[[str], None],
@@ -79,13 +79,13 @@ class Log:
         self._book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
         self._began = clock()
         self._open: dict[int, dict[str, _Sums]] = {}  # by step
-        self._queue: deque[_Entry] = deque()
+        self._queue: deque[_LogEntry] = deque()
         self._number = 0  # of the last finished step in this log; steps of a run go on from a checkpoint, this doesn't
         self._drained = (0, clock())
         self._ahead = 1
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
-        self._slowness = Slowness()
+        self._slowness = StragglerSensor()
         self.note: Callable[[str], None] = say  # told who makes the others wait
         self.total_steps: int | None = None
 
@@ -124,9 +124,9 @@ class Log:
         self._number += 1
         now = self._clock() - self._began
         for late in sorted(number for number in self._open if number != step):
-            self._enqueue(_Entry(self._number, late, now, sums=self._open.pop(late)))
+            self._enqueue(_LogEntry(self._number, late, now, sums=self._open.pop(late)))
         split = [seconds.get(part, 0.0) for part in PARTS]
-        self._enqueue(_Entry(self._number, step, now, samples, split, self._open.pop(step, {})))
+        self._enqueue(_LogEntry(self._number, step, now, samples, split, self._open.pop(step, {})))
 
     def fold(self, step: int) -> None:
         """What was logged of later steps, of which none is over, belongs to `step`."""
@@ -151,17 +151,17 @@ class Log:
         """How many steps were finished."""
         return self._number
 
-    def take_over(self, line: Line) -> None:
+    def take_over(self, line: StatusLine) -> None:
         """Write from now on, where another worker did that."""
         if self._book is not None:
             self._book.take_over(line)
 
-    def _enqueue(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: _LogEntry) -> None:
         by_device: dict[torch.device, list[_Sums]] = {}
         for sums in entry.sums.values():
             if sums.device is not None:
                 by_device.setdefault(sums.device.device, []).append(sums)
-        entry.copies = [_Copy(group) for group in by_device.values()]
+        entry.copies = [_DeviceCopy(group) for group in by_device.values()]
         self._queue.append(entry)
 
     # ---- at a meeting
@@ -174,7 +174,7 @@ class Log:
         if last:
             self._number += 1  # on every worker, whether it has logged something or not
             for step in sorted(self._open):
-                self._enqueue(_Entry(self._number, step, self._clock() - self._began, sums=self._open.pop(step)))
+                self._enqueue(_LogEntry(self._number, step, self._clock() - self._began, sums=self._open.pop(step)))
         records = []
         while self._queue and (last or all(copy.done() for copy in self._queue[0].copies)):
             records.append(self._record(self._queue.popleft()))
@@ -193,7 +193,7 @@ class Log:
         self._ahead = max(1, min(int(steps * _APART / seconds), 2 * steps, _MOST))
         self._drained = (self._number, now)
 
-    def _record(self, entry: _Entry) -> list[Any]:
+    def _record(self, entry: _LogEntry) -> list[Any]:
         for copy in entry.copies:
             copy.read()
         for name, sums in entry.sums.items():
@@ -246,12 +246,12 @@ class Log:
         with contextlib.suppress(PacelineError, OSError):
             self.close()
 
-    def totals(self) -> Totals | None:
+    def totals(self) -> RunTotals | None:
         """What the run comes to so far; None where there is no book."""
         return None if self._book is None or self._book.stands_by else self._book.totals(self._clock() - self._began)
 
 
-class _Copy:
+class _DeviceCopy:
     """Sums on one device on their way to the host; nobody waits for them before they are there."""
 
     def __init__(self, sums: list[_Sums]) -> None:

@@ -18,7 +18,7 @@ _VALUES = 4  # logged values that are shown, the loss among them
 _WINDOW = 30  # lines over which the time left is estimated
 
 
-class Beat(NamedTuple):
+class FinishedStep(NamedTuple):
     """What is known of a finished step. `time`: seconds since the run began; `seconds`: of each part of it, mean over workers."""
 
     step: int
@@ -28,21 +28,21 @@ class Beat(NamedTuple):
     seconds: Mapping[str, float]
 
 
-class Line:
+class StatusLine:
     """Shows how far the run is, at most once a second, and at the end the last step in any case."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._live: Live | None = None
-        self._last: Beat | None = None  # the newest step
+        self._last: FinishedStep | None = None  # the newest step
         self._unshown = False
         self._next = -float("inf")
         self._seconds = dict.fromkeys(PARTS, 0.0)  # since the last line
         self._samples = 0
         self._marks: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
-    def step(self, beat: Beat, total: int | None) -> None:
+    def step(self, beat: FinishedStep, total: int | None) -> None:
         """Take in the next step, of `total` if that is known, and show it if the last line is a second old."""
         for part in PARTS:
             self._seconds[part] += beat.seconds.get(part, 0.0)
@@ -86,7 +86,7 @@ class Line:
         return max(total - last, 0) * (now - began) / (last - first)
 
 
-def describe(beat: Beat, samples: int, seconds: Mapping[str, float], *, total: int | None, left: float | None) -> str:
+def describe(beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, total: int | None, left: float | None) -> str:
     """The line in words; `samples` and `seconds` are those of the steps since the last line, `left` are seconds."""
     parts = [f"step {beat.step}" if total is None else f"step {beat.step}/{total}"]
     names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]

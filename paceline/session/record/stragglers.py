@@ -24,7 +24,7 @@ PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between
 WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
 
 
-class _Flush(NamedTuple):
+class _FlushMeans(NamedTuple):
     """Means over the steps of one flush."""
 
     steps: int
@@ -38,12 +38,12 @@ class _Flush(NamedTuple):
         return tuple(mine - usual for mine in self.work)
 
 
-class Slowness:
+class StragglerSensor:
     """What is known of the last flushes. It is the same on all workers that are told the same: time is that of the steps."""
 
     def __init__(self) -> None:
         self._names: tuple[int, ...] = ()
-        self._flushes: deque[_Flush] = deque()
+        self._flushes: deque[_FlushMeans] = deque()
         self._clock = 0.0
         self._said = -PAUSE
         self._named: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class Slowness:
             return None
         length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
         work = tuple(sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps)
-        self._flushes.append(_Flush(len(steps[0]), length * len(steps[0]), work))
+        self._flushes.append(_FlushMeans(len(steps[0]), length * len(steps[0]), work))
         self._clock += self._flushes[-1].seconds
         if not _enough([*self._flushes]):
             return None
@@ -84,7 +84,7 @@ class Slowness:
         return None
 
 
-def _enough(flushes: Sequence[_Flush]) -> bool:
+def _enough(flushes: Sequence[_FlushMeans]) -> bool:
     steps, seconds = sum(flush.steps for flush in flushes), sum(flush.seconds for flush in flushes)
     return len(flushes) >= FLUSHES and steps >= STEPS and seconds >= SECONDS
 

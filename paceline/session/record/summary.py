@@ -13,28 +13,28 @@ from typing import Any, NamedTuple
 import msgpack
 from torch import nn
 
-from paceline.cluster.topology import Cluster
+from paceline.cluster.topology import Topology
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader
 from paceline.formatting import counted, spell
-from paceline.session.prepare.registry import Cast
+from paceline.session.prepare.registry import Prepared
 from paceline.session.record import timeline
-from paceline.session.record.folder import Folder, Summary, Totals
-from paceline.session.record.log import Log
+from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
+from paceline.session.record.log import MetricsLog
 from paceline.session.record.status_line import spoken
 from paceline.state.snapshot import raw
 from paceline.sync.base import Strategy
 from paceline.sync.codec_cost import judge
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 from paceline.trace import Served, Span
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """What a run was and has come to."""
 
     strategy: Strategy
-    cluster: Cluster
-    cast: Cast
+    cluster: Topology
+    cast: Prepared
     sent: Traffic  # by this worker, in all steps
     event: Callable[[str], None]
     events: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     results: dict[str, Any]
 
 
-class Gathered(NamedTuple):
+class GatheredEnds(NamedTuple):
     """What the workers have told each other at the end."""
 
     sent: list[list[int]]  # by each worker, within hosts and between them
@@ -55,13 +55,13 @@ class Gathered(NamedTuple):
     codecs: list[Any]
 
 
-def conclude(outcome: Outcome, scene: Scene, folder: Folder, log: Log) -> None:
+def conclude(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, log: MetricsLog) -> None:
     """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
     found = _gather(outcome, scene)
     scene.agreement.tell("the summary", lambda: _write(outcome, scene, folder, log.totals(), found))
 
 
-def _gather(outcome: Outcome, scene: Scene) -> Gathered:
+def _gather(outcome: RunOutcome, scene: SyncContext) -> GatheredEnds:
     agreement, cluster = scene.agreement, outcome.cluster
     mine = [outcome.sent.within, outcome.sent.between]
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
@@ -70,10 +70,10 @@ def _gather(outcome: Outcome, scene: Scene) -> Gathered:
     digest = outcome.cast.tables.fingerprint(fingerprint(model for _, model in outcome.cast.models))
     different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
     codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
-    return Gathered(sent, ahead, spans, digest, different, codecs)
+    return GatheredEnds(sent, ahead, spans, digest, different, codecs)
 
 
-def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None, found: Gathered) -> bytes:
+def _write(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
     """What the first worker does."""
     assert totals is not None, "the first worker keeps the book"
     cluster = outcome.cluster
@@ -85,7 +85,7 @@ def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None
     steps = max(totals.steps, 1)
     step = sum(totals.step_seconds.values())
     verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
-    Summary(
+    RunSummary(
         sync=spell(outcome.strategy),
         workers=scene.group.size,
         hosts=len(cluster.hosts),
@@ -107,7 +107,7 @@ def _write(outcome: Outcome, scene: Scene, folder: Folder, totals: Totals | None
     return b""
 
 
-def told(path: Path, totals: Totals) -> str:
+def told(path: Path, totals: RunTotals) -> str:
     """A run in a line: where its folder is, what came of it, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)

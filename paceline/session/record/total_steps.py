@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from paceline.data.loader import ShareLoader
 
 
-class Plan:
+class TotalSteps:
     """Tells the number of steps in all (None: not known). `given`: what the script says, which is left as it is.
 
     Else it is that of the epochs times the lengths of the loaders whose turns are steps. The only one that may train is known from the

@@ -7,23 +7,23 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.session.record.folder import PARTS, Folder, Totals, tame
-from paceline.session.record.jsonl import Lines
-from paceline.session.record.status_line import Beat, Line
+from paceline.session.record.folder import PARTS, RunFolder, RunTotals, tame
+from paceline.session.record.jsonl import JsonLines
+from paceline.session.record.status_line import FinishedStep, StatusLine
 from paceline.session.record.stragglers import WORK, unequal
 
 LAST = 1000  # steps that are looked at for who makes the others wait
 Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
 
 
-class Book:
+class MetricsWriter:
     """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
 
     One that `stands_by` only adds up, until `take_over`.
     """
 
-    def __init__(self, folder: Folder, line: Line | None = None, *, stands_by: bool = False) -> None:
-        self._lines, self._line = Lines(folder.metrics), line
+    def __init__(self, folder: RunFolder, line: StatusLine | None = None, *, stands_by: bool = False) -> None:
+        self._lines, self._line = JsonLines(folder.metrics), line
         self.stands_by = stands_by
         self.adds = False  # the samples of a record are its worker's own
         self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
@@ -34,7 +34,7 @@ class Book:
         self._ranks: defaultdict[int, Counter[str]] = defaultdict(Counter)  # seconds of each rank, and its "steps"
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
 
-    def take_over(self, line: Line) -> None:
+    def take_over(self, line: StatusLine) -> None:
         """The worker that wrote is lost: write from now on, and first what it had not written of the last lines."""
         if not self.stands_by:
             return
@@ -54,12 +54,12 @@ class Book:
         ready = sorted(key for key in self._groups if key[0] <= complete)
         self._write([self._merge(key[1], self._groups.pop(key), total) for key in ready])
 
-    def totals(self, seconds: float) -> Totals:
+    def totals(self, seconds: float) -> RunTotals:
         """What it all comes to, after `seconds` of running."""
         inside = sum(self._seconds.values())
         if self.adds:  # workers have taken different numbers of steps: the time is that of the one who trained longest
             inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
-        return Totals(
+        return RunTotals(
             steps=self._steps,
             samples=self._samples,
             seconds=seconds,
@@ -93,7 +93,7 @@ class Book:
         samples = sum(record[3] for record in records.values()) if self.adds else first[3]
         seconds = self._count(samples, {rank: record[4] for rank, record in records.items() if record[4] is not None})
         if self._line is not None:
-            self._line.step(Beat(step, first[2], samples, values, seconds), total)
+            self._line.step(FinishedStep(step, first[2], samples, values, seconds), total)
         return {**line, "samples": samples, "seconds": {part: round(spent, 6) for part, spent in seconds.items()}}
 
     def _count(self, samples: int, spent: dict[int, list[float]]) -> dict[str, float]:

@@ -25,11 +25,11 @@ from torch import Tensor
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.fault.recover import majority, nearest
 from paceline.formatting import choices
-from paceline.session.prepare.registry import Cast
-from paceline.session.replicas.contents import CHANGED, SAME, Entry, Look, Mirrored, plain
+from paceline.session.prepare.registry import Prepared
+from paceline.session.replicas.contents import CHANGED, SAME, Entry, ReplicaContents, ReplicaDigest, plain
 from paceline.state.checksum import flat
 from paceline.sync.base import Sync
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 
 Differing = Literal["stop", "heal"]
 DIFFERING: Final[tuple[Differing, ...]] = ("stop", "heal")
@@ -75,7 +75,7 @@ class Difference(NamedTuple):
 
 
 def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
-    """What is not the same in the `Look.entries` of all ranks."""
+    """What is not the same in the `ReplicaDigest.entries` of all ranks."""
     found = []
     for name in dict.fromkeys(name for face in faces for name in face):
         entries = [face.get(name) for face in faces]
@@ -97,12 +97,12 @@ def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
 
 
 def suspicious(heads: Sequence[bytes]) -> bool:
-    """Whether the `Look.head` of all ranks show a difference."""
+    """Whether the `ReplicaDigest.head` of all ranks show a difference."""
     digests, buffers = zip(*(msgpack.unpackb(head) for head in heads), strict=True)
     return len(set(digests)) > 1 or bool(differences([{name: ["buffer", state] for name, state in of.items()} for of in buffers]))
 
 
-class Verdict(NamedTuple):
+class ComparisonVerdict(NamedTuple):
     """What all workers have found, and what this one has been given."""
 
     found: list[Difference]
@@ -111,10 +111,10 @@ class Verdict(NamedTuple):
     values: dict[str, Any]
 
 
-class Comparing:
+class ReplicaComparer:
     """One worker's part in comparing. `event` notes what has happened, `conclude` writes that down: collective."""
 
-    def __init__(self, comparison: Comparison, scene: Scene, cast: Cast, sync: Sync) -> None:
+    def __init__(self, comparison: Comparison, scene: SyncContext, cast: Prepared, sync: Sync) -> None:
         if comparison.asked and not sync.meets:
             raise UsageError(
                 f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
@@ -122,7 +122,7 @@ class Comparing:
             )
         every = USUAL if comparison.every == "auto" else comparison.every
         self._comparison, self._every = comparison, every if sync.meets else None
-        self._scene, self._mirrored, self._sync = scene, Mirrored(cast, apart=sync.apart), sync
+        self._scene, self._mirrored, self._sync = scene, ReplicaContents(cast, apart=sync.apart), sync
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
         self._done: int | None = None  # comparisons that lie behind
@@ -199,7 +199,7 @@ class Comparing:
         else:
             self._stop(text, verdict)
 
-    def _judge(self, look: Look) -> Verdict:
+    def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
         """Find out who differs in what, and be given what I have to take over. Collective; changes nothing."""
         host = self._scene.agreement.host
         mine = msgpack.packb([look.entries, host, _kind(next(iter(look.parts.values())).value)])
@@ -211,9 +211,9 @@ class Comparing:
             kept = {difference.name: faces[difference.right[0]][difference.name] for difference in found}
             values = {name: plain(entry[1]) for name, entry in kept.items() if entry[0] == "plain"}
             values |= self._hand_over([difference for difference in found if kept[difference.name][0] != "plain"], look)
-        return Verdict(found, _told(found, hosts), _mixed(kinds), values)
+        return ComparisonVerdict(found, _told(found, hosts), _mixed(kinds), values)
 
-    def _hand_over(self, found: Sequence[Difference], look: Look) -> dict[str, Tensor]:
+    def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
         """What I take over, in memory of its own."""
         group, hosts = self._scene.group, self._scene.hosts
         ways: dict[tuple[int, int], list[str]] = {}
@@ -232,7 +232,7 @@ class Comparing:
             taken |= zip(names, _unbundled(rooms[source], [values[name] for name in names]), strict=True)
         return taken
 
-    def _heal(self, text: str, verdict: Verdict, look: Look, more: Mapping[str, Tensor]) -> None:
+    def _heal(self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]) -> None:
         for name, value in verdict.values.items():
             look.parts[name].become(value)
         if suspicious(self._scene.agreement.meet("comparing what was healed", self._mirrored.look(more).head())):
@@ -240,7 +240,7 @@ class Comparing:
         whose = "what most workers have" if all(difference.decided for difference in verdict.found) else "what the first of them has"
         self._say(f"{text}; healed by {whose}")
 
-    def _stop(self, text: str, verdict: Verdict) -> None:
+    def _stop(self, text: str, verdict: ComparisonVerdict) -> None:
         self.event(text)
         self.conclude()
         cause = (

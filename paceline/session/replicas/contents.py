@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.parallel.batchnorm import is_synchronous
-from paceline.session.prepare.registry import Cast
+from paceline.session.prepare.registry import Prepared
 from paceline.state.checksum import checksums
 from paceline.state.snapshot import Snapshot, pack
 
@@ -37,7 +37,7 @@ Entry = list[Any]  # [form, number] of a tensor, ["plain", JSON] of another valu
 DIGEST: Final = 16  # bytes
 
 
-class Part(NamedTuple):
+class ReplicaPart(NamedTuple):
     """A tensor or a plain value, and how it becomes another."""
 
     value: Any
@@ -45,10 +45,10 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class ReplicaDigest:
     """What the parts come to: `entries` by name, as the others have to see them."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ReplicaPart]
     entries: Mapping[str, Entry]
 
     def head(self) -> bytes:
@@ -59,7 +59,7 @@ class Look:
 
 
 @dataclass
-class _Known:
+class _KnownBuffer:
     """A buffer as it was when training began."""
 
     tensor: weakref.ref[Tensor]
@@ -72,18 +72,18 @@ class _Known:
         return SAME if self.number == number else ALTERED
 
 
-class Mirrored:
+class ReplicaContents:
     """Looks at what was prepared. `apart`: whether replicas may differ between two steps."""
 
-    def __init__(self, cast: Cast, *, apart: bool) -> None:
+    def __init__(self, cast: Prepared, *, apart: bool) -> None:
         self._cast, self._apart = cast, apart
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownBuffer] = {}
 
     def begin(self) -> None:
         """Training begins, or goes on: buffers are the same on all workers."""
         fresh = {name: buffer for name, buffer in self._buffers(synchronous=False) if name not in self._known}
         for (name, buffer), number in zip(fresh.items(), checksums(list(fresh.values())), strict=True):
-            self._known[name] = _Known(weakref.ref(buffer), _version(buffer), number)
+            self._known[name] = _KnownBuffer(weakref.ref(buffer), _version(buffer), number)
 
     def own(self) -> dict[str, int]:
         """What those buffers come to that were changed since training began."""
@@ -99,9 +99,9 @@ class Mirrored:
         """Whether there are buffers that may be each worker's own; the same on all."""
         return bool(self._known)
 
-    def look(self, more: Mapping[str, Tensor]) -> Look:
+    def look(self, more: Mapping[str, Tensor]) -> ReplicaDigest:
         """All of it as it is now; `more` are the strategy's own."""
-        parts: dict[str, Part] = {}
+        parts: dict[str, ReplicaPart] = {}
         for name, part in self._parts(more):
             while name in parts:
                 name += "'"
@@ -113,10 +113,10 @@ class Mirrored:
         entries = {name: [form(part.value), found[name] if name in found else _json(part.value)] for name, part in parts.items()}
         for (name, buffer), number in zip(buffers.items(), numbers[len(tensors) :], strict=True):
             entries[name] = ["buffer", self._known[name].state(buffer, number)]
-            parts[name] = Part(buffer, self._healing(name, buffer))
-        return Look(parts, entries)
+            parts[name] = ReplicaPart(buffer, self._healing(name, buffer))
+        return ReplicaDigest(parts, entries)
 
-    def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, Part]]:
+    def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, ReplicaPart]]:
         for slot in self._cast.slots:
             if _dense(slot.parameter):
                 yield slot.name, _tensor(slot.parameter)
@@ -184,7 +184,7 @@ def _json(value: Any) -> str:
     return json.dumps(pack(value).tree)
 
 
-def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, Part]]:
+def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, ReplicaPart]]:
     """The tensors and plain values of nested state; what is neither is left out."""
     value = holder[key]
     if isinstance(value, Tensor):
@@ -192,14 +192,14 @@ def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, Part]]:
             yield name, _tensor(value)
     elif type(value) in PLAIN or (type(value) is tuple and all(type(item) in PLAIN for item in value)):
         if not isinstance(holder, tuple):
-            yield name, Part(value, lambda new: holder.__setitem__(key, new))
+            yield name, ReplicaPart(value, lambda new: holder.__setitem__(key, new))
     elif isinstance(value, dict | list | tuple):
         for inner in value if isinstance(value, dict) else range(len(value)):
             yield from _leaves(f"{name}.{inner}", value, inner)
 
 
-def _tensor(tensor: Tensor) -> Part:
-    return Part(tensor.detach(), lambda values: _copy(tensor, values))
+def _tensor(tensor: Tensor) -> ReplicaPart:
+    return ReplicaPart(tensor.detach(), lambda values: _copy(tensor, values))
 
 
 def _copy(tensor: Tensor, values: Tensor) -> None:

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.session.loop.turns import Turns
+from paceline.session.loop.turns import TrainingLoop
 
 FIRST: Final = 2  # steps that are looked at
 OFTEN: Final = 256  # of so many steps one is looked at, where no loader counts them
 NEAR: Final = 1e-3  # relative difference of what replicas compute alike
 
 
-class ByHand:
+class ManualGradients:
     """Looks at the gradients of an optimizer that is about to step. `soon`: the step after which workers meet anyway."""
 
-    def __init__(self, turns: Turns, soon: Callable[[], int]) -> None:
+    def __init__(self, turns: TrainingLoop, soon: Callable[[], int]) -> None:
         self._turns, self._soon = turns, soon
         self._calls = 0  # outside of loops over a loader
 

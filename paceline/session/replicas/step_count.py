@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Tally:
+class StepCount:
     """Counts, for the present step of training (a turn of the loader; without one all is one step) and for the one before."""
 
     def __init__(self, steps: Callable[[], int]) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.coding import Coding, Message, exact, parts, room
-from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.buckets import Bucket, BucketShape, build, cut
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.sync.base import Slot, Sync
-from paceline.sync.codec_cost import SAMPLE, Account, Rate, Turn, measure, sampled
-from paceline.sync.context import Scene
+from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, measure, sampled
+from paceline.sync.context import SyncContext
 from paceline.sync.gossip.graph import Edges, check, prove, weights
 
 TAG = 70_000  # of messages between neighbours
@@ -59,17 +59,17 @@ class Gossip:
         if isinstance(self.codec, exact) and self.gamma != 1:
             raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """See `Strategy.begin`."""
         found = prove(self.graph, scene.group.size)
         if scene.group.size > 1:
             shown = self.graph if isinstance(self.graph, str) else "this graph"
             scene.say(f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})")
-        return Mixing(scene, self)
+        return GossipSync(scene, self)
 
 
 @dataclass
-class _Turn:
+class _MixingRound:
     """What a coded mixing sends and takes; how far what neighbours know of me is from what I am, on a sample."""
 
     sent: int = 0
@@ -84,23 +84,23 @@ class _Turn:
         self.mine.append(sampled(mine, every, 0))
         self.known.append(sampled(known, every, 0))
 
-    def tell(self, account: Account, shown: float) -> None:
+    def tell(self, account: CodecAccount, shown: float) -> None:
         """The mixing is over, and has taken so long."""
         if not self.exact or account.rate is None:
             return
         exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
-        account.add(Turn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown))
+        account.add(CodecTurn(float(self.sent), float(sum(self.exact)), self.coding, shown, exact_shown))
         account.compare(Finished(torch.cat(self.mine)), torch.cat(self.known))
         account.settle()
 
 
-class Mixing:
+class GossipSync:
     """The running side of `Gossip`."""
 
     apart = True
     meets = False
 
-    def __init__(self, scene: Scene, plan: Gossip) -> None:
+    def __init__(self, scene: SyncContext, plan: Gossip) -> None:
         self._scene, self._plan = scene, plan
         self._slots: list[Slot] = []
         self._buckets: list[Bucket] = []
@@ -112,10 +112,10 @@ class Mixing:
         self._open = False  # a step is under way
         self._others = False  # the workers have become others since replicas were equal
         self._graph = plan.graph
-        self._account = None if isinstance(plan.codec, exact) else Account(repr(plan.codec), "what neighbours know")
+        self._account = None if isinstance(plan.codec, exact) else CodecAccount(repr(plan.codec), "what neighbours know")
         if self._account is not None:
             scene.accounts.append(self._account)
-        self._turn = _Turn()
+        self._turn = _MixingRound()
 
     @property
     def together(self) -> bool:
@@ -128,7 +128,7 @@ class Mixing:
         """See `Sync.attach`."""
         self.converge()
         self._slots = list(slots)
-        shapes = [Shape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
+        shapes = [BucketShape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
         runs = cut(shapes, range(len(shapes)), int(self._plan.bucket_mb * 1e6))
         self._buckets = build(shapes, runs, lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         if self._account is not None:
@@ -198,7 +198,7 @@ class Mixing:
             self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
 
     def _mix(self, turn: int) -> None:
-        begun, self._turn = time.perf_counter(), _Turn()
+        begun, self._turn = time.perf_counter(), _MixingRound()
         equal = self._scene.agreement.repeat(lambda: self._mixed(turn), what="mixing")
         for bucket in self._buckets:
             self._write(bucket)
@@ -302,14 +302,14 @@ class Mixing:
         rate = None if self._account is None else self._account.rate
         return None if rate is None else list(rate)
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
         self._scene = scene
         if not isinstance(self._graph, str):
             scene.say("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
             self._graph = "exponential"
         if self._account is not None and self._account.rate is None and layout is not None:
-            self._account.rate = Rate(*layout)
+            self._account.rate = ExactRate(*layout)
         self._others, self._equals = True, False
 
     def inherit(self, state: dict[str, Any]) -> None:

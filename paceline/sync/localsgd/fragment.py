@@ -42,7 +42,7 @@ class adaptive:
 
 
 @dataclass
-class Unit:
+class FragmentUnit:
     """A bucket of parameters that travel together, where all last agreed to be, and what the outer optimizer remembers."""
 
     index: int
@@ -65,7 +65,7 @@ class Fragment:
     """Some units that take turns with those of others, and how far their round has come."""
 
     landed: int = 0  # the step after which all last agreed
-    units: list[Unit] = field(default_factory=list)
+    units: list[FragmentUnit] = field(default_factory=list)
     steps: int = 0  # since it was last sent
     parts: float = 0.0  # my part of the samples of those, in steps
     length: int = 1  # the steps of what is under way
@@ -77,7 +77,7 @@ class Fragment:
     here: bool = False  # what flew has come, and perhaps not everywhere
     level: int = -1  # the step after which all replicas were what had come
 
-    def own(self, changed: Callable[[Unit, Tensor], Tensor]) -> dict[str, Any] | None:
+    def own(self, changed: Callable[[FragmentUnit, Tensor], Tensor]) -> dict[str, Any] | None:
         """What I have changed, and carry, by its part of the samples, and that part, in steps; None if nothing has changed.
 
         `changed` writes what I have changed in a unit into memory.

@@ -14,30 +14,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.codec import lift, plain
-from paceline.comm.buckets import Bucket, Shape, build, cut
+from paceline.comm.buckets import Bucket, BucketShape, build, cut
 from paceline.errors import LOSSES, UsageError, ViewChanged
-from paceline.sync.abilities import Lends
+from paceline.sync.abilities import LendsGradients
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot
-from paceline.sync.compressed import Coded
-from paceline.sync.context import Scene
-from paceline.sync.localsgd.fragment import Fragment, Unit, adaptive
+from paceline.sync.compressed import CompressedExchange
+from paceline.sync.context import SyncContext
+from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
 from paceline.sync.routes import reducer
 
 if TYPE_CHECKING:
     from paceline.sync.localsgd.strategy import LocalSGD
 
 
-class Rounds:
+class LocalSGDSync:
     """The running side of `LocalSGD`."""
 
     apart = True  # replicas differ between rounds, and so do their optimizers
 
-    def __init__(self, scene: Scene, plan: LocalSGD) -> None:
+    def __init__(self, scene: SyncContext, plan: LocalSGD) -> None:
         self._scene, self._plan = scene, plan
         self._every = plan.every.first if isinstance(plan.every, adaptive) else plan.every
         self._reducer = reducer("auto")(scene)
-        self._coded = None if isinstance(lift(plan.codec), plain) else Coded(scene, plan.codec, hosts=True)
+        self._coded = None if isinstance(lift(plan.codec), plain) else CompressedExchange(scene, plan.codec, hosts=True)
         self._warm = AllReduce().begin(scene) if plan.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
@@ -68,7 +68,7 @@ class Rounds:
     def _lay_out(self) -> None:
         """Cut the model into fragments of about the same size, and those into buckets; all replicas are equal now. Collective."""
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
-        shapes = [Shape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
+        shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
         whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._plan.fragments
         members = [list[int]() for _ in range(count)]
         for number, shape in enumerate(shapes):
@@ -78,7 +78,7 @@ class Rounds:
         buckets = build(shapes, [run for run, _ in runs], self._empty)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
-            turn.units.append(Unit(index, bucket, start, self._plan.outer.begin(start)))
+            turn.units.append(FragmentUnit(index, bucket, start, self._plan.outer.begin(start)))
         if self._coded is not None:
             self._coded.lay_out(buckets, shapes, kinds)
 
@@ -87,7 +87,7 @@ class Rounds:
         return int(self._plan.bucket_mb * 1e6)
 
     @property
-    def _units(self) -> list[Unit]:
+    def _units(self) -> list[FragmentUnit]:
         return [unit for turn in self._rounds for unit in turn.units]
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,8 +117,8 @@ class Rounds:
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `Lends.overwrites`."""
-        return isinstance(self._warm, Lends) and self._warm.overwrites(number, grad)
+        """See `LendsGradients.overwrites`."""
+        return isinstance(self._warm, LendsGradients) and self._warm.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
@@ -205,7 +205,7 @@ class Rounds:
                     raise
                 return  # it is sent anew when it is waited for
 
-    def _changed(self, unit: Unit, into: Tensor) -> Tensor:
+    def _changed(self, unit: FragmentUnit, into: Tensor) -> Tensor:
         """What I have changed since all last agreed."""
         return self._read(unit.bucket, into).sub_(unit.start)
 
@@ -316,7 +316,7 @@ class Rounds:
         coded = None if self._coded is None or not self._units else self._coded.layout()
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
         layout = self.layout() if layout is None else layout
         self._scene, self._reducer = scene, reducer("auto")(scene)
@@ -383,7 +383,7 @@ class Rounds:
         self._release()
         self._reducer.close()
         for part in (self._warm, self._coded):
-            if isinstance(part, Coded):
+            if isinstance(part, CompressedExchange):
                 part.close()
             elif part is not None:
                 part.detach()

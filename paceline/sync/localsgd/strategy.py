@@ -20,10 +20,10 @@ from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
 from paceline.sync.base import Sync
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import Outer, average
-from paceline.sync.localsgd.rounds import Rounds
+from paceline.sync.localsgd.rounds import LocalSGDSync
 
 Momentum = Literal["kept", "averaged"]
 MOMENTA: tuple[Momentum, ...] = ("kept", "averaged")
@@ -72,6 +72,6 @@ class LocalSGD:
         if self.alpha and not self.delay:
             raise UsageError(f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out")
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """See `Strategy.begin`."""
-        return Rounds(scene, self)
+        return LocalSGDSync(scene, self)

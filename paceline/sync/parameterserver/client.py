@@ -18,62 +18,62 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.rpc import Caller, Message
-from paceline.comm.sample_queue import Desk
+from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
-from paceline.server.endpoints import Room
+from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import write
-from paceline.server.shard import Plan
+from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
-from paceline.sync.context import Scene
+from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver import transfer
-from paceline.sync.parameterserver.clipping import Clip, covered, own_norm
-from paceline.sync.parameterserver.compression import Wrapper
-from paceline.sync.parameterserver.connections import Bill, Copies, Waiter, named
-from paceline.sync.parameterserver.consistency import Loose, Pace
-from paceline.sync.parameterserver.consistency_elastic import Lasting, paced
-from paceline.sync.parameterserver.prefetch import Coming
-from paceline.sync.parameterserver.replication import Replacing
-from paceline.sync.parameterserver.settled import Settled
-from paceline.sync.parameterserver.units import Layout, Parcel, packed
-from paceline.sync.tables.freerows import FreeRows
+from paceline.sync.parameterserver.clipping import PendingClip, covered, own_norm
+from paceline.sync.parameterserver.compression import PushPullCodec
+from paceline.sync.parameterserver.connections import ReplicaConnections, ServerTraffic, ServerWait, named
+from paceline.sync.parameterserver.consistency import Consistency, OutOfLockstep
+from paceline.sync.parameterserver.consistency_elastic import ElasticConsistency, paced
+from paceline.sync.parameterserver.prefetch import PendingPulls
+from paceline.sync.parameterserver.replication import ServerReplication
+from paceline.sync.parameterserver.settled import ElasticBulkSynchronous
+from paceline.sync.parameterserver.units import TransferUnit, UnitLayout, packed
+from paceline.sync.tables.freerows import UnlockedRows
 from paceline.trace import Served
 
 if TYPE_CHECKING:
     from paceline.sync.parameterserver.strategy import ParameterServer
 
 
-class Client:
+class ParameterServerSync:
     """The running side of `ParameterServer`."""
 
     together = False  # backward waits for nobody
 
-    def __init__(self, scene: Scene, plan: ParameterServer) -> None:
+    def __init__(self, scene: SyncContext, plan: ParameterServer) -> None:
         if scene.servers is None:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
         self.scene, self._spec = scene, plan
-        self._room: Room | None = None
+        self._room: ServerEndpoints | None = None
         self._waiting = False  # to be told where servers are
-        self.wires = Copies()
-        scene.sides.append(Bill(self.wires))
+        self.wires = ReplicaConnections()
+        scene.sides.append(ServerTraffic(self.wires))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self._dense = 0  # the first of them have parameters on servers, the others nothing but sparse tables
         self.steps_taken: list[int] = []
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
-        self._layout = Layout([], [], 1, 1)
+        self._layout = UnitLayout([], [], 1, 1)
         self._at: dict[int, int] = {}
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
         self._lost: PacelineError | None = None  # in a backward of this turn
         self.workers = list(range(scene.group.size))
-        self.clips: dict[int, Clip] = {}  # what was asked for, of those
-        self.pace: Pace = paced(self, plan)
-        self.rows = FreeRows(self)  # what else these optimizers step, where workers are not in lockstep
-        self.wrapper = Wrapper(scene, plan.codec, apart=self.pace.free)
+        self.clips: dict[int, PendingClip] = {}  # what was asked for, of those
+        self.pace: Consistency = paced(self, plan)
+        self.rows = UnlockedRows(self)  # what else these optimizers step, where workers are not in lockstep
+        self.wrapper = PushPullCodec(scene, plan.codec, apart=self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
-        self.coming = Coming(self)
-        self.arriving = self.coming if plan.pull == "forward" else None  # see `Steps.arriving`
+        self.coming = PendingPulls(self)
+        self.arriving = self.coming if plan.pull == "forward" else None  # see `RemoteOptimizer.arriving`
 
     @property
     def apart(self) -> bool:
@@ -91,22 +91,22 @@ class Client:
         return self.pace.free and (len(self.workers) > 1 or self.scene.survives)
 
     @property
-    def desk(self) -> Desk | None:
-        """See `Steps.desk`."""
-        return self.pace.desk if self.free and isinstance(self.pace, Loose | Lasting) else None
+    def desk(self) -> SampleQueue | None:
+        """See `RemoteOptimizer.desk`."""
+        return self.pace.desk if self.free and isinstance(self.pace, OutOfLockstep | ElasticConsistency) else None
 
     @property
-    def lasting(self) -> Settled | Lasting | None:
+    def lasting(self) -> ElasticBulkSynchronous | ElasticConsistency | None:
         """The pace, where losses are survived."""
-        return self.pace if isinstance(self.pace, Settled | Lasting) else None
+        return self.pace if isinstance(self.pace, ElasticBulkSynchronous | ElasticConsistency) else None
 
     @property
-    def callers(self) -> list[Caller]:
+    def callers(self) -> list[RpcClient]:
         """The ends towards those servers that are asked, by shard."""
         return self.wires.primaries
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[ShardPlan]:
         """What is kept in each shard."""
         return self._layout.plans
 
@@ -137,9 +137,9 @@ class Client:
         assert self.scene.servers is not None
         room = self.scene.servers(self._spec.servers, self._spec.replicas)
         if room.house is not None:
-            self.pace = self.pace if isinstance(self.pace, Lasting) else Settled(self)
+            self.pace = self.pace if isinstance(self.pace, ElasticConsistency) else ElasticBulkSynchronous(self)
             filled = partial(transfer.copy, self)
-            self.pace.copies = Replacing(self.scene, room.house, self.wires, self._spec.replicas, fill=filled)
+            self.pace.copies = ServerReplication(self.scene, room.house, self.wires, self._spec.replicas, fill=filled)
         elif self._spec.replicas > 1:
             raise UsageError(
                 f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
@@ -153,12 +153,14 @@ class Client:
                 self.wires.tell(server, "plan", {}, [packed(write(plan))], self.seconds)
             self._hand_over(None)
 
-    def _enter(self, room: Room) -> None:
+    def _enter(self, room: ServerEndpoints) -> None:
         self._room = room
         self.wires.follow(self.scene.breaker if self.free else None)
         self.wires.open(room, self.workers[self.scene.group.rank])
         ways = [self.wrapper.ways(slot) for slot in self.slots]
-        self._layout = Layout(self.slots, self.optimizers[: self._dense], len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways)
+        self._layout = UnitLayout(
+            self.slots, self.optimizers[: self._dense], len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways
+        )
         self.wrapper.lay_out(self._layout.parcels)
         self.coming.lay_out()
         self.pace.begin()
@@ -186,7 +188,7 @@ class Client:
                     self._push(parcel, {piece.slot: self._grads[piece.slot] for piece, _ in parcel.members})
                 except LOSSES as error:
                     self._lost = error  # this backward won't be whole; or, if not in lockstep, it is pushed again when the optimizer steps
-                    if not isinstance(self.pace, Lasting):
+                    if not isinstance(self.pace, ElasticConsistency):
                         raise
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
@@ -195,7 +197,7 @@ class Client:
         found, self._grads = self._grads, {}
         return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
 
-    def _push(self, parcel: Parcel, grads: Mapping[int, Tensor | None]) -> None:
+    def _push(self, parcel: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
         """These gradients, weighted, to the server; in place of what was pushed before."""
         self.coming.arrive(parcel.optimizer)
         self._await([parcel])  # its memory may be on its way still
@@ -210,14 +212,14 @@ class Client:
         parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
         parcel.sent = [(caller, caller.send("push", step=step, **parts)) for caller in callers]
 
-    def _await(self, parcels: Sequence[Parcel]) -> None:
+    def _await(self, parcels: Sequence[TransferUnit]) -> None:
         """What was pushed of them has arrived."""
         for parcel in parcels:
             while parcel.sent:
                 caller, message = parcel.sent.pop()
                 caller.wait(message, self.seconds)
 
-    def settle(self, optimizer: int, *, wait: bool = True) -> list[Parcel]:
+    def settle(self, optimizer: int, *, wait: bool = True) -> list[TransferUnit]:
         """All that p.grad is now is pushed: what was changed since it was, again. Gives the units of the optimizer.
 
         `wait`: until it has arrived, on all servers but the first, where it comes before what that is asked for after it; on all, where
@@ -243,7 +245,7 @@ class Client:
 
     @property
     def attached(self) -> bool:
-        """See `Steps.attached`."""
+        """See `RemoteOptimizer.attached`."""
         return bool(self.slots)
 
     def steps(self, optimizer: Optimizer) -> bool:
@@ -254,7 +256,7 @@ class Client:
         """Instead of the optimizer's own step: see `ParameterServer`."""
         self.coming.step(next(n for n, known in enumerate(self.optimizers) if known is optimizer), self.pace.step)
 
-    def units(self, optimizer: int) -> list[Parcel]:
+    def units(self, optimizer: int) -> list[TransferUnit]:
         """Those in which the parameters of an optimizer travel."""
         return [parcel for parcel in self._layout.parcels if parcel.optimizer == optimizer]
 
@@ -262,7 +264,7 @@ class Client:
         """The norm of my own gradients, of the parameters of these optimizers."""
         return own_norm([slot for slot, (owner, _) in zip(self.slots, self._layout.owners, strict=True) if owner in numbers], kind)
 
-    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[Caller, int]]:
+    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[RpcClient, int]]:
         """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
 
         `ask`: of the copies of a shard to one alone.
@@ -272,7 +274,7 @@ class Client:
         callers = [caller for shard in shards for caller in self.wires.of[shard][: 1 if ask else None]]
         return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
 
-    def ask_for(self, parcels: Sequence[Parcel], step: int) -> list[int]:
+    def ask_for(self, parcels: Sequence[TransferUnit], step: int) -> list[int]:
         """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
         messages = dict[int, int]()
         for place, parcel in sorted(enumerate(parcels), key=lambda found: found[1].first):  # forward uses the first layers first
@@ -280,7 +282,7 @@ class Client:
             messages[place] = self.callers[parcel.server].send("read", step=step, body=body, seconds=self.seconds)
         return [messages[place] for place in range(len(parcels))]
 
-    def take_in(self, parcels: Sequence[Parcel], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
+    def take_in(self, parcels: Sequence[TransferUnit], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
         """Parameters are what was asked for. `stepped`: with what I had pushed of them, or void. `soon`: when they are used, perhaps."""
         pulls = list(zip(parcels, messages, strict=True))
         self._give(self.coming.expect(pulls) if soon and self.arriving is not None else pulls)
@@ -289,7 +291,7 @@ class Client:
         self._await(parcels)
         self.wrapper.over(parcels, stepped=stepped)
 
-    def _give(self, pulls: Sequence[tuple[Parcel, int]]) -> None:
+    def _give(self, pulls: Sequence[tuple[TransferUnit, int]]) -> None:
         with torch.no_grad():
             for parcel, message in pulls:
                 parcel.give(self.slots, self.wrapper.decode(parcel, self.callers[parcel.server].wait(message, self.seconds)))
@@ -301,7 +303,7 @@ class Client:
         reads = [self.ask_for([parcel], steps.get(parcel.optimizer, 0))[0] for parcel in self._layout.parcels]
         self.take_in(self._layout.parcels, reads, stepped=False, soon=False)
 
-    def wait(self, caller: Caller, message: int, what: str, who: tuple[str, dict[str, Any]]) -> Message:
+    def wait(self, caller: RpcClient, message: int, what: str, who: tuple[str, dict[str, Any]]) -> RpcMessage:
         """The answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
 
         `who`: the message that is answered at once with those who are missing.
@@ -309,15 +311,15 @@ class Client:
         try:
             return caller.wait(message, self.seconds)
         except DeadlineExceeded as error:
-            raise named(error, caller, what, who, Waiter(self.scene.group.rank, self.workers, self.seconds)) from error
+            raise named(error, caller, what, who, ServerWait(self.scene.group.rank, self.workers, self.seconds)) from error
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
         numbers = covered(parameters, self.slots, [owner for owner, _ in self._layout.owners])
-        self.clips |= dict.fromkeys(numbers, Clip(numbers, max_norm, norm_type))
+        self.clips |= dict.fromkeys(numbers, PendingClip(numbers, max_norm, norm_type))
         return torch.tensor(self.clip_by(self.clips[numbers[0]], self.pace.norms(numbers, norm_type, max_norm)))
 
-    def clip_by(self, asked: Clip, norms: Sequence[float]) -> float:
+    def clip_by(self, asked: PendingClip, norms: Sequence[float]) -> float:
         """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
         total, factor = asked.shrink(norms)
         self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
@@ -337,7 +339,7 @@ class Client:
         """See `Sync.abort`."""
         self._grads.clear()
         self.wrapper.forget()
-        if isinstance(self.pace, Settled):
+        if isinstance(self.pace, ElasticBulkSynchronous):
             self.release()
             self.pace.abort()
 
@@ -348,7 +350,7 @@ class Client:
     def converge(self) -> None:
         """See `Sync.converge`."""
         self.coming.arrive()
-        if self.free and self.slots and isinstance(self.pace, Loose | Lasting) and self.pace.desk.open:
+        if self.free and self.slots and isinstance(self.pace, OutOfLockstep | ElasticConsistency) and self.pace.desk.open:
             self.pace.desk.open = False
             self.scene.agreement.meet("servers rest")  # nobody pushes any more
             self.scene.agreement.lasting(lambda: self.catch_up({}, exactly=True))
@@ -369,13 +371,13 @@ class Client:
     def layout(self) -> Any:
         """See `Sync.layout`."""
         assert self.lasting is not None
-        copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, Lasting) else 0
+        copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, ElasticConsistency) else 0
         return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
 
-    def regroup(self, scene: Scene, layout: Any = None) -> None:
+    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
         self.scene, self.workers = scene, list(scene.agreement.origins)
-        scene.sides.append(Bill(self.wires))
+        scene.sides.append(ServerTraffic(self.wires))
         if not self.slots:
             return
         assert self.lasting is not None
@@ -383,7 +385,7 @@ class Client:
             self._waiting = False
             self._enter(self.lasting.copies.house.join(layout["room"]))
             self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
-            if isinstance(self.pace, Lasting):
+            if isinstance(self.pace, ElasticConsistency):
                 self.pace.desk.times = layout["times"]
         self._lost = None
         self.lasting.regroup()
@@ -421,20 +423,20 @@ class Client:
             self._room.close()
 
     @property
-    def copies(self) -> Replacing | None:
-        """See `Steps.copies`."""
+    def copies(self) -> ServerReplication | None:
+        """See `RemoteOptimizer.copies`."""
         return None if self.lasting is None or self._room is None else self.lasting.copies
 
     def servers_begun(self) -> list[str]:
-        """See `Steps.servers_begun`."""
-        return self.pace.take_begun() if isinstance(self.pace, Lasting) else []
+        """See `RemoteOptimizer.servers_begun`."""
+        return self.pace.take_begun() if isinstance(self.pace, ElasticConsistency) else []
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
         return self.scene.agreement.lasting(lambda: self.wires.facts(self.seconds))
 
     def served(self) -> list[Served]:
-        """See `Steps.served`."""
+        """See `RemoteOptimizer.served`."""
         return self.wires.served(self.seconds) if self.scene.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paceline.sync.base import Slot
 
 
-class Clip(NamedTuple):
+class PendingClip(NamedTuple):
     """The next steps of these optimizers are clipped together: to at most this norm, of this kind."""
 
     numbers: list[int]

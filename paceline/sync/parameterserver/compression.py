@@ -26,18 +26,18 @@ from torch import Tensor
 from paceline.codec.codec import Codec, finite
 from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room
 from paceline.comm.group import Finished, Traffic
-from paceline.comm.rpc import Message
+from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch
-from paceline.server.codings import Phase, Phases, at, phases
+from paceline.server.codings import CodingPhase, Phases, at, phases
 from paceline.sync.base import Slot
-from paceline.sync.codec_cost import SAMPLE, Account, Cost, Rate, Turn, exposed, measure, sampled
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.units import Parcel, Wires, rows
+from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.units import ServerLinks, TransferUnit, rows
 
 Key = tuple[int, int]  # of a unit: its server, and its number there
 
 
-class Push(NamedTuple):
+class PushTimes(NamedTuple):
     """When it left; bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
 
     when: float
@@ -48,21 +48,21 @@ class Push(NamedTuple):
 
 
 @dataclass
-class Counted:
+class CodecCounts:
     """What went through the codec."""
 
-    pushes: list[Push] = field(default_factory=list)
+    pushes: list[PushTimes] = field(default_factory=list)
     pulled: int = 0  # bytes
     exact: int = 0  # that would have been pulled
     decoding: float = 0.0  # seconds of this processor, for what was pulled
 
 
-class Wrapper:
+class PushPullCodec:
     """The codec of one worker. `apart`: it is told something else than the others, as it isn't in lockstep with them."""
 
-    def __init__(self, scene: Scene, codec: Codec | Coding | None, *, apart: bool) -> None:
+    def __init__(self, scene: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
         self._scene, self._codec, self._apart = scene, codec, apart
-        self._parcels: dict[Key, Parcel] = {}  # that are coded
+        self._parcels: dict[Key, TransferUnit] = {}  # that are coded
         self._numbers: dict[Key, int] = {}  # of those
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
         self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
@@ -72,8 +72,8 @@ class Wrapper:
         self._narrowed = False  # something is float64, which has been said
         self._every = 1  # one element in so many is looked at
         self._decoding: dict[int, float] = {}  # seconds that it takes, by unit
-        self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
-        self.account = Account(repr(codec), "what servers got of a gradient")
+        self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
+        self.account = CodecAccount(repr(codec), "what servers got of a gradient")
 
     def ways(self, slot: Slot) -> Phases:
         """The codings of a parameter. What isn't real can't be coded."""
@@ -86,7 +86,7 @@ class Wrapper:
             self._scene.say(NARROWED)
         return found
 
-    def lay_out(self, parcels: Sequence[Parcel]) -> None:
+    def lay_out(self, parcels: Sequence[TransferUnit]) -> None:
         """These are the units; nothing has been kept of them, and nothing told."""
         self._parcels = {(parcel.server, parcel.number): parcel for parcel in parcels if parcel.ways}
         self._numbers = {key: number for number, key in enumerate(self._parcels)}
@@ -96,22 +96,22 @@ class Wrapper:
         if self._parcels and self.account not in self._scene.accounts:
             self._scene.accounts.append(self.account)
 
-    def measure(self, wires: Wires, seconds: float) -> None:
+    def measure(self, wires: ServerLinks, seconds: float) -> None:
         """How fast the way to servers is, if anything is coded. Collective."""
         if self._parcels and self.account.rate is None:
             before = wires.traffic + Traffic()
-            found = measure(self._scene.group, torch.device("cpu"), lambda x: Echo(wires, x, seconds))
-            self.account.rate = Rate(found.latency, found.per_byte, 2.0)  # there and back
+            found = measure(self._scene.group, torch.device("cpu"), lambda x: LinkEcho(wires, x, seconds))
+            self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
             self._scene.aside += wires.traffic - before
 
     @property
-    def coded(self) -> list[Parcel]:
+    def coded(self) -> list[TransferUnit]:
         """The units that are told all workers through the codec, as one."""
         return [] if self._apart else list(self._parcels.values())
 
     # ---- what is sent
 
-    def encode(self, parcel: Parcel, used: bytes, *, counts: bool) -> Tensor:
+    def encode(self, parcel: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
         """What travels of a unit whose gradients are laid out: they, and what was kept of it but for pieces that were not `used`.
 
         `counts`: whether the server will make anything of it; if not, all that was kept is kept on.
@@ -138,10 +138,10 @@ class Wrapper:
             self._pushed[key] = left if held is None else left.add_(held)
         decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
         took = time.thread_time() - began
-        self._counted.pushes.append(Push(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
+        self._counted.pushes.append(PushTimes(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
         return sent
 
-    def _code(self, phase: Phase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
+    def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
         """The message; and what is not in it, if that is kept. `spare`: nobody needs `given` any more."""
         coding, turn = phase.coding, self._scene.moment.step
         assert coding is not None
@@ -162,14 +162,14 @@ class Wrapper:
 
     # ---- what comes back
 
-    def asked(self, parcel: Parcel) -> dict[str, Any]:
+    def asked(self, parcel: TransferUnit) -> dict[str, Any]:
         """What a request for the parameters of a unit says of what is here."""
         if not parcel.ways:
             return {}
         mine = {"turn": self._scene.moment.step} if self._apart else {}
         return {"has": self._has.get((parcel.server, parcel.number)), **mine}
 
-    def decode(self, parcel: Parcel, message: Message) -> Tensor:
+    def decode(self, parcel: TransferUnit, message: RpcMessage) -> Tensor:
         """The parameters of a unit, from the answer. Raises `Mismatch` for one that doesn't fit."""
         if not parcel.ways:
             return message.tensors[0]
@@ -203,7 +203,7 @@ class Wrapper:
 
     # ---- what is kept
 
-    def over(self, parcels: Sequence[Parcel], *, stepped: bool) -> None:
+    def over(self, parcels: Sequence[TransferUnit], *, stepped: bool) -> None:
         """What was pushed of these units is in a step, or void."""
         for key in {(parcel.server, parcel.number) for parcel in parcels}.intersection(self._pushed):
             left = self._pushed.pop(key)
@@ -217,9 +217,9 @@ class Wrapper:
         if self._turn.exact:
             self.account.settle()
             self.account.add(self._turn)
-            self._turn = Turn(0, 0, 0, 0, 0)
+            self._turn = CodecTurn(0, 0, 0, 0, 0)
 
-    def unlearn(self, parcels: Sequence[Parcel]) -> None:
+    def unlearn(self, parcels: Sequence[TransferUnit]) -> None:
         """What servers have told of these units is void."""
         for parcel in parcels:
             self._has.pop((parcel.server, parcel.number), None)
@@ -228,7 +228,7 @@ class Wrapper:
         """It doesn't: what it made of residuals is void."""
         self._stepped.clear()
         self._pushed.clear()
-        self._counted, self._turn = Counted(), Turn(0, 0, 0, 0, 0)
+        self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
 
     def residuals(self, slots: Sequence[Slot]) -> list[Tensor | None]:
         """What is kept of the gradient of each slot, the turn under way included; in the shape of the parameter, however it is cut."""
@@ -272,7 +272,7 @@ class Wrapper:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """What comes through meanwhile is no part of a step."""
-        counted, self._counted = self._counted, Counted()
+        counted, self._counted = self._counted, CodecCounts()
         yield
         self._counted = counted
 
@@ -281,13 +281,13 @@ class Wrapper:
 
         What servers need to code is taken to be what I need.
         """
-        found, self._counted, rate = self._counted, Counted(), self.account.rate
+        found, self._counted, rate = self._counted, CodecCounts(), self.account.rate
         if rate is None or not found.exact:
             return
         pushes, half = found.pushes, rate.per_byte / 2
         ready, each = [push.when for push in pushes], self._scene.group.size / servers  # a server decodes what all have pushed
-        coded = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
-        exact = exposed(ready, [Cost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
+        coded = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
+        exact = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
         encoding = sum(push.encoding for push in pushes)
         theirs = encoding / servers
         more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # mine is a part of backward
@@ -298,10 +298,10 @@ class Wrapper:
         self._turn.exact_shown += max(shown - more, 0.0)
 
 
-class Echo:
+class LinkEcho:
     """A tensor goes to all servers, a part to each, and comes back: what a link takes is measured with it."""
 
-    def __init__(self, wires: Wires, x: Tensor, seconds: float) -> None:
+    def __init__(self, wires: ServerLinks, x: Tensor, seconds: float) -> None:
         self._seconds = seconds
         pieces = zip(wires.callers, x.tensor_split(len(wires.callers)), strict=True)
         self._sent = [(caller, caller.send("echo", tensors=[piece], seconds=seconds)) for caller, piece in pieces]
@@ -320,7 +320,7 @@ class Echo:
         return None
 
 
-def _unused(parcel: Parcel, used: bytes, base: Tensor) -> Tensor | None:
+def _unused(parcel: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
     """Of a residual the pieces that are not used, zeros elsewhere; None if all are used."""
     if all(used):
         return None

@@ -16,43 +16,43 @@ from typing import Any, NamedTuple
 import msgpack
 from torch import Tensor
 
-from paceline.comm.cancellation import Breaker
+from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Traffic
-from paceline.comm.rpc import Caller, Message
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
-from paceline.server.endpoints import Room
-from paceline.sync.parameterserver.units import Wires
+from paceline.server.endpoints import ServerEndpoints
+from paceline.sync.parameterserver.units import ServerLinks
 from paceline.trace import Served, Span
 
 PINGS = 8  # by which a server's clock is compared
 SILENT_SECONDS = 4.0  # a server of which nothing has come for so long (its connection is asked four times meanwhile) is lost
 
 
-class Bill:
-    """What is sent to servers from now on (`Sending`). The connections outlive it."""
+class ServerTraffic:
+    """What is sent to servers from now on (`SideGroup`). The connections outlive it."""
 
-    def __init__(self, wires: Wires) -> None:
+    def __init__(self, wires: ServerLinks) -> None:
         self._wires, self._sent, self._waited = wires, wires.traffic, wires.waited
 
     @property
     def traffic(self) -> Traffic:
-        """See `Sending`."""
+        """See `SideGroup`."""
         return self._wires.traffic - self._sent
 
     @property
     def waited(self) -> float:
-        """See `Sending`."""
+        """See `SideGroup`."""
         return self._wires.waited - self._waited
 
     def close(self) -> None:
-        """See `Sending`."""
+        """See `SideGroup`."""
 
     def abort(self) -> None:
-        """See `Sending`."""
+        """See `SideGroup`."""
         self._wires.abort()
 
 
-def _ahead(caller: Caller, seconds: float) -> int:
+def _ahead(caller: RpcClient, seconds: float) -> int:
     """How far the clock of a server is ahead of mine, in nanoseconds: off by at most half of the fastest answer."""
     found = []
     for _ in range(PINGS):
@@ -63,22 +63,22 @@ def _ahead(caller: Caller, seconds: float) -> int:
     return min(found)[1]
 
 
-class Copies(Wires):
+class ReplicaConnections(ServerLinks):
     """Whom a worker tells what, of the servers that live. `of`: by shard, the primary first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.of: list[list[Caller]] = []
-        self.breaker: Breaker | None = None  # ends all waits when the workers become others
-        self._by_number: dict[int, Caller] = {}
+        self.of: list[list[RpcClient]] = []
+        self.breaker: CancelScope | None = None  # ends all waits when the workers become others
+        self._by_number: dict[int, RpcClient] = {}
 
     @property
-    def primaries(self) -> list[Caller]:
+    def primaries(self) -> list[RpcClient]:
         """Who is asked, by shard."""
         return [copies[0] for copies in self.of]
 
-    def open(self, room: Room, me: int) -> None:
-        """See `Wires.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
+    def open(self, room: ServerEndpoints, me: int) -> None:
+        """See `ServerLinks.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
         self._by_number.clear()
         if room.house is None:
             super().open(room, me)
@@ -90,7 +90,7 @@ class Copies(Wires):
         for caller in self.of[shard]:
             caller.call(kind, body=body, tensors=tensors, seconds=seconds)
 
-    def ask(self, shard: int, kind: str, seconds: float) -> Message:
+    def ask(self, shard: int, kind: str, seconds: float) -> RpcMessage:
         """Ask a shard, whichever of its copies answers."""
         *others, last = self.of[shard]
         for caller in others:
@@ -98,7 +98,7 @@ class Copies(Wires):
                 return caller.call(kind, seconds=seconds)
         return last.call(kind, seconds=seconds)
 
-    def reach(self, room: Room, me: int) -> None:
+    def reach(self, room: ServerEndpoints, me: int) -> None:
         """The servers are these: who is new is called, who is not among them any more is left."""
         numbers = room.numbers or tuple(range(len(room.addresses)))
         for place, number in enumerate(numbers):
@@ -114,19 +114,19 @@ class Copies(Wires):
             self.of[shard].append(self._by_number[number])
         self.callers = list(self._by_number.values())
 
-    def call(self, room: Room, me: int, place: int = 0) -> Caller:
+    def call(self, room: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """An end to the server at this place of a room."""
-        found = Caller(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
+        found = RpcClient(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
         found.breaker = self.breaker
         return found
 
-    def follow(self, breaker: Breaker | None) -> None:
+    def follow(self, breaker: CancelScope | None) -> None:
         """All waits end when this one trips."""
         self.breaker = breaker
         for caller in self.callers:
             caller.breaker = breaker
 
-    def know(self, number: int, caller: Caller | None) -> None:
+    def know(self, number: int, caller: RpcClient | None) -> None:
         """This end is there already, if it is, for when that server comes to be reached."""
         if caller is not None:
             self._by_number[number] = caller
@@ -174,7 +174,7 @@ class Copies(Wires):
         self.close()
 
 
-class Waiter(NamedTuple):
+class ServerWait(NamedTuple):
     """Who waits, among which workers (their numbers, by rank), and for how long."""
 
     rank: int
@@ -182,7 +182,7 @@ class Waiter(NamedTuple):
     seconds: float
 
 
-def named(error: DeadlineExceeded, caller: Caller, what: str, who: tuple[str, dict[str, Any]], waiter: Waiter) -> DeadlineExceeded:
+def named(error: DeadlineExceeded, caller: RpcClient, what: str, who: tuple[str, dict[str, Any]], waiter: ServerWait) -> DeadlineExceeded:
     """The error with the names of those who are waited for, which the server is asked for with the message `who`."""
     try:
         found = caller.call(who[0], body=who[1], seconds=min(waiter.seconds, 2.0)).body["missing"]

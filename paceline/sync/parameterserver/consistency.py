@@ -21,10 +21,10 @@ import torch
 from paceline.errors import UsageError
 from paceline.server import optimizers
 from paceline.sync.parameterserver.clipping import shrink
-from paceline.sync.parameterserver.counter import Counter
+from paceline.sync.parameterserver.counter import LockstepSampleQueue
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
     from paceline.sync.parameterserver.strategy import ParameterServer
 
 
@@ -38,7 +38,7 @@ def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
     return bool(decided) and all("late" in found for found in decided.values())
 
 
-class Pace(Protocol):
+class Consistency(Protocol):
     """What differs between them. Optimizers are known by their numbers."""
 
     free: bool  # workers are not in lockstep
@@ -69,28 +69,28 @@ class Pace(Protocol):
         ...
 
 
-class Lockstep:
+class BulkSynchronous:
     """Bulk synchronous: every step is made by all workers."""
 
     free = drops = False
 
-    def __init__(self, client: Client, spec: ParameterServer) -> None:
+    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
         self._client = client
         self._told: list[optimizers.Settings] = []
 
     def begin(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         self._told = [optimizers.settings(optimizer) for optimizer in self._client.optimizers]
 
     def weight(self, part: float) -> float:
-        """See `Pace`."""
+        """See `Consistency`."""
         return part
 
     def pushing(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def step(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         client = self._client
         parcels = client.settle(number, wait=False)
         now, step = optimizers.settings(client.optimizers[number]), client.steps_taken[number] + 1
@@ -108,7 +108,7 @@ class Lockstep:
         self._told[number], client.steps_taken[number] = now, step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`."""
+        """See `Consistency`."""
         client, found = self._client, []
         for number in numbers:
             client.settle(number)
@@ -121,24 +121,24 @@ class Lockstep:
         return found
 
     def commit(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
 
-class Loose:
+class OutOfLockstep:
     """What those have in common that are not in lockstep."""
 
     free = True
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
-        self.desk = Counter(client)
+        self.desk = LockstepSampleQueue(client)
         self.going: int | None = None  # which I have not waited for yet
 
     def begin(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def pushing(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def _check(self) -> None:
         if not self.desk.open and len(self._client.workers) > 1:
@@ -195,20 +195,20 @@ class Loose:
         self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
 
 
-class Eager(Loose):
+class Asynchronous(OutOfLockstep):
     """Asynchronous: each gradient is a step of its own."""
 
     drops = False
 
-    def __init__(self, client: Client, spec: ParameterServer) -> None:
+    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
         super().__init__(client)
 
     def weight(self, part: float) -> float:
-        """See `Pace`: the servers step by my part instead."""
+        """See `Consistency`: the servers step by my part instead."""
         return 1.0 if part else 0.0
 
     def step(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         self._check()
         client = self._client
         parcels = client.settle(number, wait=False)
@@ -226,17 +226,17 @@ class Eager(Loose):
         client.steps_taken[number] = step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`: of my own gradients."""
+        """See `Consistency`: of my own gradients."""
         client = self._client
         return [client.norm(numbers, kind)]
 
     def commit(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         if self.desk.open:
             self._tick()
 
 
-class Stale(Loose):
+class StaleSynchronous(OutOfLockstep):
     """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before.
 
     Who is late doesn't wait for the step that is open, but goes on with what there is; before it pushes more, that step has been made.
@@ -244,7 +244,7 @@ class Stale(Loose):
 
     drops = False
 
-    def __init__(self, client: Client, spec: ParameterServer) -> None:
+    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
         super().__init__(client)
         self._bound = int(spec.staleness)
         self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
@@ -254,7 +254,7 @@ class Stale(Loose):
         self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
 
     def weight(self, part: float) -> float:
-        """See `Pace`."""
+        """See `Consistency`."""
         return part
 
     def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
@@ -275,7 +275,7 @@ class Stale(Loose):
         return found
 
     def step(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         self._check()
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
@@ -292,7 +292,7 @@ class Stale(Loose):
         self._known[number] = found["slowest"]
 
     def pushing(self, number: int) -> None:
-        """See `Pace`: what I had pushed before is in a step, and the servers have taken it."""
+        """See `Consistency`: what I had pushed before is in a step, and the servers have taken it."""
         if number not in self._open:
             return
         client, found, clip = self._client, self._gather(number, part=False), self._clips.pop(number, None)
@@ -307,7 +307,7 @@ class Stale(Loose):
             client.rows.go(number, found["step"])
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
+        """See `Consistency`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
         norms = list[float]()
         for number in numbers:
             found = self._decide(number, part=len(numbers) == 1)
@@ -319,7 +319,7 @@ class Stale(Loose):
         return norms
 
     def commit(self) -> None:
-        """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
+        """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
         if not self.desk.open:
             return
         client = self._client
@@ -337,19 +337,19 @@ class Stale(Loose):
             self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
 
 
-class Backup(Loose):
+class BackupWorkers(OutOfLockstep):
     """With backup workers: a step is made by the first who come."""
 
     drops = True
 
-    def __init__(self, client: Client, spec: ParameterServer) -> None:
+    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
         super().__init__(client)
         self._spec = spec
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
         self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
 
     def weight(self, part: float) -> float:
-        """See `Pace`."""
+        """See `Consistency`."""
         return part
 
     @property
@@ -368,7 +368,7 @@ class Backup(Loose):
         return found
 
     def step(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         self._check()
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
@@ -385,7 +385,7 @@ class Backup(Loose):
             self._made = True
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`: of the gradients that make the step; of mine, where I am too late."""
+        """See `Consistency`: of the gradients that make the step; of mine, where I am too late."""
         client, norms = self._client, list[float]()
         for number in numbers:
             found, step = self._decide(number), client.steps_taken[number] + 1
@@ -396,7 +396,7 @@ class Backup(Loose):
         return norms
 
     def commit(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         if not self.desk.open:
             return
         dropped = "again" if self._again else "dropped" if self._late else ""

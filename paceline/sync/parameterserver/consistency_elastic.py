@@ -26,33 +26,33 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import torch
 
-from paceline.comm.rpc import Caller
+from paceline.comm.rpc import RpcClient
 from paceline.errors import ServerLost, UsageError
 from paceline.server import optimizers
 from paceline.server.journal import merged
-from paceline.server.reconcile import Report, latest, stand
-from paceline.sync.parameterserver.consistency import Backup, Eager, Lockstep, Pace, Stale, again
-from paceline.sync.parameterserver.replication import Replacing
-from paceline.sync.parameterserver.sample_queue import Turnstile
+from paceline.server.reconcile import WorkerReport, latest, stand
+from paceline.sync.parameterserver.consistency import Asynchronous, BackupWorkers, BulkSynchronous, Consistency, StaleSynchronous, again
+from paceline.sync.parameterserver.replication import ServerReplication
+from paceline.sync.parameterserver.sample_queue import SampleQueueClient
 from paceline.sync.parameterserver.units import packed
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
     from paceline.sync.parameterserver.strategy import ParameterServer
 
 
-class Lasting:
+class ElasticConsistency:
     """Stale, asynchronous, or with backup workers, as `spec` says."""
 
     free = True
-    copies: Replacing
+    copies: ServerReplication
 
-    def __init__(self, client: Client, spec: ParameterServer) -> None:
+    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
         self._client, self._spec = client, spec
         self.drops = spec.backup_workers > 0
         self._alone = spec.staleness == math.inf
         self._bound = spec.staleness if spec.staleness and not self._alone else math.inf
-        self.desk = Turnstile(client, self._bound)
+        self.desk = SampleQueueClient(client, self._bound)
         self._begun: list[str] = []  # copies that have begun, as they are called
         self._count: dict[int, int] = {}  # by optimizer: my gradients that are in steps
         self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
@@ -63,19 +63,19 @@ class Lasting:
         self._late = self._stepped = False  # for any optimizer, and in a step of any, in this turn
 
     def begin(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def weight(self, part: float) -> float:
-        """See `Pace`."""
+        """See `Consistency`."""
         return part if not self._alone else 1.0 if part else 0.0
 
     def pushing(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     # ---- a step
 
     def step(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         client = self._client
         if not self.desk.open:
             raise UsageError(
@@ -179,7 +179,7 @@ class Lasting:
     # ---- clipping
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
+        """See `Consistency`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
         return self._client.scene.agreement.lasting(lambda: self._ask_norms(numbers, kind))
 
     def _clip_again(self, number: int) -> None:
@@ -208,7 +208,7 @@ class Lasting:
     # ---- the end of a turn
 
     def commit(self) -> None:
-        """See `Pace`: wait where I am too far ahead, and then read what I waited for."""
+        """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
         if not self.desk.open:
             return
         client, dropped = self._client, "again" if self._again else "dropped" if self._late else ""
@@ -238,7 +238,7 @@ class Lasting:
         mine = {"report": asdict(self.desk.report()), "begun": self.copies.begun()}
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]
-        reports = {worker: Report.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
+        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
         first = next(rank for rank, worker in enumerate(client.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
         body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
         found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)
@@ -250,7 +250,7 @@ class Lasting:
         if nobodys and group.rank == 0:
             client.scene.say(f"{nobodys} samples of epoch {self.desk.part[0]} were lost with a worker, when all others had ended it")
 
-    def _settle(self, reports: Mapping[int, Report], begun: Sequence[Any]) -> list[Any]:
+    def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
         """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""
         client = self._client
         heads = self._tell_all(client.wires.callers, "reckon", {"workers": client.workers})
@@ -265,12 +265,12 @@ class Lasting:
         filled = self.copies.fill(begun)
         return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
 
-    def _tell_all(self, callers: Sequence[Caller], kind: str, body: dict[str, Any]) -> dict[Caller, Any]:
+    def _tell_all(self, callers: Sequence[RpcClient], kind: str, body: dict[str, Any]) -> dict[RpcClient, Any]:
         seconds = self._client.seconds
         sent = [(caller, caller.send(kind, body=body, seconds=seconds)) for caller in callers]
         return {caller: caller.wait(message, seconds) for caller, message in sent}
 
-    def _even(self, optimizer: int, steps: dict[Caller, list[int]]) -> None:
+    def _even(self, optimizer: int, steps: dict[RpcClient, list[int]]) -> None:
         """Have each server that keeps parameters of an optimizer make the steps that another has made."""
         client = self._client
         shards = {parcel.server for parcel in client.units(optimizer)}
@@ -290,9 +290,17 @@ class Lasting:
         return found
 
 
-def paced(client: Client, plan: ParameterServer) -> Pace:
+def paced(client: ParameterServerSync, plan: ParameterServer) -> Consistency:
     """The pace that a plan asks for, here."""
     if client.scene.survives and (plan.backup_workers or plan.staleness):
-        return Lasting(client, plan)
-    kind = Backup if plan.backup_workers else Lockstep if not plan.staleness else Eager if plan.staleness == math.inf else Stale
+        return ElasticConsistency(client, plan)
+    kind = (
+        BackupWorkers
+        if plan.backup_workers
+        else BulkSynchronous
+        if not plan.staleness
+        else Asynchronous
+        if plan.staleness == math.inf
+        else StaleSynchronous
+    )
     return kind(client, plan)

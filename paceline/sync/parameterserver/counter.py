@@ -14,13 +14,13 @@ from paceline.errors import PacelineError
 from paceline.sync.parameterserver.units import letters, packed
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 
-class Counter:
+class LockstepSampleQueue:
     """What the keeper is asked for: samples, and whether to go on (`Desk`)."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
         self.clock = 0
         self.open = False  # an epoch is under way

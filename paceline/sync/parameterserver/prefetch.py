@@ -1,6 +1,6 @@
 """Parameters that are on their way from servers: whoever uses one first waits for it there.
 
-    step       close | ask for units 2, 1, 0                    parameters are `Awaited` from here on, in the order that forward uses them
+    step       close | ask for units 2, 1, 0                    parameters are `PendingParameter` now, in the order of forward
     forward    p0 ............ p1 ............. p2 ....         the first use of each takes in its units: it is a plain one again
     pull       -- unit 2 --|-- unit 1 --|-- unit 0 --|
     backward   what nobody has used is taken in before the first push
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.rpc import Caller
+from paceline.comm.rpc import RpcClient
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.sync.base import Slot
-from paceline.sync.parameterserver.units import Parcel, version
+from paceline.sync.parameterserver.units import TransferUnit, version
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 LAST_SECONDS = 1.0  # that the end of a run which fails waits for what is on its way
 _COMING = "_paceline_coming"  # what an awaited parameter is taken in by
@@ -46,7 +46,7 @@ VALUELESS = {  # what can be done with a parameter without its values
 }
 
 
-class Awaited(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """A parameter that is on its way."""
 
     @classmethod
@@ -67,17 +67,17 @@ class Awaited(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def awaited(found: Any) -> list[Awaited]:
+def awaited(found: Any) -> list[PendingParameter]:
     """Those among the arguments of a call."""
-    if type(found) is Awaited:
+    if type(found) is PendingParameter:
         return [found]
     parts = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
     return [parameter for part in parts for parameter in awaited(part)]
 
 
-def land(parameter: Awaited) -> None:
+def land(parameter: PendingParameter) -> None:
     """Wait for it."""
-    coming: Coming | None = vars(parameter).get(_COMING)
+    coming: PendingPulls | None = vars(parameter).get(_COMING)
     if coming is not None:
         coming.land(parameter)
 
@@ -90,24 +90,24 @@ def plainly() -> Iterator[None]:
         yield
 
 
-class Pull(NamedTuple):
+class PendingPull(NamedTuple):
     """A unit that was asked for."""
 
-    parcel: Parcel
-    caller: Caller
+    parcel: TransferUnit
+    caller: RpcClient
     message: int
     slots: frozenset[int]
 
 
-class Coming:
+class PendingPulls:
     """What one worker has asked for and not taken in yet. From any thread."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
         self._lock = threading.RLock()
         self._home = os.getpid()
         self._able: list[bool] = []  # by slot: whether its parameter can be awaited
-        self._pulls: dict[tuple[int, int], Pull] = {}  # by server and unit, in the order that they were asked for
+        self._pulls: dict[tuple[int, int], PendingPull] = {}  # by server and unit, in the order that they were asked for
         self._units: dict[int, set[tuple[int, int]]] = {}  # by slot: those that are still to come
         self._grads: dict[int, tuple[Tensor | None, int]] = {}  # what p.grad was when the parameter began to be awaited
         self._numbers: dict[int, int] = {}  # slots, by id of their parameters
@@ -124,9 +124,9 @@ class Coming:
 
     # ---- what comes
 
-    def expect(self, pulls: Iterable[tuple[Parcel, int]]) -> list[tuple[Parcel, int]]:
+    def expect(self, pulls: Iterable[tuple[TransferUnit, int]]) -> list[tuple[TransferUnit, int]]:
         """Units that have been asked for, and the messages; gives those that have to be taken in at once."""
-        client, rest, new = self._client, list[tuple[Parcel, int]](), set[int]()
+        client, rest, new = self._client, list[tuple[TransferUnit, int]](), set[int]()
         for parcel, message in pulls:
             slots = frozenset(piece.slot for piece, _ in parcel.members)
             if not all(self._able[slot] for slot in slots):
@@ -134,7 +134,7 @@ class Coming:
                 continue
             key = parcel.server, parcel.number
             assert key not in self._pulls, "a unit is asked for once what was asked for before has come"
-            self._pulls[key] = Pull(parcel, client.callers[parcel.server], message, slots)
+            self._pulls[key] = PendingPull(parcel, client.callers[parcel.server], message, slots)
             for slot in slots:
                 self._units.setdefault(slot, set()).add(key)
             new |= slots
@@ -143,7 +143,7 @@ class Coming:
             self._grads[slot] = parameter.grad, version(parameter.grad)
             increment_version(parameter)  # what was computed with it before has been overtaken, as by any step
             setattr(parameter, _COMING, self)
-            parameter.__class__ = Awaited
+            parameter.__class__ = PendingParameter
         return rest
 
     def land(self, parameter: Tensor) -> None:

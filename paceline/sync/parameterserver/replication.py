@@ -17,23 +17,23 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from paceline.comm.rpc import Caller
+from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, DeadlineExceeded, StateLost
-from paceline.server.endpoints import House, Room
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.connections import Copies
+from paceline.server.endpoints import ServerEndpoints, ServerPool
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.connections import ReplicaConnections
 
 ALIVE_SECONDS = 10.0  # for a server that is busy to say that it lives; one whose connection breaks is known sooner
 
 
-class Anew(NamedTuple):
+class StartingReplica(NamedTuple):
     """A copy that is being started: of which shard, and by which worker."""
 
     shard: int
     starter: int
 
 
-Fill = Callable[[int, Caller], Iterator[None]]  # gives a copy of this shard what it is to keep, a piece at a time
+Fill = Callable[[int, RpcClient], Iterator[None]]  # gives a copy of this shard what it is to keep, a piece at a time
 
 
 def gone(names: Collection[str]) -> StateLost:
@@ -44,20 +44,22 @@ def gone(names: Collection[str]) -> StateLost:
     )
 
 
-class Replacing:
+class ServerReplication:
     """One worker's part in that. `house` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
 
     `kind`: what one is called in messages.
     """
 
-    def __init__(self, scene: Scene, house: House, wires: Copies, copies: int, *, fill: Fill, kind: str = "server") -> None:
+    def __init__(
+        self, scene: SyncContext, house: ServerPool, wires: ReplicaConnections, copies: int, *, fill: Fill, kind: str = "server"
+    ) -> None:
         self.scene, self.house, self.kind = scene, house, kind
         self._wires, self._copies, self._fill = wires, copies, fill
         self._lost: list[str] = []  # servers, as they are called
         self._left: set[int] = set()  # servers that went with their hosts
         self._taken: list[Any] = []  # what was told of the copies that were taken in last
-        self._anew: dict[int, Anew] = {}  # by number
-        self._early: dict[int, Caller] = {}  # my ends to copies that are about to be
+        self._anew: dict[int, StartingReplica] = {}  # by number
+        self._early: dict[int, RpcClient] = {}  # my ends to copies that are about to be
         self._seen: set[int] = set()  # numbers of copies that have been taken in here
 
     @property
@@ -77,7 +79,7 @@ class Replacing:
 
     # ---- who is left
 
-    def survey(self, scene: Scene) -> None:
+    def survey(self, scene: SyncContext) -> None:
         """The workers are others, or servers were lost: go on with those that are left, and begin to start what is missing. Collective.
 
         Raises `StateLost` where nobody has a shard any more.
@@ -89,7 +91,7 @@ class Replacing:
         told = [json.loads(body) for body in scene.group.agree(json.dumps(mine).encode())]
         lost = {number for each in told for number in each["lost"]}
         house.next = max(each["next"] for each in told)
-        self._anew = {number: Anew(*found) for each in told for number, found in each["anew"]}
+        self._anew = {number: StartingReplica(*found) for each in told for number, found in each["anew"]}
         for number, found in [taken for each in told for taken in each["taken"]]:
             self._count(number, found)
         self._left |= {number for each in told for number in each["left"]}
@@ -102,7 +104,7 @@ class Replacing:
         self._taken = [[number, found] for number, found in self._taken if number in room.numbers]
         self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, room)
 
-    def _replace(self, hosts: Mapping[int, str], room: Room) -> None:
+    def _replace(self, hosts: Mapping[int, str], room: ServerEndpoints) -> None:
         """Begin to start what is missing; `hosts` of the workers that live."""
         wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - room.shards.count(shard))]
         for _, found in sorted(self._anew.items()):
@@ -121,7 +123,7 @@ class Replacing:
             home = min(free or all_of_them, key=lambda host: sum(host == other for other, _ in homes))
             homes.append((home, shard))
             starter = next(worker for worker, host in hosts.items() if host == home)
-            self._anew[self.house.spawn(shard, mine=starter == self.me)] = Anew(shard, starter)
+            self._anew[self.house.spawn(shard, mine=starter == self.me)] = StartingReplica(shard, starter)
 
     # ---- who leaves
 

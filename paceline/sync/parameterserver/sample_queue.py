@@ -18,45 +18,45 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.comm.rpc import Caller, Message
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import PacelineError
 from paceline.server.journal import Part
-from paceline.server.reconcile import NONE, Report
-from paceline.server.spans import Piece
+from paceline.server.reconcile import NONE, WorkerReport
+from paceline.server.spans import SampleSpan
 from paceline.sync.parameterserver.units import letters, packed
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 T = TypeVar("T")
 
 
-class Turnstile:
+class SampleQueueClient:
     """One worker's. `bound`: how many turns it may be ahead of the slowest."""
 
-    def __init__(self, client: Client, bound: float) -> None:
+    def __init__(self, client: ParameterServerSync, bound: float) -> None:
         self._client, self._bound = client, bound
         self.clock = 0  # turns that are over
         self.open = False  # an epoch is under way
         self.part: Part = NONE
         self.sizes: list[int] = []  # of the batches in it
-        self.taken: deque[Piece] = deque()
+        self.taken: deque[SampleSpan] = deque()
         self.times = 0  # how often it was gone on with, when all had come together
         self.paused = False  # all have stopped taking pieces, and come together
         self._asked: Part = NONE  # the part in which I have wished that
-        self._carried: list[Piece] = []
+        self._carried: list[SampleSpan] = []
         self._stepped = False  # an optimizer has, in this turn
         self._left = self._stopped = False
         self._owes = False  # a turn is over, and I have not been told that I may begin the next
         self._tick: dict[str, Any] = {}
         self._going: int | None = None  # the message that is answered then
-        self._keeper: Caller | None = None
+        self._keeper: RpcClient | None = None
         self._had = self._letters = 0  # letters that came last; that I have sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
         return self._client.scene.agreement.lasting(act)
 
-    def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> Message:
+    def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> RpcMessage:
         client = self._client
         return self._lasting(lambda: client.callers[0].call(kind, body=body, tensors=tensors, seconds=client.seconds))
 
@@ -73,7 +73,7 @@ class Turnstile:
         client, tensor = self._client, torch.tensor(sizes, dtype=torch.int64)
         times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
 
-        def act() -> Message:
+        def act() -> RpcMessage:
             body = {"epoch": epoch, "first": first, "workers": client.workers, "times": times}
             return client.callers[0].call("deal", body=body, tensors=[tensor], seconds=client.seconds)
 
@@ -88,7 +88,7 @@ class Turnstile:
         """See `Desk`."""
         client = self._client
 
-        def act() -> Message:
+        def act() -> RpcMessage:
             sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
             return client.wait(client.callers[0], sent, "the next batch", ("behind", {}))
 
@@ -96,7 +96,7 @@ class Turnstile:
         self._left, self.paused = bool(found["over"]), bool(found["paused"])
         if found["piece"] is None:
             return None
-        self.taken.append(Piece(*found["piece"]))
+        self.taken.append(SampleSpan(*found["piece"]))
         return self.taken[-1]
 
     def leave(self) -> None:
@@ -166,7 +166,7 @@ class Turnstile:
         self._letters += bool(body)
         self._stopped = self._stopped or stop
 
-        def act() -> Message:
+        def act() -> RpcMessage:
             asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had, "number": self._letters}
             return client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
 
@@ -176,10 +176,12 @@ class Turnstile:
 
     # ---- losses
 
-    def report(self) -> Report:
+    def report(self) -> WorkerReport:
         """Where I stand."""
         taken, carried = ([list(piece) for piece in pieces] for pieces in (self.taken, self._carried))
-        return Report(self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused)
+        return WorkerReport(
+            self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused
+        )
 
     def resume(self, clock: int) -> None:
         """The keeper knows where all stand, me at this clock: go on."""

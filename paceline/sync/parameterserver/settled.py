@@ -15,24 +15,24 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.comm.agreement import Voided
+from paceline.comm.agreement import CallDiscarded
 from paceline.errors import LOSSES, StateLost
 from paceline.server import optimizers
 from paceline.sync.parameterserver.renewal import renew
-from paceline.sync.parameterserver.replication import Replacing
+from paceline.sync.parameterserver.replication import ServerReplication
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 
-class Settled:
+class ElasticBulkSynchronous:
     """Bulk synchronous, where losses are survived."""
 
     free = drops = False
 
-    copies: Replacing
+    copies: ServerReplication
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
         self._makers: dict[int, list[int]] = {}  # by optimizer: the workers whose gradients make its next step, once that is settled
         self._made: list[int] = []  # the optimizers that have stepped in this turn
@@ -40,23 +40,23 @@ class Settled:
     # ---- a step
 
     def begin(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def weight(self, part: float) -> float:
-        """See `Pace`."""
+        """See `Consistency`."""
         return part
 
     def pushing(self, number: int) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
 
     def _settle(self, number: int) -> None:
-        """What this step is made of is on all servers, for all workers. Raises `Voided`, on all, if that can't be any more."""
+        """What this step is made of is on all servers, for all workers. Raises `CallDiscarded`, on all, if that can't be any more."""
         client = self._client
         if number in self._makers:
             client.settle(number)  # raises if p.grad has been changed since
             return
         if client.scene.moment.cut:
-            raise Voided("a worker was lost in this turn")
+            raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
             client.settle(number)
@@ -65,7 +65,7 @@ class Settled:
         self._makers[number] = client.scene.agreement.settle(act, "optimizer.step", apart=True)
 
     def step(self, number: int) -> None:
-        """See `Pace`. Raises `Voided` where the turn comes again."""
+        """See `Consistency`. Raises `CallDiscarded` where the turn comes again."""
         client = self._client
         self._settle(number)
         parcels = client.units(number)
@@ -95,7 +95,7 @@ class Settled:
             caller.call("alive", seconds=self._client.seconds)  # answered after it
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Pace`. Raises `Voided` where the turn comes again."""
+        """See `Consistency`. Raises `CallDiscarded` where the turn comes again."""
         client = self._client
         for number in numbers:
             self._settle(number)
@@ -110,7 +110,7 @@ class Settled:
         return client.scene.agreement.repeat(act, what="run.clip")
 
     def commit(self) -> None:
-        """See `Pace`."""
+        """See `Consistency`."""
         self._made.clear()
 
     def abort(self) -> None:

@@ -12,8 +12,8 @@ from paceline.errors import UsageError
 from paceline.formatting import choices, spell
 from paceline.server.codings import check
 from paceline.sync.base import Sync
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.client import Client
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.client import ParameterServerSync
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ParameterServer:
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
-    def begin(self, scene: Scene) -> Sync:
+    def begin(self, scene: SyncContext) -> Sync:
         """See `Strategy.begin`."""
         if self.backup_workers >= max(scene.group.size, 2):
             raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
@@ -91,4 +91,4 @@ class ParameterServer:
                 "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
                 "parameters where steps are settled"
             )
-        return Client(scene, self)
+        return ParameterServerSync(scene, self)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.rpc import Caller
+from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
 from paceline.server.main import write
-from paceline.server.partition import Piece
+from paceline.server.partition import RowRange
 from paceline.state.snapshot import loads, pack
-from paceline.sync.parameterserver.units import Layout, packed, part, rows, whole
+from paceline.sync.parameterserver.units import UnitLayout, packed, part, rows, whole
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 
-def fill(client: Client, layout: Layout, memories: Sequence[Mapping[str, Any]]) -> None:
+def fill(client: ParameterServerSync, layout: UnitLayout, memories: Sequence[Mapping[str, Any]]) -> None:
     """Servers begin with my parameters, and with what optimizers remember of them."""
     for parcel in layout.parcels:
         for piece, view in parcel.members:
@@ -27,7 +27,7 @@ def fill(client: Client, layout: Layout, memories: Sequence[Mapping[str, Any]]) 
         client.wires.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], client.seconds)
 
 
-def copy(client: Client, shard: int, caller: Caller) -> Iterator[None]:
+def copy(client: ParameterServerSync, shard: int, caller: RpcClient) -> Iterator[None]:
     """A copy of this shard, at the other end, becomes what those are that live."""
     state = client.wires.ask(shard, "state", client.seconds)
     caller.call("plan", tensors=[packed(write(client.plans[shard]))], seconds=client.seconds)
@@ -38,9 +38,9 @@ def copy(client: Client, shard: int, caller: Caller) -> Iterator[None]:
     yield
 
 
-def memories(client: Client, slots: int) -> list[dict[str, Any]]:
+def memories(client: ParameterServerSync, slots: int) -> list[dict[str, Any]]:
     """What optimizers on servers remember of each parameter."""
-    found: list[list[tuple[Piece, dict[str, Any]]]] = [[] for _ in range(slots)]
+    found: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
     for server, plan in enumerate(client.plans):
         body = client.wires.ask(server, "memories", client.seconds).tensors[0].numpy().tobytes()
         for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):

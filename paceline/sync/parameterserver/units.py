@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.buckets import Shape, build, cut
+from paceline.comm.buckets import BucketShape, build, cut
 from paceline.comm.group import Traffic
-from paceline.comm.rpc import Caller, Message
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.server import optimizers as recipe
 from paceline.server.codings import Phases
-from paceline.server.endpoints import Room
-from paceline.server.partition import Piece, deal, pieces
-from paceline.server.shard import Plan
+from paceline.server.endpoints import ServerEndpoints
+from paceline.server.partition import RowRange, deal, pieces
+from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
 
 
 @dataclass
-class Parcel:
+class TransferUnit:
     """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
 
     server: int
     number: int  # on that server
     optimizer: int
     flat: Tensor
-    members: list[tuple[Piece, Tensor]]  # and where each lies
-    sent: list[tuple[Caller, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
+    members: list[tuple[RowRange, Tensor]]  # and where each lies
+    sent: list[tuple[RpcClient, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
     )  # of this step: which gradients, by slot, as of which version
@@ -81,67 +81,69 @@ class Parcel:
             rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
 
 
-class Layout:
+class UnitLayout:
     """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot). `ways`: the codings of each slot."""
 
     def __init__(
         self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
     ) -> None:
-        shapes = [Shape.of(slot.parameter) for slot in slots]
+        shapes = [BucketShape.of(slot.parameter) for slot in slots]
         told = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
         self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
         found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
         ways = ways or [()] * len(slots)
-        self.plans: list[Plan] = []
-        self.parcels: list[Parcel] = []
-        self.of: dict[int, list[Parcel]] = {}
+        self.plans: list[ShardPlan] = []
+        self.parcels: list[TransferUnit] = []
+        self.of: dict[int, list[TransferUnit]] = {}
         for server, numbers in enumerate(deal(found, servers)):
             mine = [found[number] for number in numbers]
             kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
             runs = cut(kinds, reversed(range(len(mine))), nbytes)
             owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
-            plan = Plan(mine, runs, owners, list(zip(names, told, strict=True)), coded)
+            plan = ShardPlan(mine, runs, owners, list(zip(names, told, strict=True)), coded)
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
                 members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
-                parcel = Parcel(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
+                parcel = TransferUnit(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
                 self.parcels.append(parcel)
                 for slot in {piece.slot for piece, _ in members}:
                     self.of.setdefault(slot, []).append(parcel)
 
 
-class Wires:
-    """What goes to servers, as a part of what the worker sends (`Sending`)."""
+class ServerLinks:
+    """What goes to servers, as a part of what the worker sends (`SideGroup`)."""
 
     def __init__(self) -> None:
         self.waited = 0.0  # seconds, for workers that closed a step later
-        self.callers: list[Caller] = []
+        self.callers: list[RpcClient] = []
         self.left = False  # this worker goes, and others may go on
         self._past = Traffic()  # on connections that were closed
 
     @property
     def traffic(self) -> Traffic:
-        """See `Sending`."""
+        """See `SideGroup`."""
         return sum((_sent(caller) for caller in self.callers), self._past)
 
-    def open(self, room: Room, me: int) -> None:
+    def open(self, room: ServerEndpoints, me: int) -> None:
         """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
-        self.callers = [Caller(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)]
+        self.callers = [
+            RpcClient(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)
+        ]
         room.watch(self.end)
 
     def close(self) -> None:
-        """See `Sending`."""
+        """See `SideGroup`."""
         callers, self.callers = self.callers, []
         for caller in callers:
             self._hang_up(caller)
 
-    def _hang_up(self, caller: Caller) -> None:
+    def _hang_up(self, caller: RpcClient) -> None:
         self._past += _sent(caller)
         caller.close()
 
     def abort(self) -> None:
-        """See `Sending`."""
+        """See `SideGroup`."""
         self.left = True
         self.end(WorkerLost("this worker leaves"))
 
@@ -156,12 +158,12 @@ def packed(body: bytes) -> Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
 
 
-def letters(found: Message) -> list[tuple[int, bytes]]:
+def letters(found: RpcMessage) -> list[tuple[int, bytes]]:
     """Those that a keeper has passed on: whose, and what is in them."""
     return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
 
 
-def _sent(caller: Caller) -> Traffic:
+def _sent(caller: RpcClient) -> Traffic:
     return Traffic(caller.nbytes, 0) if caller.near else Traffic(0, caller.nbytes)
 
 
@@ -177,7 +179,7 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def rows(x: Tensor, piece: Piece) -> Tensor:
+def rows(x: Tensor, piece: RowRange) -> Tensor:
     """The part of a parameter, or of what has its shape, that a piece is."""
     return x if piece.whole else x[piece.start : piece.stop]
 
@@ -187,7 +189,7 @@ def version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
 
 
-def part(memory: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict[str, Any]:
+def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
     """What an optimizer remembers of some rows, from what it remembers of all."""
     return {
         name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
@@ -195,7 +197,7 @@ def part(memory: Mapping[str, Any], piece: Piece, parameter: Tensor) -> dict[str
     }
 
 
-def whole(parts: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
+def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
     """What is remembered of a parameter, from what is remembered of its pieces."""
     first, memory = parts[0]
     if first.whole:

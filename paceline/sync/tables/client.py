@@ -18,33 +18,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.rpc import Caller, Message
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import LOSSES, DeadlineExceeded, UsageError
 from paceline.server import row_optimizers
-from paceline.server.table import Spec
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.connections import Bill, Copies
+from paceline.server.table import TableSpec
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.connections import ReplicaConnections, ServerTraffic
 from paceline.sync.parameterserver.replication import gone
 
 PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved
 
 
-class Sent(NamedTuple):
+class SentMessage(NamedTuple):
     """A message under way."""
 
-    caller: Caller
+    caller: RpcClient
     number: int
 
 
-class Asked(NamedTuple):
+class PendingRows(NamedTuple):
     """Rows that are on their way."""
 
     step: int
     ids: Tensor
-    parts: list[tuple[int, Tensor, Sent]]  # shard, which of the ids, and the message
+    parts: list[tuple[int, Tensor, SentMessage]]  # shard, which of the ids, and the message
 
 
-class Gradient(NamedTuple):
+class TableGradient(NamedTuple):
     """What this worker adds to the gradient of a table: rows (in order, each once), and theirs; `used`: whether a backward reached it."""
 
     ids: Tensor
@@ -52,18 +52,18 @@ class Gradient(NamedTuple):
     used: bool
 
 
-Step = tuple["Lookup", Gradient, dict[str, Any]]  # of one table, with the settings that it is taken with
+Step = tuple["TableClient", TableGradient, dict[str, Any]]  # of one table, with the settings that it is taken with
 
 
-class Library:
+class TableServers:
     """The servers of all tables of a run, as this worker reaches them: each shard of rows on a primary, and copies of it perhaps."""
 
-    def __init__(self, scene: Scene, servers: int | None, replicas: int = 1) -> None:
+    def __init__(self, scene: SyncContext, servers: int | None, replicas: int = 1) -> None:
         if scene.table_servers is None:
             raise UsageError("sparse tables need servers, and nobody starts any here: start the workers with `paceline run`")
         self.scene, self.replicas = scene, replicas
-        self.wires = Copies()
-        scene.sides.append(Bill(self.wires))
+        self.wires = ReplicaConnections()
+        scene.sides.append(ServerTraffic(self.wires))
         self.room = scene.table_servers(servers, replicas)
         if self.room.house is None and replicas > 1:
             self.room.close()
@@ -75,8 +75,8 @@ class Library:
         if not self.waiting:
             self.wires.open(self.room, self.me)
         self.free = ""  # workers are not in lockstep: each steps tables "alone", or "together" with those who make a step (`freerows`)
-        self._given: list[Sent] = []  # what was not acknowledged yet
-        self.tables: list[Lookup] = []
+        self._given: list[SentMessage] = []  # what was not acknowledged yet
+        self.tables: list[TableClient] = []
 
     @property
     def me(self) -> int:
@@ -88,30 +88,30 @@ class Library:
         """How many parts rows are dealt to; as many as there are servers, but for copies."""
         return len(self.wires.of)
 
-    def open(self, name: str, spec: Spec, settings: dict[str, Any]) -> Lookup:
+    def open(self, name: str, spec: TableSpec, settings: dict[str, Any]) -> TableClient:
         """Another table, which all workers open."""
         number = len(self.tables)
         for shard in range(self.shards):
             body = {"table": number, "spec": spec.plain(), "settings": settings, "server": shard, "servers": self.shards}
             self.tell(shard, "rows.table", body)
-        self.tables.append(Lookup(self, name, number, spec, settings))
+        self.tables.append(TableClient(self, name, number, spec, settings))
         return self.tables[-1]
 
-    def send(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Sent:
+    def send(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> SentMessage:
         """A message to the one of its copies that is asked. Raises `StateLost` where none is left."""
         for caller in self.wires.of[shard]:
             try:
-                return Sent(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline))
+                return SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline))
             except LOSSES:
                 if self.room.house is None or self.wires.left:
                     raise
         raise gone([caller.who for caller in self.wires.of[shard]])
 
-    def wait(self, sent: Sent) -> Message:
+    def wait(self, sent: SentMessage) -> RpcMessage:
         """The answer to this one."""
         return sent.caller.wait(sent.number, self.scene.deadline)
 
-    def answer(self, sent: Sent, again: Callable[[], Sent]) -> Message:
+    def answer(self, sent: SentMessage, again: Callable[[], SentMessage]) -> RpcMessage:
         """The answer to this question; where who was asked is lost, another is asked `again`."""
         while True:
             try:
@@ -121,7 +121,7 @@ class Library:
                     raise
             sent = again()
 
-    def call(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
+    def call(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> RpcMessage:
         """Ask a shard, whichever of its copies answers."""
         return self.answer(self.send(shard, kind, body, tensors), lambda: self.send(shard, kind, body, tensors))
 
@@ -145,7 +145,7 @@ class Library:
         for lookup, _, _ in found:
             lookup.advance()
 
-    def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[Sent]:
+    def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[SentMessage]:
         """Send this to all servers, with my part of the next step of these tables."""
         parts = [dict(self.split(gradient.ids)) for _, gradient, _ in found]
         nothing = torch.empty(0, dtype=torch.int64)
@@ -157,7 +157,7 @@ class Library:
                 where = part.get(shard, nothing)
                 tensors += [gradient.ids[where], gradient.values[where]]
             for caller in self.wires.of[shard]:
-                sent.append(Sent(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline)))
+                sent.append(SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline)))
         return sent
 
     def settle(self) -> None:
@@ -175,14 +175,14 @@ class Library:
             self.room.close()
 
 
-class Lookup:
+class TableClient:
     """One table. `waits` counts the times that rows had to be waited for from the asking on, `steps` what this worker has given."""
 
-    def __init__(self, library: Library, name: str, number: int, spec: Spec, settings: dict[str, Any]) -> None:
+    def __init__(self, library: TableServers, name: str, number: int, spec: TableSpec, settings: dict[str, Any]) -> None:
         self.name, self.number, self.spec, self.steps, self.waits = name, number, spec, 0, 0
         self.seconds = 0.0  # spent waiting for rows
         self._library, self._told = library, settings
-        self._ahead: list[Asked] = []
+        self._ahead: list[PendingRows] = []
         self._trained = False  # rows were pulled for training since the last step
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
@@ -210,7 +210,7 @@ class Lookup:
                 "ask for rows inside of that"
             )
 
-    def _of(self, asked: Asked, ids: Tensor) -> Tensor | None:
+    def _of(self, asked: PendingRows, ids: Tensor) -> Tensor | None:
         """These rows, if all of them were asked for and are of this step."""
         if asked.step != self.steps or not len(asked.ids):
             return None
@@ -222,21 +222,21 @@ class Lookup:
         values = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
         return values if same else values[places]
 
-    def _ask(self, ids: Tensor, step: int) -> Asked:
-        return Asked(step, ids, [(shard, where, self._send(shard, ids[where], step)) for shard, where in self._library.split(ids)])
+    def _ask(self, ids: Tensor, step: int) -> PendingRows:
+        return PendingRows(step, ids, [(shard, where, self._send(shard, ids[where], step)) for shard, where in self._library.split(ids)])
 
-    def _send(self, shard: int, ids: Tensor, step: int) -> Sent:
+    def _send(self, shard: int, ids: Tensor, step: int) -> SentMessage:
         return self._library.send(shard, "rows.pull", self._at(step), [ids])
 
     def _at(self, step: int) -> dict[str, Any]:
         """For a message that waits for this step."""
         return {"table": self.number, "step": step, "free": self._library.free}
 
-    def _take(self, asked: Asked) -> Tensor:
+    def _take(self, asked: PendingRows) -> Tensor:
         answers = []
         for shard, where, sent in asked.parts:
 
-            def again(shard: int = shard, where: Tensor = where) -> Sent:
+            def again(shard: int = shard, where: Tensor = where) -> SentMessage:
                 return self._send(shard, asked.ids[where], asked.step)
 
             try:
@@ -260,7 +260,7 @@ class Lookup:
 
     # ---- steps
 
-    def entry(self, gradient: Gradient, settings: dict[str, Any]) -> dict[str, Any]:
+    def entry(self, gradient: TableGradient, settings: dict[str, Any]) -> dict[str, Any]:
         """What is told of the next step, beside the gradient. What was told may be void where losses are survived, or workers not in
         lockstep: so all of it again."""
         changed = settings != self._told or self._library.room.house is not None or bool(self._library.free)
@@ -276,7 +276,7 @@ class Lookup:
         for asked in old:  # nobody wants it any more, and it would be kept
             self._drop(asked)
 
-    def _drop(self, asked: Asked) -> None:
+    def _drop(self, asked: PendingRows) -> None:
         for _, _, sent in asked.parts:
             with contextlib.suppress(*LOSSES if self._library.room.house is not None else ()):
                 self._library.wait(sent)
@@ -304,7 +304,7 @@ class Lookup:
             for answer in self.pieces(shard):
                 yield dict(zip(answer.body["names"], answer.tensors, strict=True))
 
-    def pieces(self, shard: int) -> Iterator[Message]:
+    def pieces(self, shard: int) -> Iterator[RpcMessage]:
         """The same of one shard, as it is sent: copies have their rows in the same order, so another may go on where one is lost."""
         each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
         for start in itertools.count(0, each):

@@ -13,45 +13,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.comm.rpc import Caller
+from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
-from paceline.sync.parameterserver.consistency import Eager
-from paceline.sync.tables.client import Gradient, Library, Lookup
+from paceline.sync.parameterserver.consistency import Asynchronous
+from paceline.sync.tables.client import TableClient, TableGradient, TableServers
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import Client
+    from paceline.sync.parameterserver.client import ParameterServerSync
 
 
-class Owned(Protocol):
+class OwnedTable(Protocol):
     """A table that an optimizer steps."""
 
-    lookup: Lookup
+    lookup: TableClient
 
     @property
     def settings(self) -> dict[str, Any]:
         """What its group says now."""
         ...
 
-    def gradient(self) -> Gradient:
+    def gradient(self) -> TableGradient:
         """What I give for the next step."""
         ...
 
 
-class FreeRows:
+class UnlockedRows:
     """The tables that are stepped with a client's optimizers, which are known by their numbers; none before `open`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
-        self._library: Library | None = None
-        self._owned: Callable[[Any], Sequence[Owned]] = lambda optimizer: ()
-        self._found: dict[int, list[Gradient]] = {}  # by optimizer: what I come with to its next step
+        self._library: TableServers | None = None
+        self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
+        self._found: dict[int, list[TableGradient]] = {}  # by optimizer: what I come with to its next step
         self._held: set[int] = set()  # of those, whose are on the servers already
 
-    def open(self, library: Library, owned: Callable[[Any], Sequence[Owned]], optimizers: Sequence[Any]) -> None:
+    def open(self, library: TableServers, owned: Callable[[Any], Sequence[OwnedTable]], optimizers: Sequence[Any]) -> None:
         """From now on these are stepped here; `owned` tells which tables an optimizer has. Again when there are more."""
         client = self._client
         self._library, self._owned = library, owned
-        library.free = "alone" if isinstance(client.pace, Eager) else "together"
+        library.free = "alone" if isinstance(client.pace, Asynchronous) else "together"
         library.wires.follow(client.scene.breaker)
         for optimizer in optimizers:
             if owned(optimizer) and all(known is not optimizer for known in client.optimizers):
@@ -69,7 +69,7 @@ class FreeRows:
         """Whether it steps any."""
         return bool(self._owned(optimizer))
 
-    def _tables(self, number: int) -> Sequence[Owned]:
+    def _tables(self, number: int) -> Sequence[OwnedTable]:
         return self._owned(self._client.optimizers[number])
 
     # ---- what I come with
@@ -96,13 +96,13 @@ class FreeRows:
             library.wait(sent)
         self._held.add(number)
 
-    def _steps(self, number: int, tables: Sequence[Owned]) -> list[tuple[Lookup, Gradient, dict[str, Any]]]:
+    def _steps(self, number: int, tables: Sequence[OwnedTable]) -> list[tuple[TableClient, TableGradient, dict[str, Any]]]:
         found = self._found[number]
         return [(table.lookup, gradient, table.settings) for table, gradient in zip(tables, found, strict=True)]
 
     # ---- steps
 
-    def apply(self, number: int) -> list[tuple[Caller, int]]:
+    def apply(self, number: int) -> list[tuple[RpcClient, int]]:
         """Step with what I come with alone, by my part of the learning rate; gives the messages."""
         tables, library, part = self._tables(number), self._library, self._client.scene.moment.part
         if not tables or library is None:
@@ -114,7 +114,7 @@ class FreeRows:
             table.lookup.advance()
         return [*sent]
 
-    def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[Caller, int]]:
+    def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[RpcClient, int]]:
         """This step is made by those who were `found`, with the mean of their gradients, by so much of the learning rate."""
         tables, library, seconds = self._tables(number), self._library, self._client.seconds
         if not tables or library is None:
@@ -133,5 +133,5 @@ class FreeRows:
             table.lookup.advance(max(step, table.lookup.steps))
 
 
-def _other(one: Gradient, two: Gradient) -> bool:
+def _other(one: TableGradient, two: TableGradient) -> bool:
     return one.used != two.used or (one.values is not two.values and bool(len(one.ids) or len(two.ids)))

@@ -14,23 +14,23 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.comm.agreement import Voided
-from paceline.comm.rpc import Caller
+from paceline.comm.agreement import CallDiscarded
+from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES
-from paceline.server.endpoints import House
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.connections import Bill
+from paceline.server.endpoints import ServerPool
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.connections import ServerTraffic
 from paceline.sync.parameterserver.renewal import renew
-from paceline.sync.parameterserver.replication import Replacing
-from paceline.sync.tables.client import Library, Lookup, Sent, Step
+from paceline.sync.parameterserver.replication import ServerReplication
+from paceline.sync.tables.client import SentMessage, Step, TableClient, TableServers
 
 
 class RowSteps:
     """The steps of a library's tables, and what becomes of its servers. `house` is where they are."""
 
-    def __init__(self, library: Library, house: House) -> None:
+    def __init__(self, library: TableServers, house: ServerPool) -> None:
         self._library = library
-        self.copies = Replacing(library.scene, house, library.wires, library.replicas, fill=self._fill, kind="table server")
+        self.copies = ServerReplication(library.scene, house, library.wires, library.replicas, fill=self._fill, kind="table server")
         self._workers: list[int] = []  # whose gradients make the next step
         self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
         self._me = -1 if library.waiting else library.me  # what servers know me by
@@ -39,10 +39,10 @@ class RowSteps:
     # ---- a step
 
     def settle(self, found: Sequence[Step]) -> None:
-        """Have all servers know what the next step of these tables is made of. Raises `Voided`, on all workers, if it can't be made."""
+        """Tell all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
         library, agreement = self._library, self._library.scene.agreement
         if library.scene.moment.cut:
-            raise Voided("a worker was lost in this turn")
+            raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
             for sent in library.spread("rows.give", found, {"decided": True}):
@@ -51,7 +51,7 @@ class RowSteps:
 
         self._workers = agreement.settle(act, "optimizer.step", apart=True)
 
-    def make(self, tables: Sequence[Lookup]) -> None:
+    def make(self, tables: Sequence[TableClient]) -> None:
         """The step that was settled is made."""
         if not self.within:
             self._floors.clear()
@@ -65,14 +65,14 @@ class RowSteps:
 
     def _everywhere(self, kind: str, body: dict[str, Any]) -> None:
         """Tell all servers; one that is lost shows it in the next call of all workers, or when nobody else is there to be asked."""
-        library, sent = self._library, list[Sent]()
+        library, sent = self._library, list[SentMessage]()
         agreement, seconds = library.scene.agreement, library.scene.deadline
         body = {**body, "calls": agreement.calls}
 
         def act() -> None:
             for caller in library.wires.callers:
                 with contextlib.suppress(*LOSSES):
-                    sent.append(Sent(caller, caller.send(kind, body=body, seconds=seconds)))
+                    sent.append(SentMessage(caller, caller.send(kind, body=body, seconds=seconds)))
             for each in sent:
                 with contextlib.suppress(*LOSSES):
                     library.wait(each)
@@ -108,10 +108,10 @@ class RowSteps:
         """What who has just come has to know: JSON."""
         return {"room": self.copies.house.layout(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
 
-    def regroup(self, scene: Scene, layout: Any) -> None:
+    def regroup(self, scene: SyncContext, layout: Any) -> None:
         """The workers are others now. Collective; see `Sync.regroup`."""
         library = self._library
-        scene.sides.append(Bill(library.wires))
+        scene.sides.append(ServerTraffic(library.wires))
         if layout is not None:
             self._enter(layout)
         self.copies.survey(scene)
@@ -131,7 +131,7 @@ class RowSteps:
         for lookup, (steps, seed) in zip(library.tables, layout["tables"], strict=True):
             lookup.place(steps, seed)
 
-    def _fill(self, shard: int, caller: Caller) -> Iterator[None]:
+    def _fill(self, shard: int, caller: RpcClient) -> Iterator[None]:
         library, seconds = self._library, self._library.scene.deadline
         for lookup in library.tables:
             stand = {"table": lookup.number, **library.call(shard, "rows.stand", {"table": lookup.number}).body}

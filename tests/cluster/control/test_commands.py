@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cluster.control.commands import ASK, Member, Orders, Roster, asked, named
+from paceline.cluster.control.commands import ASK, CommandPipe, Member, Roster, asked, named
 
 
 def roster(number: int, *workers: int, broken: bool = False) -> Roster:
@@ -21,7 +21,7 @@ class Launcher:
 
     def __init__(self) -> None:
         heard, self.told = os.pipe()
-        self.orders = Orders(heard)
+        self.orders = CommandPipe(heard)
         self.tripped: list[int] = []  # the latest view that was known then
 
     def arm(self, number: int, *needed: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.launcher.launch import Job, run
+from paceline.cluster.launcher.launch import LaunchRequest, run
 from paceline.errors import DeadlineExceeded, ResourceError
 from tests.cluster.launched import wait_for
 from tests.launches import jobs
@@ -107,7 +107,7 @@ def test_the_launcher_makes_a_page_for_scripts_that_know_nothing_of_it(tmp_path:
         "open(f'{sys.argv[1]}/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
     )
     environ = dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path), "OMP_NUM_THREADS": "3"}
-    assert run(Job(str(script), (str(tmp_path),), workers=2), environ) == 0
+    assert run(LaunchRequest(str(script), (str(tmp_path),), workers=2), environ) == 0
     for rank in range(2):
         page = Page(progress.path(tmp_path, rank))
         assert (page.rank, page.host, page.threads, page.step, page.began) == (rank, 0, 3, -1, None)
@@ -118,14 +118,14 @@ def test_the_launcher_makes_a_page_for_scripts_that_know_nothing_of_it(tmp_path:
 def test_without_the_variable_there_is_no_page(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os\nassert not [name for name in os.environ if 'PROGRESS' in name]\n")
-    assert run(Job(str(script)), dict(os.environ)) == 0
+    assert run(LaunchRequest(str(script)), dict(os.environ)) == 0
     assert sorted(tmp_path.iterdir()) == [script]
 
 
 def test_a_folder_that_can_not_be_written_ends_the_launcher_before_it_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('started')\n")
-    assert run(Job(str(script)), dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path / "nowhere")}) == 2
+    assert run(LaunchRequest(str(script)), dict(os.environ) | {"PACELINE_PROGRESS": str(tmp_path / "nowhere")}) == 2
     out, err = capfd.readouterr()
     assert "started" not in out and err.startswith("paceline: the page") and "PACELINE_PROGRESS" in err
 

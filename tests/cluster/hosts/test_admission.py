@@ -11,10 +11,10 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts import elastic as assemblies
-from paceline.cluster.hosts.admission import Door
-from paceline.cluster.hosts.elastic import Assembly, enter
-from paceline.cluster.hosts.membership import Seat, View
-from paceline.cluster.hosts.rendezvous import Admission, Council, Meeting, Offer, assemble, seek
+from paceline.cluster.hosts.admission import MeetingPoint
+from paceline.cluster.hosts.elastic import ElasticPeers, enter
+from paceline.cluster.hosts.membership import HostSeat, View
+from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble, seek
 from paceline.errors import DeadlineExceeded, PlaceError
 from tests.cluster.hosts.test_elastic import SECRET, run
 from tests.launches import free_port
@@ -27,7 +27,7 @@ class Running:
 
     def __init__(self, point: tuple[str, int]) -> None:
         self.point = point
-        self.all: list[Assembly] = []
+        self.all: list[ElasticPeers] = []
         self._threads = ThreadPoolExecutor(4)
 
     def start(self) -> None:
@@ -37,12 +37,12 @@ class Running:
         self.all.append(self.first)
         run([self.first], lambda: len(self.first.descriptors()) == 2)  # it listens at the port of the meeting point, too
 
-    def launcher(self, host: int, view: View | None) -> Assembly:
+    def launcher(self, host: int, view: View | None) -> ElasticPeers:
         """A launcher of the job; its door is open."""
         listening = network.listen("127.0.0.1")
         facts = {"name": f"h{host}", "address": "127.0.0.1", "port": listening.getsockname()[1]}
-        view = view or View(1, (Seat(0, (10, 11), facts),), 1)
-        return Assembly(host, view, enter(view, host, SECRET), Door(listening, SECRET, self.point))
+        view = view or View(1, (HostSeat(0, (10, 11), facts),), 1)
+        return ElasticPeers(host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point))
 
     def meeting(self, *, deadline: float = 8.0, hosts: int = 1, elastic: bool = True) -> Meeting:
         """What a newcomer brings."""
@@ -50,17 +50,17 @@ class Running:
         offer = Offer("new", 2, "127.0.0.1", "m", 1, 2, "block", (20, 21) if elastic else (), self.listening.getsockname()[1])
         return Meeting(self.point, SECRET, offer, hosts, None, deadline)
 
-    def asks(self, meeting: Meeting) -> Future[Council | Admission]:
+    def asks(self, meeting: Meeting) -> Future[FixedPeers | Admission]:
         return self._threads.submit(assemble, meeting)
 
-    def until(self, done: Future[Council | Admission]) -> None:
+    def until(self, done: Future[FixedPeers | Admission]) -> None:
         run(self.all, done.done)
 
-    def enters(self, place: Admission) -> Assembly:
-        door = Door(self.listening, SECRET, self.point)
+    def enters(self, place: Admission) -> ElasticPeers:
+        door = MeetingPoint(self.listening, SECRET, self.point)
         calling = self._threads.submit(enter, place.view, place.host, SECRET)
         run(self.all, calling.done)
-        self.all.append(Assembly(place.host, place.view, calling.result(), door))
+        self.all.append(ElasticPeers(place.host, place.view, calling.result(), door))
         return self.all[-1]
 
     def close(self) -> None:

@@ -12,28 +12,28 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts.elastic import SILENT_SECONDS, Assembly, connect_all
-from paceline.cluster.hosts.membership import Seat, View
-from paceline.cluster.hosts.peers import Failure, Late
+from paceline.cluster.hosts.elastic import SILENT_SECONDS, ElasticPeers, connect_all
+from paceline.cluster.hosts.membership import HostSeat, View
+from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import Offer
 from paceline.errors import DeadlineExceeded
 
 SECRET = b"s" * 32
 
 
-def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list[Assembly | Exception]:
+def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list[ElasticPeers | Exception]:
     """The launchers of so many hosts with two workers each, connected; or what went wrong on each."""
     sockets = [network.listen("127.0.0.1") for _ in range(size)]
     offers = [Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1]) for n, s in enumerate(sockets)]
-    view = View(1, tuple(Seat(n, o.numbers, o.facts) for n, o in enumerate(offers)), size)
-    found: list[Assembly | Exception] = [RuntimeError("absent")] * size
+    view = View(1, tuple(HostSeat(n, o.numbers, o.facts) for n, o in enumerate(offers)), size)
+    found: list[ElasticPeers | Exception] = [RuntimeError("absent")] * size
 
     if absent is not None:
         sockets[absent].close()
 
     def come(host: int) -> None:
         try:
-            found[host] = Assembly(host, view, connect_all(offers, host, sockets[host], SECRET, seconds))
+            found[host] = ElasticPeers(host, view, connect_all(offers, host, sockets[host], SECRET, seconds))
         except Exception as error:  # noqa: BLE001
             found[host] = error
 
@@ -48,15 +48,15 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list
 
 
 @pytest.fixture
-def three() -> Iterator[list[Assembly]]:
-    found = [each for each in meet(3) if isinstance(each, Assembly)]
+def three() -> Iterator[list[ElasticPeers]]:
+    found = [each for each in meet(3) if isinstance(each, ElasticPeers)]
     assert len(found) == 3
     yield found
     for each in found:
         each.close()
 
 
-def run(assemblies: list[Assembly], until: Callable[[], bool], seconds: float = 10.0) -> None:
+def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: float = 10.0) -> None:
     """Let them talk until it is so."""
     end = time.monotonic() + seconds
     while not until():
@@ -68,11 +68,11 @@ def run(assemblies: list[Assembly], until: Callable[[], bool], seconds: float = 
             each.tick()
 
 
-def workers(assembly: Assembly) -> tuple[int, ...]:
+def workers(assembly: ElasticPeers) -> tuple[int, ...]:
     return assembly.rosters[-1].workers if assembly.rosters else ()
 
 
-def test_all_are_told_of_a_worker_that_died_and_of_one_that_came(three: list[Assembly]) -> None:
+def test_all_are_told_of_a_worker_that_died_and_of_one_that_came(three: list[ElasticPeers]) -> None:
     three[2].lost([20])
     run(three, lambda: all(workers(each) == (0, 1, 10, 11, 21) for each in three))
     three[1].come([15])
@@ -81,14 +81,14 @@ def test_all_are_told_of_a_worker_that_died_and_of_one_that_came(three: list[Ass
     assert not any(roster.broken for each in three for roster in each.rosters)
 
 
-def test_two_hosts_lose_workers_at_once(three: list[Assembly]) -> None:
+def test_two_hosts_lose_workers_at_once(three: list[ElasticPeers]) -> None:
     three[0].lost([0])
     three[2].lost([21])
     run(three, lambda: all(workers(each) == (1, 10, 11, 20) for each in three))
 
 
 @pytest.mark.parametrize("gone", [0, 2])
-def test_the_others_go_on_when_a_launcher_hangs_up(three: list[Assembly], gone: int) -> None:
+def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], gone: int) -> None:
     rest = [each for host, each in enumerate(three) if host != gone]
     three[gone].close()
     began = time.monotonic()
@@ -98,7 +98,7 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[Assembly], gone: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leavers", [(0, 1), (1, 0), (2, 0)])
-def test_hosts_that_leave_are_not_missed(three: list[Assembly], leavers: tuple[int, int]) -> None:
+def test_hosts_that_leave_are_not_missed(three: list[ElasticPeers], leavers: tuple[int, int]) -> None:
     """The last host goes on alone, though it is less than half of what there was before, whoever was the first."""
     left = list(three)
     for host in leavers:
@@ -110,13 +110,13 @@ def test_hosts_that_leave_are_not_missed(three: list[Assembly], leavers: tuple[i
     assert left[0].verdict is None and left[0].parted
 
 
-def test_a_launcher_that_says_nothing_is_left_out(three: list[Assembly]) -> None:
+def test_a_launcher_that_says_nothing_is_left_out(three: list[ElasticPeers]) -> None:
     heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
     assert time.monotonic() - heard >= SILENT_SECONDS
 
 
-def test_who_is_cut_off_stops_and_says_so(three: list[Assembly]) -> None:
+def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
     for channel in three[2]._channels.values():
         channel.connection.shutdown(socket.SHUT_RDWR)
     run(three, lambda: three[2].verdict is not None and all(len(workers(each)) == 4 for each in three[:2]))
@@ -127,7 +127,7 @@ def test_who_is_cut_off_stops_and_says_so(three: list[Assembly]) -> None:
     assert three[0].verdict is None and three[1].verdict is None
 
 
-def test_a_new_view_for_those_whose_connections_broke(three: list[Assembly]) -> None:
+def test_a_new_view_for_those_whose_connections_broke(three: list[ElasticPeers]) -> None:
     three[1].renew(1)
     run(three, lambda: all(each.rosters for each in three))
     assert [(each.rosters[-1].number, each.rosters[-1].broken, len(each.rosters[-1].workers)) for each in three] == [(2, True, 6)] * 3
@@ -137,7 +137,7 @@ def test_a_new_view_for_those_whose_connections_broke(three: list[Assembly]) -> 
     assert {each.view.number for each in three} == {2}
 
 
-def test_the_job_is_over_when_all_hosts_that_are_left_have_ended(three: list[Assembly]) -> None:
+def test_the_job_is_over_when_all_hosts_that_are_left_have_ended(three: list[ElasticPeers]) -> None:
     three[2].close()
     run(three[:2], lambda: all(len(workers(each)) == 4 for each in three[:2]))
     three[0].tell_finished()
@@ -146,7 +146,7 @@ def test_the_job_is_over_when_all_hosts_that_are_left_have_ended(three: list[Ass
     run(three[:2], lambda: three[0].all_finished and three[1].all_finished)
 
 
-def test_a_failure_and_a_signal_reach_all(three: list[Assembly]) -> None:
+def test_a_failure_and_a_signal_reach_all(three: list[ElasticPeers]) -> None:
     failure = Failure(4, "h2", 3, "failed with exit code 3")
     three[2].tell_failed(replace(failure, tail="x" * 20_000))
     three[1].tell_stopped(15)
@@ -154,8 +154,8 @@ def test_a_failure_and_a_signal_reach_all(three: list[Assembly]) -> None:
     assert three[0].verdict is not None and three[0].verdict.line() == failure.line()
 
 
-def test_a_call_in_which_workers_wait_reaches_all(three: list[Assembly]) -> None:
-    late = Late(40, "backward of step 20", True)
+def test_a_call_in_which_workers_wait_reaches_all(three: list[ElasticPeers]) -> None:
+    late = LateCall(40, "backward of step 20", True)
     three[1].tell_late(late)
     run(three, lambda: all(each.late == {40: late} for each in three))
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts.admission import Door
+from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.channel import Channel, call, ready
-from paceline.cluster.hosts.elastic import Assembly, connect_all
-from paceline.cluster.hosts.handshake import MOST, Lobby
-from paceline.cluster.hosts.membership import AGAIN_SECONDS, Seat, View
-from paceline.cluster.hosts.rendezvous import Admission, Council, Meeting, Offer, assemble
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
+from paceline.cluster.hosts.handshake import MOST, Handshakes
+from paceline.cluster.hosts.membership import AGAIN_SECONDS, HostSeat, View
+from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble
 from paceline.errors import SecretError
 from tests import strangers
 from tests.launches import free_port
@@ -38,7 +38,7 @@ class Porter:
         self.listening.setblocking(False)
         self.point = self.listening.getsockname()
         self.said: list[str] = []
-        self.lobby = Lobby(SECRET, self.said.append)
+        self.lobby = Handshakes(SECRET, self.said.append)
         self.came: list[tuple[Channel, dict[str, Any]]] = []
         self.most = 0
         self._over = False
@@ -111,7 +111,7 @@ class TestLobby:
         assert porter.most <= MOST + 1
 
     def test_the_oldest_goes_of_the_address_that_most_are_from(self) -> None:
-        lobby, pairs = Lobby(SECRET), []
+        lobby, pairs = Handshakes(SECRET), []
         with network.listen("0.0.0.0") as listening:
             listening.setblocking(False)
             port = listening.getsockname()[1]
@@ -164,17 +164,17 @@ def meeting(name: str, port: int, hosts: int = 2, **changes: Any) -> Meeting:
 
 
 @contextmanager
-def waiting(port: int) -> Iterator[Callable[[], Council]]:
+def waiting(port: int) -> Iterator[Callable[[], FixedPeers]]:
     """A launcher that waits for another; calling what is given lets that one come."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(assemble, meeting("a", port))
         strangers.until(lambda: _listens(port), lambda: time.sleep(0.01))
-        made: list[Council | Admission] = []
+        made: list[FixedPeers | Admission] = []
 
-        def come() -> Council:
+        def come() -> FixedPeers:
             made.append(pool.submit(assemble, meeting("b", port)).result())
             made.append(first.result())
-            assert isinstance(made[0], Council) and isinstance(made[1], Council)
+            assert isinstance(made[0], FixedPeers) and isinstance(made[1], FixedPeers)
             assert [offer.name for offer in made[0].table] == ["a", "b"]
             return made[1]
 
@@ -182,7 +182,7 @@ def waiting(port: int) -> Iterator[Callable[[], Council]]:
             yield come
         finally:
             for council in made:
-                assert isinstance(council, Council)
+                assert isinstance(council, FixedPeers)
                 council.close()
 
 
@@ -246,8 +246,8 @@ class TestMeeting:
             come()
 
 
-def seat(host: int) -> Seat:
-    return Seat(host, (10 * host, 10 * host + 1), {"name": f"h{host}", "address": "127.0.0.1", "port": 9})
+def seat(host: int) -> HostSeat:
+    return HostSeat(host, (10 * host, 10 * host + 1), {"name": f"h{host}", "address": "127.0.0.1", "port": 9})
 
 
 VIEW = View(1, (seat(0), seat(1), seat(2)), 3)
@@ -274,30 +274,30 @@ class TestAssembly:
     """A launcher of a job that survives losses, its door, and the members that talk to it."""
 
     @pytest.fixture
-    def launcher(self) -> Iterator[Assembly]:
+    def launcher(self) -> Iterator[ElasticPeers]:
         listening = network.listen("127.0.0.1")
         facts = {"name": "h0", "address": "127.0.0.1", "port": listening.getsockname()[1]}
-        found = Assembly(0, View(1, (Seat(0, (10, 11), facts),), 1), {}, Door(listening, SECRET))
+        found = ElasticPeers(0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET))
         found.run = "[]"
         yield found
         found.close()
 
-    def turn(self, launcher: Assembly) -> None:
+    def turn(self, launcher: ElasticPeers) -> None:
         for descriptor in ready(launcher.descriptors(), 0.005):
             launcher.hear(descriptor)
         launcher.tick()
 
-    def port(self, launcher: Assembly) -> int:
+    def port(self, launcher: ElasticPeers) -> int:
         return int(launcher.view.seats[0].facts["port"])
 
-    def newcomer(self, launcher: Assembly) -> Channel:
+    def newcomer(self, launcher: ElasticPeers) -> Channel:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
             calling = pool.submit(lambda: call(socket.create_connection(point, timeout=5), SECRET, "there"))
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
 
-    def test_strangers_at_the_door(self, launcher: Assembly) -> None:
+    def test_strangers_at_the_door(self, launcher: ElasticPeers) -> None:
         drawn = random.Random(11)
         for _ in range(500):
             strangers.call(("127.0.0.1", self.port(launcher)), strangers.line(drawn, [HELLO, OFFER]))
@@ -305,7 +305,7 @@ class TestAssembly:
         self.newcomer(launcher).close()
         assert launcher.verdict is None and launcher.view.hosts == (0,)
 
-    def test_1100_are_held_open(self, launcher: Assembly) -> None:
+    def test_1100_are_held_open(self, launcher: ElasticPeers) -> None:
         point = ("127.0.0.1", self.port(launcher))
         with strangers.many_descriptors(1500), ThreadPoolExecutor(1) as pool:
             held = strangers.held_open(point, 1100)
@@ -317,7 +317,7 @@ class TestAssembly:
             channel.close()
             held.__exit__(None, None, None)
 
-    def test_who_has_the_secret_and_makes_no_sense(self, launcher: Assembly) -> None:
+    def test_who_has_the_secret_and_makes_no_sense(self, launcher: ElasticPeers) -> None:
         drawn = random.Random(13)
         for number in range(150):
             channel = self.newcomer(launcher)
@@ -338,7 +338,7 @@ class TestAssembly:
         now = 0.0
         for number in range(count):
             if number % 20 == 0:  # what could be meant leads elsewhere in time
-                launcher = Assembly(0, VIEW, {})
+                launcher = ElasticPeers(0, VIEW, {})
             message = strangers.bent(drawn, drawn.choice(SAID))
             here, there = socket.socketpair()
             with here, there:
@@ -365,7 +365,7 @@ class TestAssembly:
             "accept": {"kind": "accept", "number": 2, "ballot": [3, 1], "value": view},
             "joining": {"kind": "wish", "number": 2, "wishes": {**WISHES, "joining": {"w": [[], facts]}}},
         }[way]
-        launcher = Assembly(0, VIEW, {})
+        launcher = ElasticPeers(0, VIEW, {})
         here, there = socket.socketpair()
         with here, there:
             launcher._channels[1] = Channel(here, "server")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.hosts.membership import Membership, Seat, View
+from paceline.cluster.hosts.membership import HostSeat, Membership, View
 
 
 def view(*hosts: tuple[int, ...], number: int = 0) -> View:
     """A view whose hosts, numbered from 0, have these workers."""
-    return View(number, tuple(Seat(host, workers) for host, workers in enumerate(hosts)), len(hosts))
+    return View(number, tuple(HostSeat(host, workers) for host, workers in enumerate(hosts)), len(hosts))
 
 
 class Net:
@@ -96,14 +96,14 @@ class Net:
 def test_one_host_decides_at_once() -> None:
     member = Membership(0, view((0, 1, 2)))
     member.lost([1], 0.0)
-    assert member.view == View(1, (Seat(0, (0, 2)),), 1) and not member.outbox
+    assert member.view == View(1, (HostSeat(0, (0, 2)),), 1) and not member.outbox
 
 
 def test_a_worker_dies() -> None:
     net = Net(view((0, 1), (2, 3), (4, 5)))
     net.hosts[2].lost([4], net.now)
     net.run(0.5)
-    assert set(net.views().values()) == {View(1, (Seat(0, (0, 1)), Seat(1, (2, 3)), Seat(2, (5,))), 3)}
+    assert set(net.views().values()) == {View(1, (HostSeat(0, (0, 1)), HostSeat(1, (2, 3)), HostSeat(2, (5,))), 3)}
 
 
 def test_it_takes_two_rounds_of_messages() -> None:
@@ -172,7 +172,7 @@ def test_workers_and_hosts_come() -> None:
     net.run(0.5)
     last = net.hosts[0].view
     assert net.hosts[1].view == last
-    assert last.seats == (Seat(0, (0, 1)), Seat(1, (3, 7)), Seat(2, (8, 9))) and last.fresh == 3
+    assert last.seats == (HostSeat(0, (0, 1)), HostSeat(1, (3, 7)), HostSeat(2, (8, 9))) and last.fresh == 3
     assert last.seats[2].facts == {"address": "10.0.0.3", "word": "abc"}
     assert not net.hosts[0]._wishes and not net.hosts[1]._wishes
 
@@ -272,6 +272,6 @@ def test_no_two_sides_of_a_cut_may_both_decide(hosts: int) -> None:
 
 
 def test_a_view_is_its_text() -> None:
-    found = View(3, (Seat(1, (4, 5), {"address": "10.0.0.2"}), Seat(4, ())), 6)
+    found = View(3, (HostSeat(1, (4, 5), {"address": "10.0.0.2"}), HostSeat(4, ())), 6)
     assert View.load(json.loads(json.dumps(found.dump()))) == found
-    assert found.workers == (4, 5) and found.seat(4) == Seat(4, ()) and found.seat(0) is None
+    assert found.workers == (4, 5) and found.seat(4) == HostSeat(4, ()) and found.seat(0) is None

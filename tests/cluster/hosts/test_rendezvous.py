@@ -18,9 +18,9 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts import channel as channels
-from paceline.cluster.hosts.channel import Caller, Channel, Gone, call
-from paceline.cluster.hosts.peers import Failure, Late
-from paceline.cluster.hosts.rendezvous import Council, Meeting, Offer, assemble
+from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, call
+from paceline.cluster.hosts.peers import Failure, LateCall
+from paceline.cluster.hosts.rendezvous import FixedPeers, Meeting, Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from tests.cluster.launched import JOINED, Launched, wait_for
 from tests.launches import listening
@@ -39,7 +39,7 @@ def invitation(name: str, port: int, **changes: Any) -> Meeting:
     return replace(Meeting(("127.0.0.1", port), SECRET, offer, 2, None, 5.0), **changes)
 
 
-def gather(*meetings: Meeting, pause: float = 0.0) -> list[Future[Council]]:
+def gather(*meetings: Meeting, pause: float = 0.0) -> list[Future[FixedPeers]]:
     with ThreadPoolExecutor(len(meetings)) as pool:
         futures = []
         for meeting in meetings:
@@ -49,11 +49,11 @@ def gather(*meetings: Meeting, pause: float = 0.0) -> list[Future[Council]]:
 
 
 @pytest.fixture
-def councils() -> Iterator[Callable[..., list[Council]]]:
+def councils() -> Iterator[Callable[..., list[FixedPeers]]]:
     """Councils of as many hosts as names are given; the first one listens."""
-    made: list[Council] = []
+    made: list[FixedPeers] = []
 
-    def make(*names: str) -> list[Council]:
+    def make(*names: str) -> list[FixedPeers]:
         port = free_port()
         made.extend(future.result() for future in gather(*(invitation(name, port, hosts=len(names)) for name in names), pause=0.05))
         return made
@@ -63,7 +63,7 @@ def councils() -> Iterator[Callable[..., list[Council]]]:
         council.close()
 
 
-def turn(*members: Council, until: Callable[[], bool], seconds: float = 5.0) -> None:
+def turn(*members: FixedPeers, until: Callable[[], bool], seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, "it never came to that"
@@ -204,9 +204,9 @@ def connected(port: int) -> socket.socket | None:
 
 
 class TestChannel:
-    def pair(self) -> tuple[Channel, Caller]:
+    def pair(self) -> tuple[Channel, Introduction]:
         here, there = socket.socketpair()
-        caller = Caller(there, SECRET, "here")
+        caller = Introduction(there, SECRET, "here")
         with ThreadPoolExecutor(1) as pool:
             calling = pool.submit(call, here, SECRET, "there")
             wait_for(lambda: caller.step() is not None or caller.trusted)
@@ -229,14 +229,14 @@ class TestChannel:
             client.flush = lambda seconds=0.0, client=client, sent=sent: sent.append(client._out)  # type: ignore[method-assign]
             client.send({"x": "1"})
             client.connection.sendall(forge(sent[0]))
-            with pytest.raises(Gone):
+            with pytest.raises(ChannelBroken):
                 wait_for(lambda caller=caller: bool(caller.step()) and False)
         client, caller = self.pair()
         client.send({"x": 1})
         wait_for(
             lambda: bool(line := caller.channel.connection.recv(4096, socket.MSG_DONTWAIT)) and caller.channel.connection.send(line) > 0
         )
-        with pytest.raises(Gone, match="isn't signed"):
+        with pytest.raises(ChannelBroken, match="isn't signed"):
             client.wait(time.monotonic() + 1)
 
     def test_a_line_without_end(self):
@@ -245,7 +245,7 @@ class TestChannel:
         client.connection.settimeout(5)
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(client.connection.sendall, b"x" * 10_000_000)
-            with pytest.raises(Gone, match="too long"):
+            with pytest.raises(ChannelBroken, match="too long"):
                 wait_for(lambda: caller.step() is not None)
             caller.channel.close()
             assert isinstance(sending.exception(), OSError)
@@ -313,7 +313,7 @@ class TestCouncil:
     @pytest.mark.parametrize("teller", [0, 1])
     def test_a_call_in_which_workers_wait_reaches_all(self, councils, teller):
         members = councils("a", "b", "c")
-        late = Late(40, "backward of step 20", False)
+        late = LateCall(40, "backward of step 20", False)
         members[teller].tell_late(late)
         turn(*members, until=lambda: all(council.late == {40: late} for council in members))
 

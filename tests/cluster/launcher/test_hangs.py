@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.cluster.hosts.peers import Late, Nobody, note
+from paceline.cluster.hosts.peers import LateCall, NoPeers, note
 from paceline.cluster.launcher import janitor
-from paceline.cluster.launcher.hangs import Lateness
+from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import screens
-from paceline.cluster.launcher.worker import Task, Worker, start
+from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start
 from tests.cluster.launched import wait_for
 
-LATE = Late(7, "backward of step 3", False)
+LATE = LateCall(7, "backward of step 3", False)
 GIVEN_UP = LATE._replace(given_up=True)
 PLACE = {"PACELINE_STORE": "127.0.0.1:1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 
@@ -46,15 +46,15 @@ class Host:
     """The workers of one host, and what its launcher says."""
 
     def __init__(self) -> None:
-        self.peers, self.said = Nobody(), list[str]()
-        self.workers: list[Worker] = []
-        self.lateness = Lateness(self.peers, "box7", self.said.append)
+        self.peers, self.said = NoPeers(), list[str]()
+        self.workers: list[WorkerProcess] = []
+        self.lateness = HangSearch(self.peers, "box7", self.said.append)
 
-    def start(self, body: str) -> Worker:
+    def start(self, body: str) -> WorkerProcess:
         """A worker that has done this, and hangs."""
         rank = str(len(self.workers))
         environ = {**os.environ, **PLACE, "RANK": rank, "LOCAL_RANK": rank}
-        worker = start(Task(int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ()), None, screens())
+        worker = start(WorkerCommand(int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ()), None, screens())
         self.workers.append(worker)
         self.turn(lambda: worker.said("ready"), ends=False)
         return worker
@@ -69,7 +69,7 @@ class Host:
             self.lateness.turn([worker for worker in self.workers if worker.process.poll() is None], ends=ends)
             time.sleep(0.01)
 
-    def judge(self, late: Late = LATE, *, ends: bool = False) -> list[str]:
+    def judge(self, late: LateCall = LATE, *, ends: bool = False) -> list[str]:
         """What is said of this call."""
         self.peers.tell_late(late)
         cases = self.lateness._cases
@@ -155,7 +155,7 @@ def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
     why = f"it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on"
     assert host.judge() == [f"paceline: others wait for rank 0 on box7 (backward of step 3): {why}"]
     assert len(host.judge(GIVEN_UP)) == 1  # it hasn't moved
-    assert len(host.judge(Late(20, "backward of step 16", False))) == 2  # it must have, and stands still again
+    assert len(host.judge(LateCall(20, "backward of step 16", False))) == 2  # it must have, and stands still again
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_who_waits_in_an_earlier_call_is_to_blame_only_where_all_are_in_step(hos
 
 
 def test_that_somebody_gives_up_stays_so() -> None:
-    known: dict[int, Late] = {}
+    known: dict[int, LateCall] = {}
     for late in (LATE, GIVEN_UP, LATE):
         note(known, late)
     assert known == {7: GIVEN_UP}

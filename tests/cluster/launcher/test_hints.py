@@ -13,8 +13,8 @@ from paceline import cli
 from paceline.cluster import network
 from paceline.cluster.hosts.rendezvous import Meeting, Offer, assemble
 from paceline.cluster.launcher import hints
-from paceline.cluster.launcher.hints import SEVERAL, Reminder, crowded, leftover, misplaced
-from paceline.cluster.launcher.launch import Job, _line, check
+from paceline.cluster.launcher.hints import SEVERAL, WaitReminder, crowded, leftover, misplaced
+from paceline.cluster.launcher.launch import LaunchRequest, _line, check
 from paceline.errors import DeadlineExceeded, UsageError
 
 SECRET = b"0123456789abcdef"
@@ -60,7 +60,7 @@ class TestMisplaced:
 def test_python_in_the_place_of_the_script(script):
     assert leftover(script, ["train.py", "-x"]) == (f": paceline starts Python itself, so leave {script} out: paceline run ... train.py -x")
     with pytest.raises(UsageError, match=rf"the script no/{script} doesn't exist \(looked in .*\): paceline starts Python itself"):
-        check(Job(f"no/{script}", ("train.py",)))
+        check(LaunchRequest(f"no/{script}", ("train.py",)))
 
 
 @pytest.mark.parametrize(("script", "args"), [("absent.py", ["train.py"]), ("python", []), ("pythonic", ["x.py"])])
@@ -163,7 +163,7 @@ class TestWaiting:
     def test_now_and_then(self, monkeypatch):
         told, at = Told(), [0.0]
         monkeypatch.setattr(hints.time, "monotonic", lambda: at[0])
-        reminder = Reminder(told)
+        reminder = WaitReminder(told)
         for second in range(26):
             at[0] = float(second)
             reminder.turn(lambda: f"at {at[0]:g}")
@@ -172,13 +172,13 @@ class TestWaiting:
 
 def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
     """Read as a user would type it there."""
-    given = Job(
+    given = LaunchRequest(
         "x y.py", ("--lr", "0.1 "), 3, 2, "10.0.0.1:29400", 0, "s.secret", sync="LocalSGD(every=4)", placement="round-robin", min_workers=2
     )
-    asked: list[Job] = []
+    asked: list[LaunchRequest] = []
     monkeypatch.setattr("paceline.cli.launch.run", lambda job, environ: asked.append(job) or 0)
     monkeypatch.setattr(sys, "argv", shlex.split(_line(given)))
     with pytest.raises(SystemExit):
         cli.main()
-    assert asked[0] == Job(**{**vars(given), "host_rank": None, "secret_file": asked[0].secret_file})
+    assert asked[0] == LaunchRequest(**{**vars(given), "host_rank": None, "secret_file": asked[0].secret_file})
     assert str(asked[0].secret_file) == "s.secret"

@@ -9,7 +9,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from paceline.cluster.launcher.isolation import Refused, attempt
+from paceline.cluster.launcher.isolation import AttemptFailed, attempt
 from paceline.errors import NotationError
 
 
@@ -23,7 +23,7 @@ def test_an_error_of_ours_comes_back():
     def refuse() -> NoReturn:
         raise NotationError("wrong \N{SNOWMAN}" * 20_000)
 
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(AttemptFailed) as caught:
         attempt(refuse)
     assert caught.value.kind == "NotationError" and str(caught.value) == "wrong \N{SNOWMAN}" * 20_000
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cluster.launcher.launch import Job, check, deal, meeting_point
-from paceline.cluster.launcher.output import Screen, Stream, last_words
+from paceline.cluster.launcher.launch import LaunchRequest, check, deal, meeting_point
+from paceline.cluster.launcher.output import OutputStream, Screen, last_words
 from paceline.errors import UsageError
 from tests.cluster.launched import JOINED, ROOT, alive_in, wait_for, wait_gone
 
@@ -116,11 +116,11 @@ class Sink:
 class TestScreen:
     def feed(self, *parts: tuple[int, bytes]) -> bytes:
         sink = Sink()
-        streams: dict[int, tuple[int, Stream]] = {}
+        streams: dict[int, tuple[int, OutputStream]] = {}
         for rank, data in parts:
             if rank not in streams:
                 reader, writer = os.pipe()
-                streams[rank] = (writer, Stream(rank, reader, sink.screen))
+                streams[rank] = (writer, OutputStream(rank, reader, sink.screen))
             writer, stream = streams[rank]
             os.write(writer, data)
             stream.read()
@@ -146,7 +146,7 @@ class TestScreen:
     def test_a_prompt_is_shown_after_a_while(self):
         sink = Sink()
         reader, writer = os.pipe()
-        stream = Stream(0, reader, sink.screen)
+        stream = OutputStream(0, reader, sink.screen)
         os.write(writer, b"ready? ")
         stream.read()
         stream.idle(time.monotonic())
@@ -443,7 +443,7 @@ class TestUsage:
     )
     def test_nonsense_is_named(self, changes, words):
         with pytest.raises(UsageError, match=words):
-            check(Job(**{"script": __file__, **changes}))
+            check(LaunchRequest(**{"script": __file__, **changes}))
 
     @pytest.mark.parametrize(
         ("workers", "block", "turns"),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.hosts.elastic import Assembly
-from paceline.cluster.hosts.membership import Seat, View
+from paceline.cluster.hosts.elastic import ElasticPeers
+from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.launcher import replacement
-from paceline.cluster.launcher.replacement import Mending
-from paceline.cluster.launcher.worker import Worker
+from paceline.cluster.launcher.replacement import Replacement
+from paceline.cluster.launcher.worker import WorkerProcess
 
 
 class Host:
@@ -20,18 +20,18 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
         self.started: list[tuple[float, int]] = []  # when, and as which rank
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerProcess] = []
         monkeypatch.setattr(replacement.time, "monotonic", lambda: self.at)
         monkeypatch.setattr(replacement.time, "time", lambda: self.at)
-        assembly = Assembly(0, View(1, (Seat(0, (1, 2)),), 1), {})
-        self.mending = Mending(assembly, 1, 99, 600.0, self._again, say=lambda text: None)
+        assembly = ElasticPeers(0, View(1, (HostSeat(0, (1, 2)),), 1), {})
+        self.mending = Replacement(assembly, 1, 99, 600.0, self._again, say=lambda text: None)
         for rank in range(2):
             self._begin(rank)
 
     def _begin(self, rank: int) -> None:
         nothing: Any = None
         number = len(self.workers) + 1
-        self.workers.append(Worker(rank, nothing, (nothing, nothing), -1, -1, -1, number=number))
+        self.workers.append(WorkerProcess(rank, nothing, (nothing, nothing), -1, -1, -1, number=number))
 
     def _again(self, rank: int) -> None:
         self.started.append((self.at, rank))
@@ -52,7 +52,7 @@ class Host:
         return self.started[-1][0] - died
 
 
-def killed(worker: Worker) -> Failure | None:
+def killed(worker: WorkerProcess) -> Failure | None:
     return Failure(worker.rank, "host", 137, "was killed by SIGKILL", False, 0.0, "")
 
 

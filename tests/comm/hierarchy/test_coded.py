@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Work
-from paceline.comm.hierarchy.coded import Relay
+from paceline.comm.hierarchy.coded import CodedAllReduce
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ViewChanged, WorkerLost
 from paceline.trace import Trace
@@ -36,7 +36,7 @@ def test_the_way_is_gone_between_hosts_and_the_sum_is_exact_inside(hosts: tuple[
 
     def body(group: ThreadGroup) -> list[Tensor]:
         whole: Any = group if hosts is None else made(group, hosts)
-        relay = Relay(whole, stages)
+        relay = CodedAllReduce(whole, stages)
         flats = [data(group.rank, turn) for turn in range(5)]
         works = [relay.all_reduce(flat, rounded, f"bucket {turn}") for turn, flat in enumerate(flats)]
         other = whole.all_reduce(torch.ones(3))  # the group goes on beside it
@@ -60,7 +60,7 @@ def test_the_way_is_gone_between_hosts_and_the_sum_is_exact_inside(hosts: tuple[
 
 def test_other_dtypes_travel_in_float32() -> None:
     def body(group: ThreadGroup) -> list[Tensor]:
-        relay = Relay(made(group, (0, 0, 1)), 2)
+        relay = CodedAllReduce(made(group, (0, 0, 1)), 2)
         flats = [torch.full((70,), 1.5 + group.rank, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
         for flat in flats:
             relay.all_reduce(flat, rounded, "x").wait()
@@ -75,7 +75,7 @@ def test_other_dtypes_travel_in_float32() -> None:
 def test_bytes_and_spans() -> None:
     def body(group: ThreadGroup) -> tuple[int, int, set[tuple[str, str]]]:
         trace = Trace(1000)
-        relay = Relay(made(group, (0, 0, 1, 1)), 2, trace=trace)
+        relay = CodedAllReduce(made(group, (0, 0, 1, 1)), 2, trace=trace)
         relay.all_reduce(torch.ones(6000), rounded, "bucket 0").wait()
         traffic = relay.traffic
         relay.close()
@@ -90,7 +90,7 @@ def test_bytes_and_spans() -> None:
 
 def test_an_error_on_the_way_reaches_all_ranks() -> None:
     def body(group: ThreadGroup) -> str:
-        relay = Relay(made(group, (0, 0, 1, 1)), 1)
+        relay = CodedAllReduce(made(group, (0, 0, 1, 1)), 1)
 
         def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
             if group.rank == 2:

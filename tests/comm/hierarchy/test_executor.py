@@ -10,22 +10,22 @@ import pytest
 
 from paceline.comm.group import Finished
 from paceline.comm.hierarchy import executor as module
-from paceline.comm.hierarchy.executor import Flow, Job, Line, Steps
+from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
 
 
-def line(stages: int) -> tuple[Line, list[Any]]:
+def line(stages: int) -> tuple[StagedExecutor, list[Any]]:
     spread: list[Any] = []
 
     def tell(error: Any) -> Any:
         spread.append(error)
         return ViewChanged(f"the first: {error}")
 
-    return Line("test", stages, tell), spread
+    return StagedExecutor("test", stages, tell), spread
 
 
-def job(flows: Iterable[Flow], result: Any = None, deadline: float = 10.0) -> Job:
-    return Job(lambda: flows, lambda: result, "a job", deadline)
+def job(flows: Iterable[Flow], result: Any = None, deadline: float = 10.0) -> StagedJob:
+    return StagedJob(lambda: flows, lambda: result, "a job", deadline)
 
 
 def through(log: list[Any], name: str, stages: int, pause: float = 0.0) -> Steps:
@@ -75,7 +75,7 @@ def test_what_is_between_two_stages_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         begun.append(name)
         yield Gated()
 
-    def flows(elements: int, count: int) -> Job:
+    def flows(elements: int, count: int) -> StagedJob:
         return job(Flow(steps(number), elements) for number in range(count))
 
     works = [ours.start(flows(30, 8))]
@@ -125,7 +125,7 @@ def test_an_error_of_the_users_ends_its_job_alone(where: str) -> None:
             fail()
 
     flows = fail if where == "flows" else lambda: [Flow(steps(), 1), Flow(through([], "x", 2), 1)]
-    work = ours.start(Job(flows, fail if where == "conclude" else lambda: 1, "a job", 10.0))
+    work = ours.start(StagedJob(flows, fail if where == "conclude" else lambda: 1, "a job", 10.0))
     with pytest.raises(UsageError, match="no such thing"):
         work.wait()
     assert ours.start(job([], 7)).wait() == 7 and not spread

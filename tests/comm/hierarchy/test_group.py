@@ -243,7 +243,7 @@ def test_an_error_inside_one_host_reaches_all_ranks_as_the_same() -> None:
 def test_schedules_run_over_hosts() -> None:
     def body(group: ThreadGroup) -> torch.Tensor:
         whole = made(group, (0, 1, 0))
-        lane = collectives.Lane(whole)
+        lane = collectives.ScheduleQueue(whole)
         found = [lane.all_reduce(torch.full((70,), float(group.rank)), schedule.ring(3)) for _ in range(3)]
         result = [work.wait() for work in found][-1]
         whole.close()

@@ -113,7 +113,7 @@ def _schedules(group: TorchGroup) -> None:
     for name in SCHEDULES:
         x = mine(group.rank, (20_001,), torch.float64)
         torch.testing.assert_close(collectives.all_reduce(group, x, build(name, [0, 1, 0]), out=x).wait(), wanted)
-    lane = collectives.Lane(group)
+    lane = collectives.ScheduleQueue(group)
     works = [lane.all_reduce(torch.full((5000,), float(k)), build("ring", [0] * 3)) for k in range(5)]
     more = [group.all_reduce_agreed(torch.full((50_000,), float(k))) for k in range(5)]  # beside Gloo's own
     assert len(group.agree(b"")) == 3

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from torch.distributed import HashStore
 
-from paceline.comm.native.waitposts import Lookout, Verdict
-from paceline.comm.waitgraph import Wait
+from paceline.comm.native.waitposts import GroupEnd, Waitposts
+from paceline.comm.waitgraph import RankWait
 
 
 def until(true: Callable[[], object], seconds: float = 10.0) -> None:
@@ -18,8 +18,8 @@ def until(true: Callable[[], object], seconds: float = 10.0) -> None:
 
 def test_ranks_see_each_others_waits_until_they_leave() -> None:
     store = HashStore()
-    one, other = Lookout(store, 0, 2), Lookout(store, 1, 2)
-    wait = Wait("data", 3, "all_reduce", {"data": 4})
+    one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
+    wait = RankWait("data", 3, "all_reduce", {"data": 4})
     one.enter(wait)
     other.enter(wait)
     until(lambda: one.others == {1: wait})
@@ -32,9 +32,9 @@ def test_ranks_see_each_others_waits_until_they_leave() -> None:
 
 def test_a_circle_is_found_by_both() -> None:
     store = HashStore()
-    one, other = Lookout(store, 0, 2), Lookout(store, 1, 2)
-    one.enter(Wait("agree", 0, "agree", {"agree": 1}))
-    other.enter(Wait("calls", 0, "barrier", {"calls": 1}))
+    one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
+    one.enter(RankWait("agree", 0, "agree", {"agree": 1}))
+    other.enter(RankWait("calls", 0, "barrier", {"calls": 1}))
     until(lambda: set(one.stuck) == {0, 1} == set(other.stuck))
     one.close()
     other.close()
@@ -42,7 +42,7 @@ def test_a_circle_is_found_by_both() -> None:
 
 def test_the_first_verdict_counts() -> None:
     store = HashStore()
-    one, other = Lookout(store, 0, 2), Lookout(store, 1, 2)
-    first = Verdict("WorkerLost", "rank 2 is gone", (2,))
+    one, other = Waitposts(store, 0, 2), Waitposts(store, 1, 2)
+    first = GroupEnd("WorkerLost", "rank 2 is gone", (2,))
     assert one.verdict(first) == first
-    assert other.verdict(Verdict("ViewChanged", "aborted")) == first
+    assert other.verdict(GroupEnd("ViewChanged", "aborted")) == first

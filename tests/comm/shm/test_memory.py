@@ -9,14 +9,14 @@ import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.shm import memory
-from paceline.comm.shm.memory import LARGE, Segment, fresh, share
+from paceline.comm.shm.memory import LARGE, SharedSegment, fresh, share
 from paceline.errors import ResourceError
 from tests.processes import fork, threads
 
 
 def test_bytes_are_shared_and_zero_at_first() -> None:
-    one = Segment.create(10_000)
-    other = Segment.open(one.address, 10_000)
+    one = SharedSegment.create(10_000)
+    other = SharedSegment.open(one.address, 10_000)
     one.seal()
     assert one.start != other.start and bool((other.tensor(0, (10_000,), torch.uint8) == 0).all())
     one.tensor(8, (3, 2), torch.float32).copy_(torch.arange(6.0).view(3, 2))
@@ -32,7 +32,7 @@ def test_tensors_outlive_the_segment_and_nothing_else_is_held() -> None:
 
     gc.collect()
     before = held()
-    segment = Segment.create(1 << 20)
+    segment = SharedSegment.create(1 << 20)
     segment.seal()
     x, cells = segment.tensor(4096, (100,), torch.float32), segment.cells()
     del segment
@@ -54,17 +54,17 @@ def test_fresh_memory_is_ordinary_memory(shape: tuple[int, ...]) -> None:
 
 def test_what_can_not_be_had_is_said(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"1048576 MiB of shared memory can't be had \(.*; .* has \d+ MiB free\); .*shm-size"):
-        Segment.create(1 << 40, folder=str(tmp_path))
+        SharedSegment.create(1 << 40, folder=str(tmp_path))
     with pytest.raises(ResourceError, match="No such file"):
-        Segment.create(4096, folder=str(tmp_path / "missing"))
+        SharedSegment.create(4096, folder=str(tmp_path / "missing"))
     assert list(tmp_path.iterdir()) == []
-    segment = Segment.create(4096, folder=str(tmp_path))
+    segment = SharedSegment.create(4096, folder=str(tmp_path))
     with pytest.raises(ResourceError, match="another size than the 8192 bytes"):
-        Segment.open(segment.address, 8192)
+        SharedSegment.open(segment.address, 8192)
     segment.seal()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ResourceError, match="can't be mapped"):
-        Segment.open(segment.address, 4096)
+        SharedSegment.open(segment.address, 4096)
 
 
 def meeting(store: Store, rank: int, size: int) -> object:
@@ -92,7 +92,7 @@ def test_share() -> None:
 
 
 def test_a_file_serves_where_an_anonymous_one_can_not_be_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Segment, "address", property(lambda self: self._path or "/proc/1/fd/none"))
+    monkeypatch.setattr(SharedSegment, "address", property(lambda self: self._path or "/proc/1/fd/none"))
     monkeypatch.setattr(memory, "SHM", str(tmp_path))
 
     def body(rank: int, size: int, store: Store) -> bool:
@@ -108,7 +108,7 @@ def test_an_error_of_one_is_raised_by_all(monkeypatch: pytest.MonkeyPatch, tmp_p
     def body(rank: int, size: int, store: Store) -> None:
         for folder in (str(tmp_path), str(tmp_path / "missing")):
             if rank == 1 and not folder.endswith("missing"):
-                monkeypatch.setattr(Segment, "open", lambda *_: (_ for _ in ()).throw(ResourceError("not here")))
+                monkeypatch.setattr(SharedSegment, "open", lambda *_: (_ for _ in ()).throw(ResourceError("not here")))
             with pytest.raises(ResourceError, match=r"not here|No such file"):
                 meet = meeting(store.sub(folder), rank, size)
                 share(8192, rank, 0, meet, inside=True, folder=folder)  # type: ignore[arg-type]

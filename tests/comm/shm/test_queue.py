@@ -6,26 +6,26 @@ from typing import Any
 import pytest
 
 from paceline.cluster.store import Store
-from paceline.comm.fingerprint import Call
-from paceline.comm.shm.queue import Queue
-from paceline.comm.shm.segment import Board, Steps
+from paceline.comm.fingerprint import CallFingerprint
+from paceline.comm.shm.queue import WorkQueue
+from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.errors import Mismatch, WorkerLost
 from tests.processes import threads
 
-CALL = Call("call")
+CALL = CallFingerprint("call")
 
 
 def queues(size: int, body: Any) -> list[Any]:
     """`body(queue, board)` on threads, one a rank."""
 
     def run(rank: int, size: int, store: Store) -> Any:
-        board = Board.from_store(store, rank, range(size), deadline=10)
-        return body(Queue(board, []), board)
+        board = ControlSegment.from_store(store, rank, range(size), deadline=10)
+        return body(WorkQueue(board, []), board)
 
     return threads(size, run)
 
 
-def counting(board: Board, phases: int, log: list[Any], name: Any) -> Steps:
+def counting(board: ControlSegment, phases: int, log: list[Any], name: Any) -> Steps:
     for phase in range(phases):
         log.append((name, phase))
         board.post()
@@ -34,7 +34,7 @@ def counting(board: Board, phases: int, log: list[Any], name: Any) -> Steps:
 
 
 def test_operations_run_one_after_the_other_and_only_when_pushed() -> None:
-    def body(queue: Queue, board: Board) -> None:
+    def body(queue: WorkQueue, board: ControlSegment) -> None:
         log: list[Any] = []
         works = [queue.start(CALL, counting(board, 3, log, name)) for name in "ab"]
         assert works[1].wait() == "b" and works[0].done() and works[0].wait() == "a" and works[0].exception() is None
@@ -49,7 +49,7 @@ def test_an_error_found_by_all_ends_one_operation_and_one_found_alone_ends_all()
         raise error
         yield 0
 
-    def body(queue: Queue, board: Board) -> None:
+    def body(queue: WorkQueue, board: ControlSegment) -> None:
         log: list[Any] = []
         first = queue.start(CALL, raising(Mismatch("apart")))
         second = queue.start(CALL, counting(board, 2, log, "b"))
@@ -72,7 +72,7 @@ def test_an_error_found_by_all_ends_one_operation_and_one_found_alone_ends_all()
 
 
 def test_an_interrupt_in_an_operation_is_raised_and_never_a_result() -> None:
-    def body(queue: Queue, board: Board) -> None:
+    def body(queue: WorkQueue, board: ControlSegment) -> None:
         def interrupted() -> Steps:
             yield board.posted
             raise KeyboardInterrupt
@@ -86,7 +86,7 @@ def test_an_interrupt_in_an_operation_is_raised_and_never_a_result() -> None:
 
 
 def test_several_threads_may_wait() -> None:
-    def body(queue: Queue, board: Board) -> None:
+    def body(queue: WorkQueue, board: ControlSegment) -> None:
         log: list[Any] = []
         works = [queue.start(CALL, counting(board, 20, log, name)) for name in range(8)]
         found: list[Any] = []
@@ -102,9 +102,9 @@ def test_several_threads_may_wait() -> None:
 
 def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        boards = [Board.from_store(store.sub(name), rank, range(size), deadline=10) for name in "ab"]
+        boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=10) for name in "ab"]
         relatives: list[Any] = []
-        one, other = (Queue(board, relatives) for board in boards)
+        one, other = (WorkQueue(board, relatives) for board in boards)
         log: list[Any] = []
         work = one.start(CALL, counting(boards[0], 5, log, "a"))
         if rank == 0:
@@ -113,7 +113,7 @@ def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
         if rank == 1:
             other.start(CALL, counting(boards[1], 1, log, "b")).wait()
         del other
-        third = Queue(Board.from_store(store.sub("c"), rank, range(size), deadline=10), relatives)
+        third = WorkQueue(ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=10), relatives)
         assert [ref() for ref in relatives] == [one, third]
 
     threads(2, body)

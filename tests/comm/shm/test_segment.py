@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from paceline.cluster.store import Store
-from paceline.comm.fingerprint import Call
-from paceline.comm.shm.segment import MAIL, META, SLOTS, STAGE, Board
+from paceline.comm.fingerprint import CallFingerprint
+from paceline.comm.shm.segment import MAIL, META, SLOTS, STAGE, ControlSegment
 from paceline.errors import Mismatch, UsageError
 from tests.processes import fork, threads
 
 
-def join(store: Store, rank: int, size: int) -> Board:
-    return Board.from_store(store, rank, range(size), deadline=20)
+def join(store: Store, rank: int, size: int) -> ControlSegment:
+    return ControlSegment.from_store(store, rank, range(size), deadline=20)
 
 
 def test_payloads_of_any_length_are_exchanged() -> None:
@@ -33,15 +33,15 @@ def test_other_calls_of_agree_are_told_apart_and_the_lane_goes_on() -> None:
         board = join(store, rank, size)
         for payload in (b"", b"x" * 3 * MAIL * rank):
             with pytest.raises(Mismatch, match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_board.py:\d+\)"):
-                board.agree(payload, Call("that", "w") if rank else Call("this"))
+                board.agree(payload, CallFingerprint("that", "w") if rank else CallFingerprint("this"))
             with pytest.raises(UsageError, match=r"that: it is wrong \(rank 2\)"):
-                board.agree(payload, Call("that", flaw="it is wrong" if rank == 2 else ""))
+                board.agree(payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else ""))
             assert board.agree(bytes([rank])) == [b"\0", b"\1", b"\2"]
 
     threads(3, body)
 
 
-def run(board: Board, call: Call, meta: object = None) -> list[object]:
+def run(board: ControlSegment, call: CallFingerprint, meta: object = None) -> list[object]:
     steps = board.meet(call, meta)
     try:
         while True:
@@ -57,17 +57,17 @@ def test_meetings_give_every_ranks_meta() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         board = join(store, rank, size)
         for turn in range(50):
-            assert run(board, Call("turn", str(turn)), [rank, turn]) == [[r, turn] for r in range(size)]
-            assert run(board, Call("turn")) == []
+            assert run(board, CallFingerprint("turn", str(turn)), [rank, turn]) == [[r, turn] for r in range(size)]
+            assert run(board, CallFingerprint("turn")) == []
         big = "x" * (META - 50)
-        assert run(board, Call("big"), big) == [big] * size
+        assert run(board, CallFingerprint("big"), big) == [big] * size
         with pytest.raises(
             UsageError, match=rf"big: {META} bytes describe it and {META - 8} fit; exchange fewer tensors at a time \(rank 1\)"
         ):
-            run(board, Call("big"), "x" * (META - 3) if rank == 1 else "")
+            run(board, CallFingerprint("big"), "x" * (META - 3) if rank == 1 else "")
         with pytest.raises(Mismatch, match=r"rank 0 at one \(\S+\); rank 1 at other"):
-            run(board, Call("other" if rank else "one"), big)
-        assert run(board, Call("again"), rank) == [0, 1]
+            run(board, CallFingerprint("other" if rank else "one"), big)
+        assert run(board, CallFingerprint("again"), rank) == [0, 1]
 
     fork(2, body)
 
@@ -81,7 +81,7 @@ def test_every_place_of_the_segment_has_one_writer() -> None:
         for half in range(2):
             board.small(rank, half, 8192, torch.float32).fill_(rank - half)
         board.agree(b"y" * MAIL)
-        run(board, Call("call"), ["z" * 1000])
+        run(board, CallFingerprint("call"), ["z" * 1000])
         for r in range(size):
             assert all(bool((board.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all()) for slot in range(SLOTS))
             assert all(bool((board.small(r, half, 8192, torch.float32) == r - half).all()) for half in range(2))

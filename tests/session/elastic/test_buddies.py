@@ -20,7 +20,7 @@ from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import topk
 from paceline.fault import replicator as carrying
 from paceline.fault.replicate import Replicate
-from paceline.session.elastic.buddies import Buddies
+from paceline.session.elastic.buddies import BuddyReplication
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
@@ -51,14 +51,14 @@ class Training:
 
     run: Run
     net: nn.Module
-    buddies: Buddies
+    buddies: BuddyReplication
     said: list[str]
 
     @classmethod
     def begin(cls, run: Run, replicate: Replicate) -> Training:
         said: list[str] = []
         run._scene.say = said.append
-        buddies = Buddies(run._scene, run._own.sync, run._turns, replicate)
+        buddies = BuddyReplication(run._scene, run._own.sync, run._turns, replicate)
         run._turns.committed = buddies.committed
         return cls(run, model(), buddies, said)
 

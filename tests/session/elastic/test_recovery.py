@@ -15,10 +15,10 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from paceline.cluster.control.commands import Member, Orders, Roster
+from paceline.cluster.control.commands import CommandPipe, Member, Roster
 from paceline.errors import ServerLost
 from paceline.session.elastic import recovery as surviving
-from paceline.session.elastic.recovery import Survival
+from paceline.session.elastic.recovery import Recovery
 from tests.launches import Job, Jobs, free_port
 from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
@@ -112,8 +112,10 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
         said.append(number)
         os.write(told, Roster(number + 1, tuple(view), broken=number == 3).dump())
 
-    survival = object.__new__(Survival)
-    survival.__dict__.update(worker=10, view=1, orders=Orders(heard), _around=SimpleNamespace(place=None), _agreement=None, _heart=None)
+    survival = object.__new__(Recovery)
+    survival.__dict__.update(
+        worker=10, view=1, orders=CommandPipe(heard), _around=SimpleNamespace(place=None), _agreement=None, _heart=None
+    )
     survival.orders.arm(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.report, "broken", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)

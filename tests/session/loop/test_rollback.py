@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.session.loop.rollback import Undo
+from paceline.session.loop.rollback import Rollback
 from paceline.state.versioned import Randomness
 
 
@@ -17,7 +17,7 @@ def test_statistics_of_batchnorm_go_back_turn_after_turn() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     backward: Any = SimpleNamespace(passes=1, back=lambda: None)
-    undo = Undo(dict, [model], Randomness(torch.device("cpu")), backward)
+    undo = Rollback(dict, [model], Randomness(torch.device("cpu")), backward)
     for _ in range(3):
         undo.begin(1)
         before = [buffer.clone() for buffer in model.buffers()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import DataError, UsageError
-from paceline.session.prepare.options import DEFAULTS, Wishes
+from paceline.session.prepare.options import DEFAULTS, PrepareOptions
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import alone, batches, distance, parameters, workers
@@ -130,7 +130,7 @@ def test_a_call_with_a_loader_speaks_for_that_one() -> None:
 
 
 def test_a_later_call_wins() -> None:
-    wishes, nothing = Wishes(), dict.fromkeys(DEFAULTS)
+    wishes, nothing = PrepareOptions(), dict.fromkeys(DEFAULTS)
     wishes.hear({**nothing, "loss": "sum", "accumulate": 4}, 2, loaders=False, models=True)
     assert wishes.hear({**nothing, "accumulate": 1}, 2, loaders=True, models=False)["accumulate"] == 1
     assert wishes.hear(nothing, 2, loaders=True, models=False)["accumulate"] == 4

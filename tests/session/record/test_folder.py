@@ -15,7 +15,7 @@ import pytest
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import PacelineError, ResourceError, UsageError
-from paceline.session.record.folder import Folder, Summary, Totals, write_whole
+from paceline.session.record.folder import RunFolder, RunSummary, RunTotals, write_whole
 
 
 def silent(text: str) -> None:
@@ -24,7 +24,7 @@ def silent(text: str) -> None:
 
 def test_a_name_that_is_taken_is_numbered_and_said(tmp_path: Path) -> None:
     said: list[str] = []
-    folders = [Folder.create(tmp_path / "runs", "a[1]", say=said.append) for _ in range(3)]
+    folders = [RunFolder.create(tmp_path / "runs", "a[1]", say=said.append) for _ in range(3)]
     assert [folder.name for folder in folders] == ["a[1]", "a[1]-2", "a[1]-3"]
     assert said == ["there is a run a[1] already: this one is a[1]-2", "there is a run a[1] already: this one is a[1]-3"]
     assert folders[2].earlier == (folders[1].path, folders[0].path)  # what a resume may go on from, newest first
@@ -35,12 +35,12 @@ def test_other_runs_are_not_earlier_ones(tmp_path: Path) -> None:
     for name in ("run-2", "run-x", "running", "run"):
         (tmp_path / name).mkdir()
     (tmp_path / "run-3").write_text("a file")
-    assert [path.name for path in Folder.create(tmp_path, "run", say=lambda text: None).earlier] == ["run-2", "run"]
-    assert Folder.create(tmp_path, "ru", say=silent).earlier == ()
+    assert [path.name for path in RunFolder.create(tmp_path, "run", say=lambda text: None).earlier] == ["run-2", "run"]
+    assert RunFolder.create(tmp_path, "ru", say=silent).earlier == ()
 
 
 def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
-    names = {Folder.create(tmp_path, None, say=silent).name for _ in range(5)}
+    names = {RunFolder.create(tmp_path, None, say=silent).name for _ in range(5)}
     assert len(names) == 5
     assert all(name.startswith("20") for name in names)
 
@@ -48,14 +48,14 @@ def test_without_a_name_it_is_the_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/absolute", "a\\b", "a\0b"])
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="can't be called"):
-        Folder.create(tmp_path, name, say=silent)
+        RunFolder.create(tmp_path, name, say=silent)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(UsageError, match=r"can't be made \(Not a directory\); give start\(folder=\.\.\.\)"):
-        Folder.create(tmp_path / "runs", "a", say=silent)
+        RunFolder.create(tmp_path / "runs", "a", say=silent)
 
 
 def dangling(path: Path) -> None:
@@ -80,18 +80,18 @@ def test_a_place_where_no_folder_can_be_made(tmp_path: Path, make: Callable[[Pat
     """It doesn't try for ever."""
     make(tmp_path / "runs")
     with pytest.raises(UsageError, match=rf"can't be made \({why}\); give start\(folder=\.\.\.\) a place for it"):
-        Folder.create(tmp_path / "runs", name, say=silent)
+        RunFolder.create(tmp_path / "runs", name, say=silent)
 
 
 def test_a_run_that_is_a_dangling_link_is_taken(tmp_path: Path) -> None:
     dangling(tmp_path / "a")
     said: list[str] = []
-    assert Folder.create(tmp_path, "a", say=said.append).name == "a-2" and len(said) == 1
+    assert RunFolder.create(tmp_path, "a", say=said.append).name == "a-2" and len(said) == 1
 
 
 def test_all_workers_have_the_same_folder(tmp_path: Path) -> None:
-    def body(group: ThreadGroup) -> Folder:
-        return Folder.agree(Agreement(group), tmp_path, "a", say=silent)
+    def body(group: ThreadGroup) -> RunFolder:
+        return RunFolder.agree(Agreement(group), tmp_path, "a", say=silent)
 
     folders = spawn(3, body)
     assert {folder.path for folder in folders} == {tmp_path / "a"}
@@ -101,21 +101,21 @@ def test_all_workers_have_the_same_folder(tmp_path: Path) -> None:
 def test_all_workers_hear_of_a_failure(tmp_path: Path) -> None:
     def body(group: ThreadGroup) -> str:
         with pytest.raises(PacelineError, match="can't be called 'a/b'") as caught:
-            Folder.agree(Agreement(group), tmp_path, "a/b", say=silent)
+            RunFolder.agree(Agreement(group), tmp_path, "a/b", say=silent)
         return type(caught.value).__name__
 
     assert spawn(3, body) == ["UsageError", "Mismatch", "Mismatch"]  # the launcher knows the second for an echo
 
 
-def summary(**changes: Any) -> Summary:
+def summary(**changes: Any) -> RunSummary:
     parts = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.0}
-    totals = Totals(10, 640, 2.5, 533.3, changes.pop("loss", 1.5), parts, [parts])
+    totals = RunTotals(10, 640, 2.5, 533.3, changes.pop("loss", 1.5), parts, [parts])
     saved = {"count": 1, "stall_seconds": 0.05, "write_seconds": 0.4, "nbytes": 1000}
-    return Summary("AllReduce()", 1, 1, totals, {"within": 1e6, "between": 0.0}, [], "ab" * 32, saved, [{"time": 0.1, "what": "joined"}])
+    return RunSummary("AllReduce()", 1, 1, totals, {"within": 1e6, "between": 0.0}, [], "ab" * 32, saved, [{"time": 0.1, "what": "joined"}])
 
 
 def test_the_summary_has_every_field(tmp_path: Path) -> None:
-    folder = Folder.create(tmp_path, "a", say=silent)
+    folder = RunFolder.create(tmp_path, "a", say=silent)
     summary().write(folder)
     found = json.loads(folder.summary.read_text())
     assert list(found) == [
@@ -143,7 +143,7 @@ def refuse(constant: str) -> None:
 
 @pytest.mark.parametrize(("loss", "written"), [(math.nan, "nan"), (math.inf, "inf"), (None, None)])
 def test_a_loss_that_is_no_number_is_still_json(tmp_path: Path, loss: float, written: str) -> None:
-    folder = Folder.create(tmp_path, "a", say=silent)
+    folder = RunFolder.create(tmp_path, "a", say=silent)
     summary(loss=loss).write(folder)
     assert json.loads(folder.summary.read_text(), parse_constant=refuse)["final_loss"] == written
 

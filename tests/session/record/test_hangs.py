@@ -23,7 +23,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
 from paceline.session.record import hangs
-from paceline.session.record.hangs import Watching, check_lateness
+from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.run import Run
 from tests.launches import Ended, Jobs, free_port, wait_for
 from tests.runs import workers
@@ -135,7 +135,7 @@ class Worker:
         os.set_blocking(self.shown, False)
         self.descriptors = [self._reports, report, heard, self.orders, self.shown, stack]
         self.place = Place(report_fd=report, orders_fd=heard, stack_fd=stack, worker=number)
-        self.watching = Watching(self.place, self.agreement, deadline, late_after)
+        self.watching = HangDetector(self.place, self.agreement, deadline, late_after)
         self._lines = os.fdopen(os.dup(self._reports))
 
     def report(self) -> dict[str, object]:

@@ -12,12 +12,12 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.session.record import jsonl
-from paceline.session.record.jsonl import Lines
+from paceline.session.record.jsonl import JsonLines
 
 
 def test_lines_are_added(tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.jsonl"
-    first, second = Lines(path), Lines(path)
+    first, second = JsonLines(path), JsonLines(path)
     first.append(['{"step": 1}', '{"step": 2}'])
     first.close()
     second.append(['{"step": 3}'])
@@ -39,7 +39,7 @@ class Small(FileIO):
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "FileIO", Small)
-    written = Lines(tmp_path / "x.jsonl")
+    written = JsonLines(tmp_path / "x.jsonl")
     written.append(['{"step": 1}', '{"step": 2}'])
     for _ in range(2):
         with pytest.raises(ResourceError, match=r"x\.jsonl could not be written \(No space left on device\); free some space"):
@@ -62,12 +62,12 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path, monkeypatc
 def test_who_goes_on_takes_off_what_is_no_whole_line(tmp_path: Path, text: str, last: Any, left: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(text)
-    assert Lines(path).last() == last and path.read_text() == left
+    assert JsonLines(path).last() == last and path.read_text() == left
 
 
 def test_a_place_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").mkdir()
     with pytest.raises(ResourceError, match=r"x\.jsonl could not be written \(Is a directory\)"):
-        Lines(tmp_path / "x.jsonl").append(["{}"])
+        JsonLines(tmp_path / "x.jsonl").append(["{}"])
     with pytest.raises(ResourceError, match=r"x\.jsonl could not be written \(Is a directory\)"):
-        Lines(tmp_path / "x.jsonl").last()
+        JsonLines(tmp_path / "x.jsonl").last()

@@ -18,10 +18,10 @@ import torch
 from paceline.comm.agreement import Agreement
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ResourceError, UsageError
-from paceline.session.record.folder import Folder
-from paceline.session.record.log import Log, OnNan
-from paceline.session.record.status_line import Beat, Line, describe, spoken
-from paceline.session.record.writer import Book
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.log import MetricsLog, OnNan
+from paceline.session.record.status_line import FinishedStep, StatusLine, describe, spoken
+from paceline.session.record.writer import MetricsWriter
 
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.1, "data": 0.1}
 
@@ -40,22 +40,22 @@ def silent(text: str) -> None:
     raise AssertionError(f"nothing to say, but said: {text}")
 
 
-def folder(tmp_path: Path) -> Folder:
-    return Folder.create(tmp_path, "run", say=silent)
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run", say=silent)
 
 
-def job(tmp_path: Path, size: int, *, on_nan: OnNan = "warn", say: Callable[[str], None] = silent) -> tuple[list[Log], Folder]:
+def job(tmp_path: Path, size: int, *, on_nan: OnNan = "warn", say: Callable[[str], None] = silent) -> tuple[list[MetricsLog], RunFolder]:
     """The logs of `size` workers, the first with a book."""
     where = folder(tmp_path)
-    return [Log(Book(where) if rank == 0 else None, on_nan=on_nan, say=say, clock=Clock()) for rank in range(size)], where
+    return [MetricsLog(MetricsWriter(where) if rank == 0 else None, on_nan=on_nan, say=say, clock=Clock()) for rank in range(size)], where
 
 
-def flush(logs: list[Log], *, last: bool = False) -> list[str | None]:
+def flush(logs: list[MetricsLog], *, last: bool = False) -> list[str | None]:
     bodies = [log.drain(last=last) for log in logs]
     return [log.absorb(bodies) for log in logs]
 
 
-def lines(where: Folder) -> list[dict[str, Any]]:
+def lines(where: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in where.metrics.read_text().splitlines()] if where.metrics.exists() else []
 
 
@@ -179,7 +179,7 @@ def test_finish_in_a_group(tmp_path: Path) -> None:
     where = folder(tmp_path)
 
     def body(group: ThreadGroup) -> Any:
-        log = Log(Book(where) if group.rank == 0 else None, say=silent)
+        log = MetricsLog(MetricsWriter(where) if group.rank == 0 else None, say=silent)
         for step in range(1, 6):
             log.log(step, {"loss": float(group.rank)}, group.rank + 1)
             log.step(step, 4, SECONDS)
@@ -300,7 +300,7 @@ def test_only_losses_are_judged(tmp_path: Path) -> None:
 
 def test_unknown_on_nan() -> None:
     with pytest.raises(UsageError, match="on_nan='ignore' is unknown"):
-        Log(None, on_nan="ignore", say=silent)  # type: ignore[arg-type]
+        MetricsLog(None, on_nan="ignore", say=silent)  # type: ignore[arg-type]
 
 
 # Pace, totals, files ----------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_unknown_on_nan() -> None:
 @pytest.mark.parametrize(("seconds", "ahead"), [(0.001, 20), (0.3, 20), (1.0, 10), (2.0, 5), (40.0, 1)])
 def test_drains_are_a_second_apart(seconds: float, ahead: int) -> None:
     clock = Clock()
-    log = Log(None, say=silent, clock=clock)
+    log = MetricsLog(None, say=silent, clock=clock)
     log.drain()
     for step in range(10):
         log.step(step, 1, SECONDS)
@@ -350,7 +350,7 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_records_are_small() -> None:
-    log = Log(None, say=silent)
+    log = MetricsLog(None, say=silent)
     log.log(1, {"loss": 1.0})
     log.step(1, 4, SECONDS)
     assert len(log.drain()) < 100
@@ -367,13 +367,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def beat(step: int, now: float = 0.0, **values: float) -> Beat:
-    return Beat(step, now, 64, values or {"loss": 1.0}, SECONDS)
+def beat(step: int, now: float = 0.0, **values: float) -> FinishedStep:
+    return FinishedStep(step, now, 64, values or {"loss": 1.0}, SECONDS)
 
 
 def test_at_most_one_line_a_second_and_the_last_in_any_case() -> None:
     clock, stream = Clock(), io.StringIO()
-    line = Line(stream, clock=clock)
+    line = StatusLine(stream, clock=clock)
     for step in range(1, 36):
         clock.now += 0.125
         line.step(beat(step, clock.now), 35)
@@ -385,7 +385,7 @@ def test_at_most_one_line_a_second_and_the_last_in_any_case() -> None:
 
 def test_a_last_line_that_was_shown_is_not_repeated() -> None:
     stream = io.StringIO()
-    line = Line(stream, clock=Clock())
+    line = StatusLine(stream, clock=Clock())
     line.step(beat(1), None)
     line.close(None)
     assert len(stream.getvalue().splitlines()) == 1
@@ -393,7 +393,7 @@ def test_a_last_line_that_was_shown_is_not_repeated() -> None:
 
 def test_what_a_line_says() -> None:
     clock, stream = Clock(), io.StringIO()
-    line = Line(stream, clock=clock)
+    line = StatusLine(stream, clock=clock)
     for step in (1, 3):
         clock.now += 10
         line.step(beat(step, clock.now, loss=2.34567, accuracy=0.5), 63)
@@ -403,7 +403,7 @@ def test_what_a_line_says() -> None:
 
 
 def test_parts_that_are_unknown_are_left_out() -> None:
-    assert describe(Beat(3, 0.0, 0, {}, {}), 0, {}, total=None, left=None) == "step 3"
+    assert describe(FinishedStep(3, 0.0, 0, {}, {}), 0, {}, total=None, left=None) == "step 3"
     assert describe(beat(5), 0, {}, total=5, left=0.0) == "step 5/5  loss 1"
 
 
@@ -414,7 +414,7 @@ def test_times(seconds: float, text: str) -> None:
 
 def test_on_a_terminal_one_line_is_kept_up_to_date() -> None:
     clock, stream = Clock(), Terminal()
-    line = Line(stream, clock=clock)
+    line = StatusLine(stream, clock=clock)
     for step in range(1, 4):
         clock.now += 2
         line.step(beat(step), None)
@@ -427,7 +427,7 @@ def test_on_a_terminal_one_line_is_kept_up_to_date() -> None:
 
 def test_a_book_shows_what_it_writes(tmp_path: Path) -> None:
     stream = io.StringIO()
-    log = Log(Book(folder(tmp_path), Line(stream, clock=Clock())), say=silent, clock=Clock())
+    log = MetricsLog(MetricsWriter(folder(tmp_path), StatusLine(stream, clock=Clock())), say=silent, clock=Clock())
     log.total_steps = 4
     for step in (1, 2):
         log.log(step, {"loss": 3.0})

@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from paceline.session.record import stragglers
-from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, Slowness
+from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
 from tests.runs import batches, workers
 
 HOSTS = ("a", "a", "b", "b")
 
 
-def flush(found: Slowness, *work: float, steps: int = 10, times: int = 1, hosts: tuple[str, ...] = HOSTS, **parts: float) -> list[str]:
+def flush(
+    found: StragglerSensor, *work: float, steps: int = 10, times: int = 1, hosts: tuple[str, ...] = HOSTS, **parts: float
+) -> list[str]:
     """What is said in so many flushes of steps in which each rank has so much work (seconds), and waits for who has most."""
     exchange, data, said = parts.get("exchange", 0.01), parts.get("data", 0.0), []
     for _ in range(times):
@@ -36,52 +38,52 @@ LINE = (
 
 
 def test_one_is_named_once() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     assert flush(found, *SLOW, times=FLUSHES - 1) == []
     assert flush(found, *SLOW, times=20) == [LINE]
 
 
 def test_slow_data_are_work_too() -> None:
-    assert flush(Slowness(), *SLOW, times=FLUSHES, data=0.05) == [LINE]
+    assert flush(StragglerSensor(), *SLOW, times=FLUSHES, data=0.05) == [LINE]
 
 
 def test_those_who_are_alike_are_not_named_whatever_the_noise() -> None:
-    found, chance = Slowness(), random.Random(1)
+    found, chance = StragglerSensor(), random.Random(1)
     for _ in range(200):
         assert flush(found, *(mine * chance.uniform(0.9, 1.1) for mine in ALIKE), hosts=HOSTS) == []
 
 
 def test_a_moment_is_not_enough() -> None:
     """An evaluation, a checkpoint, the first steps."""
-    found = Slowness()
+    found = StragglerSensor()
     for _ in range(10):
         assert flush(found, 2.0, 0.1, 0.1, 0.1) == flush(found, *ALIKE, times=3) == []
 
 
 def test_a_moment_in_which_all_are_alike_hides_nobody() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     assert flush(found, *SLOW, times=3) + flush(found, *ALIKE) + flush(found, *SLOW) == [LINE]
 
 
 def test_who_waits_itself_for_others_in_turn_is_not_named() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     for turn in range(40):
         assert flush(found, *(0.15 if rank == turn % 4 else 0.1 for rank in range(4))) == []
 
 
 def test_a_fast_worker_is_no_reason_to_name_the_others() -> None:
-    assert flush(Slowness(), 0.15, 0.15, 0.05, 0.15, times=20) == []
+    assert flush(StragglerSensor(), 0.15, 0.15, 0.05, 0.15, times=20) == []
 
 
 def test_the_workers_of_a_host_are_named_together() -> None:
-    (line,) = flush(Slowness(), 0.1, 0.1, 0.2, 0.21, times=20)
+    (line,) = flush(StragglerSensor(), 0.1, 0.1, 0.2, 0.21, times=20)
     assert line.startswith("the workers of b (ranks 2, 3) make the others wait: 105.0 ms in each step, 48% of it. ")
-    (line,) = flush(Slowness(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20)
+    (line,) = flush(StragglerSensor(), 0.1, 0.2, 0.1, 0.1, 0.2, hosts=("a", "a", "b", "b", "c"), times=20)
     assert line.startswith("ranks 1, 4 on a, c make the others wait: 100.0 ms")
 
 
 def test_a_change_is_said_and_the_same_after_long() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     assert flush(found, *SLOW, times=int(PAUSE / 1.6) + 1) == [LINE]
     (changed,) = flush(found, 0.3, 0.1, 0.1, 0.1, times=20)
     assert changed.startswith("rank 0 on a makes")
@@ -91,23 +93,23 @@ def test_a_change_is_said_and_the_same_after_long() -> None:
 
 
 def test_who_comes_and_goes_is_not_said_each_time() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     said = [line for _ in range(10) for line in (*flush(found, *SLOW, times=FLUSHES), *flush(found, *ALIKE, times=FLUSHES))]
     assert len(said) == 2  # in 130 seconds
-    near = Slowness()
+    near = StragglerSensor()
     flush(near, *SLOW, times=60)
     assert flush(near, 0.1, 0.1, 0.12, 0.1, times=40) == flush(near, *SLOW, times=40) == []  # a little better, but no other one
 
 
 def test_few_steps_short_times_and_little_are_not_judged() -> None:
-    assert flush(Slowness(), *(100 * mine for mine in SLOW), steps=1, times=19) == []
-    assert len(flush(Slowness(), *(100 * mine for mine in SLOW), steps=1, times=20)) == 1
-    assert flush(Slowness(), *(mine / 1000 for mine in SLOW), steps=1000, times=50, exchange=0.0) == []  # 0.05 ms
-    assert flush(Slowness(), *(mine / 10 for mine in SLOW), steps=20, times=5) == []  # less than three seconds
+    assert flush(StragglerSensor(), *(100 * mine for mine in SLOW), steps=1, times=19) == []
+    assert len(flush(StragglerSensor(), *(100 * mine for mine in SLOW), steps=1, times=20)) == 1
+    assert flush(StragglerSensor(), *(mine / 1000 for mine in SLOW), steps=1000, times=50, exchange=0.0) == []  # 0.05 ms
+    assert flush(StragglerSensor(), *(mine / 10 for mine in SLOW), steps=20, times=5) == []  # less than three seconds
 
 
 def test_other_workers_are_judged_anew() -> None:
-    found = Slowness()
+    found = StragglerSensor()
     flush(found, *SLOW, times=FLUSHES - 1)
     assert found.take([0, 1, 3], [[[0.1, 0.0, 0.0, 0.0]] * 10] * 3, HOSTS) is None
     assert flush(found, *SLOW, times=FLUSHES - 1) == []

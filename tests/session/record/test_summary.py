@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.session.record.folder import Totals
+from paceline.session.record.folder import RunTotals
 from paceline.session.record.summary import told
 
 
@@ -62,4 +62,4 @@ def test_nothing_of_a_folder_that_goes_with_who_made_it(capsys: pytest.CaptureFi
     ],
 )
 def test_in_words(name: str, steps: int, loss: float | None, seconds: float, line: str) -> None:
-    assert told(Path(name), Totals(steps, steps, seconds, None, loss, {}, [])) == line
+    assert told(Path(name), RunTotals(steps, steps, seconds, None, loss, {}, [])) == line

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.session.replicas.step_count import Tally
+from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
@@ -39,7 +39,7 @@ def failing(size: int, body: Callable[[Run], Any]) -> dict[int, str]:
 
 def test_counts_of_this_step_and_the_one_before() -> None:
     at = 0
-    tally = Tally(lambda: at)
+    tally = StepCount(lambda: at)
     assert tally.told() == [0, None, 0]
     tally.add()
     assert tally.told() == [0, None, 1]

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
-from paceline.sync.gossip.strategy import Gossip, Mixing
+from paceline.sync.gossip.strategy import Gossip, GossipSync
 from tests.runs import batches, cut, distance, parameters, workers
 from tests.sync.localsgd.test_strategy import adam, model, reference, resumes, runs, sgd, train
 
@@ -143,7 +143,7 @@ def test_wrong_arguments(make: Any, says: str) -> None:
 def test_one_worker_and_notation() -> None:
     assert bool(runs(Gossip(), size=1).isfinite().all())
     assert repr(Gossip(((0, 1), (1, 2)), codec=int8())) == "Gossip(graph=((0, 1), (1, 2)), codec=int8())"
-    assert isinstance(Mixing, type) and sgd is not adam
+    assert isinstance(GossipSync, type) and sgd is not adam
 
 
 def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:

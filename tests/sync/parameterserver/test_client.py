@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from paceline.sync.parameterserver.client import Client
+from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import alone, batches, cut, distance, parameters, workers
 
@@ -330,7 +330,7 @@ def test_what_optimizers_remember_lies_on_servers_alone() -> None:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert isinstance(run._backward.sync, Client)
+        assert isinstance(run._backward.sync, ParameterServerSync)
         return len(optimizer.state)
 
     assert workers(2, body, strategy=ParameterServer()) == [0, 0]

@@ -17,7 +17,7 @@ from paceline.codec.coding import compose, exact
 from paceline.codec.dense import half, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.session.run import Run
-from paceline.sync.parameterserver.client import Client
+from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
@@ -38,9 +38,9 @@ def served(codec: Any, servers: int = 2, **options: Any) -> ParameterServer:
     return ParameterServer(servers=servers, bucket_mb=0.05, codec=codec, **options)
 
 
-def client(run: Run) -> Client:
+def client(run: Run) -> ParameterServerSync:
     sync = run._backward.sync
-    assert isinstance(sync, Client)
+    assert isinstance(sync, ParameterServerSync)
     return sync
 
 

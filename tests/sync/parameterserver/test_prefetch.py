@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tests.runs
-from paceline.comm.rpc import Caller, Message
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged
 from paceline.server.main import Server
 from paceline.session.run import Run
-from paceline.sync.parameterserver.client import Client
-from paceline.sync.parameterserver.prefetch import Awaited
+from paceline.sync.parameterserver.client import ParameterServerSync
+from paceline.sync.parameterserver.prefetch import PendingParameter
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.runs import batches, cut, parameters, workers
 from tests.sync.parameterserver.test_client import OPTIMIZERS, net, train, two
@@ -47,7 +47,7 @@ class Late(Server):
         self._kinds["read"] = self._late
         self._dealing.patience = lambda seconds: min(seconds, LATE_SECONDS / 4)  # type: ignore[method-assign]
 
-    def _late(self, message: Message) -> bool:
+    def _late(self, message: RpcMessage) -> bool:
         due = self._due.setdefault((message.sender, message.number), time.monotonic() + self._chance.random() * LATE_SECONDS)
         return time.monotonic() >= due and super()._read(message)
 
@@ -75,7 +75,7 @@ def same(size: int, body: Callable[[Run], Any], *, servers: int = 2, **options: 
 
 def coming(model: nn.Module) -> set[str]:
     """Which of its parameters are on their way."""
-    return {name for name, parameter in model.named_parameters() if type(parameter) is Awaited}
+    return {name for name, parameter in model.named_parameters() if type(parameter) is PendingParameter}
 
 
 FEW = [(2, 1, "adam"), (3, 2, "momentum"), (4, 3, "adam")]
@@ -522,15 +522,15 @@ class Awaiting(Late):
 
     waits: ClassVar[dict[tuple[int, int], float]] = {}  # when, by the worker and the message's number
 
-    def _late(self, message: Message) -> bool:
+    def _late(self, message: RpcMessage) -> bool:
         return time.monotonic() >= self.waits.get((message.sender, message.number), math.inf) + LATE_SECONDS and self._read(message)
 
 
 def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds for which forward waits are those of the exchange, in the trace and in each step's line."""
-    wait = Caller.wait
+    wait = RpcClient.wait
 
-    def waiting(caller: Caller, number: int, seconds: float) -> Message:
+    def waiting(caller: RpcClient, number: int, seconds: float) -> RpcMessage:
         Awaiting.waits.setdefault((caller._sender, number), time.monotonic())
         return wait(caller, number, seconds)
 
@@ -539,7 +539,7 @@ def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         spans = [span for span in run._scene.trace.spans() if span.name == "parameters" and span.kind == "exchange"]
         return run._scene.pulling, [(span.end - span.start) / 1e9 for span in spans]
 
-    monkeypatch.setattr(Caller, "wait", waiting)
+    monkeypatch.setattr(RpcClient, "wait", waiting)
     monkeypatch.setattr(tests.runs, "Server", Awaiting)
     monkeypatch.setattr(Awaiting, "waits", {})
     for seconds, spans in workers(2, body, strategy=ahead(1), folder=tmp_path):
@@ -573,7 +573,7 @@ def test_a_wait_that_passes_its_deadline_says_for_what(mute: threading.Event) ->
     def each(run: Run, model: nn.Module, x: Tensor, step: int) -> None:
         kept.append(model)
         sync = run._backward.sync
-        assert isinstance(sync, Client)
+        assert isinstance(sync, ParameterServerSync)
         if step == 0:
             model(x)
             run.barrier()  # all have what was asked for before

@@ -13,9 +13,9 @@ from paceline.comm.group import Group
 from paceline.comm.rpc import keys
 from paceline.comm.threads import spawn
 from paceline.errors import ServerLost, StateLost
-from paceline.server.endpoints import Room
-from paceline.sync.context import Scene
-from paceline.sync.parameterserver.replication import Replacing
+from paceline.server.endpoints import ServerEndpoints
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.replication import ServerReplication
 
 Server = tuple[int, int, str]  # number, shard, host
 
@@ -27,12 +27,12 @@ class Town:
         self.here, self.servers, self.next = here, list(servers), 1 + max(number for number, _, _ in servers)
         self.started: dict[int, Server] = {}
 
-    def _room(self, servers: list[Server]) -> Room:
+    def _room(self, servers: list[Server]) -> ServerEndpoints:
         numbers, shards, _ = zip(*servers, strict=True) if servers else ((), (), ())
         names = tuple(f"server {shard}" for shard in shards)
-        return Room(names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards)
+        return ServerEndpoints(names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards)
 
-    def lose(self, numbers: Collection[int]) -> Room:
+    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         self.servers = [each for each in self.servers if each[0] not in numbers]
         return self._room(self.servers)
 
@@ -45,11 +45,11 @@ class Town:
     def spawned(self, number: int) -> Any:
         return self.started[number]
 
-    def add(self, told: Any) -> Room:
+    def add(self, told: Any) -> ServerEndpoints:
         self.servers.append(tuple(told))
         return self._room(self.servers)
 
-    def at(self, told: Any) -> Room:
+    def at(self, told: Any) -> ServerEndpoints:
         return self._room([tuple(told)])
 
     def homes(self) -> list[tuple[str, int]]:
@@ -60,7 +60,7 @@ class Town:
 
 
 class Ends:
-    """What `Copies` is here: numbers instead of connections, of which some answer no more."""
+    """What `ReplicaConnections` is here: numbers instead of connections, of which some answer no more."""
 
     breaker = None
 
@@ -74,7 +74,7 @@ class Ends:
     def names(self, numbers: Collection[int]) -> list[str]:
         return [f"server {number}" for number in sorted(numbers)]
 
-    def reach(self, room: Room, me: int) -> None:
+    def reach(self, room: ServerEndpoints, me: int) -> None:
         self.of = [[] for _ in self.of]
         for number, shard in zip(room.numbers, room.shards, strict=True):
             self.of[shard].append(number)
@@ -82,7 +82,7 @@ class Ends:
     def know(self, number: int, end: Any) -> None:
         pass
 
-    def call(self, room: Room, me: int) -> Any:
+    def call(self, room: ServerEndpoints, me: int) -> Any:
         return type("End", (), {"number": room.numbers[0], "close": lambda self: None})()
 
 
@@ -90,7 +90,9 @@ HOSTS = ["a", "a", "b", "c"]  # of each worker
 SERVERS: list[Server] = [(0, 0, "a"), (1, 1, "b"), (2, 2, "c")]
 
 
-def play(act: Callable[[Replacing, Town, Ends], Any], servers: list[Server], copies: int = 1, hosts: list[str] = HOSTS) -> list[Any]:
+def play(
+    act: Callable[[ServerReplication, Town, Ends], Any], servers: list[Server], copies: int = 1, hosts: list[str] = HOSTS
+) -> list[Any]:
     """What each worker found."""
 
     def work(group: Group) -> Any:
@@ -102,13 +104,13 @@ def play(act: Callable[[Replacing, Town, Ends], Any], servers: list[Server], cop
             if end.number in ends.dead:
                 raise ServerLost("gone")
 
-        scene = Scene(group, Agreement(group), say=lambda text: None)
-        return act(Replacing(scene, house, ends, copies, fill=fill), house, ends)  # type: ignore[arg-type]
+        scene = SyncContext(group, Agreement(group), say=lambda text: None)
+        return act(ServerReplication(scene, house, ends, copies, fill=fill), house, ends)  # type: ignore[arg-type]
 
     return spawn(len(hosts), work)
 
 
-def all_in(replacing: Replacing) -> None:
+def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
     told = [found for answer in replacing.scene.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
     replacing.take_in(told, replacing.fill(told))
@@ -116,7 +118,7 @@ def all_in(replacing: Replacing) -> None:
 
 @pytest.mark.parametrize("leaving", [["a"], ["c"], ["a", "b"], ["b", "c"]])
 def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]) -> None:
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
         assert not replacing.relieve(hosts, leaving) and replacing.waits
         assert not replacing.relieve(hosts, leaving) and house.next == 3 + len(leaving)  # they are under way
@@ -137,7 +139,7 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
 def test_where_others_have_copies_nothing_is_started() -> None:
     twice = [*SERVERS, *((3 + shard, shard, "bca"[shard]) for shard in range(3))]
 
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         assert replacing.relieve(dict(enumerate(HOSTS)), ["a"]) and not replacing.waits
         replacing.part(["a"])
         return house.servers
@@ -148,7 +150,7 @@ def test_where_others_have_copies_nothing_is_started() -> None:
 def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
     twice = [(0, 0, "a"), (1, 0, "b")]
 
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         ends.dead.append(0)
         replacing.survey(replacing.scene)  # the new one is started on the first of two free hosts
         (first,) = replacing._anew.values()
@@ -163,7 +165,7 @@ def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
 def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None:
     """The next is lost when some have gone on from there, and others have not."""
 
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         assert replacing.relieve(dict(enumerate(HOSTS)), ["b"])
         if replacing.scene.group.rank % 2:
             replacing.part(["b"])
@@ -180,7 +182,7 @@ def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None
 def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, ...]) -> None:
     """The same for copies that have been filled: also where who has started one is among the quick ones, or isn't."""
 
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["a"])
         told = [found for answer in replacing.scene.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
         filled = replacing.fill(told)
@@ -202,7 +204,7 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
 
     where = ["c", "c", "a", "b"]
 
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         if replacing.scene.group.rank < 2:
             replacing.relieve(dict(enumerate(where)), ["c"])
         replacing.survey(replacing.scene)
@@ -216,7 +218,7 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
 
 
 def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["b"])
         ends.dead.append(1)
         with pytest.raises(StateLost, match="server 1: gone, and nobody else has what was kept there"):
@@ -226,7 +228,7 @@ def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
 
 
 def test_a_copy_that_dies_while_it_is_filled_is_started_again() -> None:
-    def act(replacing: Replacing, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
         replacing.relieve(hosts, ["c"])
         ends.dead.append(3)
