@@ -17,7 +17,7 @@ class ServerPool(Protocol):
 
     next: int
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """What who has just come has to know for `join`: JSON."""
         ...
 

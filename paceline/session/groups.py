@@ -123,14 +123,14 @@ class Subgroups:
         if self.norms is None:
             self.norms = self._scene.group.sub(range(self._scene.group.size))
             assert self.norms is not None
-            self._scene.sides.append(self.norms)
+            self._scene.extra_groups.append(self.norms)
         return self.norms
 
     def within_host(self) -> Group:
         """The workers of my host."""
         if self.host is None:
             self.host = within_host(self._scene.group, self._hosts())
-            self._scene.sides.append(self.host)
+            self._scene.extra_groups.append(self.host)
         return self.host
 
     def forget(self) -> None:

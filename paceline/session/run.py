@@ -235,7 +235,7 @@ class Run:
 
     def _lost(self, text: str) -> None:
         self.event(text)
-        self._scene.say(text)
+        self._scene.announce(text)
 
     def _facts(self) -> dict[str, Any]:
         return {"flush": self._handing.next, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
@@ -372,7 +372,7 @@ class Run:
         if found is None:
             return False
         self._handing.next = self.steps + 1
-        self._scene.say(f"resumed from {found} at step {self.steps}")
+        self._scene.announce(f"resumed from {found} at step {self.steps}")
         return True
 
     # ---- the end
@@ -437,7 +437,7 @@ class Run:
         self._watch.end()
         self._backward.unwatch()
         self._turns.release()
-        groups = [*self._scene.sides, self.group]
+        groups = [*self._scene.extra_groups, self.group]
         for group in groups if failed else ():
             group.abort()
         self._cast.release(failed=failed)

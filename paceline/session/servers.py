@@ -174,7 +174,7 @@ class ServerStarter:
             process.stdout.close()
         self._processes = []
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """See `House`."""
         return [self._job, self._secret if self._around.place.secret is None else "", self.next, self._known]
 

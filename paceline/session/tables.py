@@ -233,7 +233,7 @@ class RunTables:
         for module, kept in self._begun:
             module.keep(kept)
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """What who has just come has to know for `regroup`: JSON."""
         return None if self.lasting is None else self.lasting.layout()
 

@@ -88,8 +88,8 @@ class AllReduce:
 class AllReduceSync:
     """The running side of `AllReduce`."""
 
-    apart = False
-    meets = True
+    replicas_diverge = False
+    has_sync_points = True
 
     def __init__(
         self, scene: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
@@ -117,8 +117,8 @@ class AllReduceSync:
         self._full = b""
 
     @property
-    def together(self) -> bool:
-        """See `Sync.together`."""
+    def exchanges_in_backward(self) -> bool:
+        """See `Sync.exchanges_in_backward`."""
         return True
 
     # ---- layout
@@ -362,8 +362,8 @@ class AllReduceSync:
         if self._coded is not None:
             self._coded.commit()
 
-    def mirrored(self) -> dict[str, Tensor] | None:
-        """See `Sync.mirrored`: replicas are always equal, and what a codec keeps is each worker's own."""
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """See `Sync.replicated_state`: replicas are always equal, and what a codec keeps is each worker's own."""
         return {}
 
     def converge(self) -> None:
@@ -379,16 +379,16 @@ class AllReduceSync:
             self._coded.abort()
         self._rewind()
 
-    def layout(self) -> Any:
-        """See `Sync.layout`: the order of parameters in coded buckets."""
+    def join_info(self) -> Any:
+        """See `Sync.join_info`: the order of parameters in coded buckets."""
         if self._coded is None or not self._buckets:
             return None
         order = [number for bucket in self._buckets for number in bucket.members]
-        return {"order": order, "coded": self._coded.layout()}
+        return {"order": order, "coded": self._coded.join_info()}
 
     def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
-        layout = self.layout() if layout is None else layout
+        layout = self.join_info() if layout is None else layout
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
         self._scene, self._reducer = scene, self._reducing(scene)
         self._held.clear()
@@ -403,21 +403,21 @@ class AllReduceSync:
             self._lay_out(layout["order"], set(range(len(self._slots))) - {*layout["order"]})
             self._coded.keep(states)
 
-    def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`: residuals begin with nothing, and there is nothing else."""
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_from_peer`: residuals begin with nothing, and there is nothing else."""
 
     @property
-    def owns(self) -> bool:
-        """See `Sync.owns`."""
-        return self._coded is not None and self._coded.owns
+    def has_unreplicated_state(self) -> bool:
+        """See `Sync.has_unreplicated_state`."""
+        return self._coded is not None and self._coded.has_unreplicated_state
 
-    def own(self) -> dict[str, Any] | None:
-        """See `Sync.own`: what a codec has kept of gradients."""
-        return None if self._coded is None else self._coded.own()
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """See `Sync.unreplicated_state`: what a codec has kept of gradients."""
+        return None if self._coded is None else self._coded.unreplicated_state()
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.take_over`."""
-        return self._coded is not None and self._coded.take_over(state)
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.load_unreplicated_state`."""
+        return self._coded is not None and self._coded.load_unreplicated_state(state)
 
     def detach(self) -> None:
         """See `Sync.detach`."""
@@ -433,15 +433,15 @@ class AllReduceSync:
         order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]
         return {"order": order, "coded": self._coded.state_dict()}
 
-    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.adopt`."""
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("coded" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than AllReduce; resume with that one")
         if not found:
             return
         if self._coded is None:
-            self._scene.say("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
+            self._scene.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}
         strange = [name for name in found[0]["order"] if name not in numbers]
@@ -450,4 +450,4 @@ class AllReduceSync:
         order = [numbers[name] for name in found[0]["order"]]
         self._release()
         self._lay_out(order, set(range(len(self._slots))) - set(order))
-        self._coded.adopt([state["coded"] for state in found])
+        self._coded.load_state_dicts([state["coded"] for state in found])

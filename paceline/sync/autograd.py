@@ -4,8 +4,8 @@
     end of the outermost:  p.grad = kept + the strategy's result
 
 Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
-It is so on all workers: a pass counts once all of them have its result. After a loss the turn is cut (`StepState.cut`), and no pass of it
-is exchanged. Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
+It is so on all workers: a pass counts once all of them have its result. After a loss no pass of the turn is exchanged
+(`StepState.exchange_closed`). Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
 
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
@@ -138,7 +138,7 @@ class GradientTracker:
         self.begins()
         moment = self.scene.moment
         self._open = self.ran = True
-        self._silent = moment.silent
+        self._silent = moment.defer_exchange
         self._scale = 0.0 if moment.ghost else moment.scale
         _at_end(self._end)
 
@@ -209,7 +209,7 @@ class GradientTracker:
 
     @property
     def _void(self) -> bool:
-        return self.scene.moment.cut and self.sync.together
+        return self.scene.moment.exchange_closed and self.sync.exchanges_in_backward
 
     # ---- at its end
 
@@ -263,8 +263,13 @@ class GradientTracker:
 
     def _uneven(self) -> bool:
         """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
-        part, self._part = self._part, self.scene.moment.part
-        return not self.sync.together and part not in (None, self._part) and isinstance(self.sync, RemoteOptimizer) and not self.sync.apart
+        part, self._part = self._part, self.scene.moment.share_of_step
+        return (
+            not self.sync.exchanges_in_backward
+            and part not in (None, self._part)
+            and isinstance(self.sync, RemoteOptimizer)
+            and not self.sync.replicas_diverge
+        )
 
     def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
         if prior is None or not bool(prior.any()):
@@ -285,7 +290,7 @@ class GradientTracker:
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
         if self.scene.agreement.recovery is not None:
             self._remember(first=not self.passes and not self.failed)
-        if not self.sync.together:
+        if not self.sync.exchanges_in_backward:
             if self.scene.agreement.recovery is not None:
                 self._lost = None  # the strategy knows, when the optimizer steps
             return self.sync.backward_done(where)
@@ -310,7 +315,7 @@ class GradientTracker:
             tap.before = None if before is None else before.clone()
 
     def _check_cut(self, error: CallDiscarded) -> None:
-        if not self.scene.moment.cut:
+        if not self.scene.moment.exchange_closed:
             text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 

@@ -32,17 +32,17 @@ class Sync(Protocol):
     """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
 
     @property
-    def apart(self) -> bool:
+    def replicas_diverge(self) -> bool:
         """Whether replicas, and so what their optimizers remember, may differ between two steps."""
         ...
 
     @property
-    def meets(self) -> bool:
+    def has_sync_points(self) -> bool:
         """Whether there are moments between two turns, without being asked for, at which all replicas are equal."""
         ...
 
     @property
-    def together(self) -> bool:
+    def exchanges_in_backward(self) -> bool:
         """Whether backward passes exchange gradients with all workers."""
         ...
 
@@ -70,7 +70,7 @@ class Sync(Protocol):
         """The turn has failed: forget what it exchanged."""
         ...
 
-    def mirrored(self) -> dict[str, Tensor] | None:
+    def replicated_state(self) -> dict[str, Tensor] | None:
         """Between two turns: what it keeps that is equal on all workers, as all replicas are now; None, on all workers, if they aren't."""
         ...
 
@@ -78,7 +78,7 @@ class Sync(Protocol):
         """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
         ...
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """What who has just come has to know for `regroup`: JSON."""
         ...
 
@@ -89,20 +89,20 @@ class Sync(Protocol):
         """
         ...
 
-    def inherit(self, state: dict[str, Any]) -> None:
+    def load_from_peer(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
         ...
 
     @property
-    def owns(self) -> bool:
+    def has_unreplicated_state(self) -> bool:
         """Whether this worker may have something that no other has; quick."""
         ...
 
-    def own(self) -> dict[str, Any] | None:
+    def unreplicated_state(self) -> dict[str, Any] | None:
         """What this worker alone has, between two turns; None if that is nothing. Its tensors stay as they are until the next call."""
         ...
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
         """What `own` gave after `step` on a worker that is lost becomes mine to send; False where that is out of date, or can't be used."""
         ...
 
@@ -114,7 +114,7 @@ class Sync(Protocol):
         """What has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
         ...
 
-    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker, in rank order; there may be more or fewer workers now. Collective."""
         ...
 

@@ -40,7 +40,7 @@ class CompressedExchange:
         self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
         self._record = ExactSteps() if isinstance(codec, auto) else None
         self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
-        scene.sides.append(self._relay)
+        scene.extra_groups.append(self._relay)
         self._narrowed = False  # something is float64, which has been said
         self._buckets: Sequence[Bucket] = ()
         self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
@@ -57,14 +57,14 @@ class CompressedExchange:
     def kind(self, slot: Slot) -> Kind | None:
         """The codecs for a parameter; None where it is exact. What isn't real can't be coded."""
         if not slot.parameter.dtype.is_floating_point:
-            self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return None
         chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
         if all(isinstance(codec, plain) for codec in chosen):
             return None
         if slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
-            self._scene.say(NARROWED)
+            self._scene.announce(NARROWED)
         return chosen
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
@@ -78,7 +78,7 @@ class CompressedExchange:
         if coded and self.account.rate is None and beside is not None:
             before = beside.traffic + Traffic()
             self.account.rate = measure(beside, coded[0].device)
-            self._scene.aside += beside.traffic - before
+            self._scene.probe_traffic += beside.traffic - before
         self._take(self._taken)
 
     def _take(self, option: int | None) -> None:
@@ -157,7 +157,7 @@ class CompressedExchange:
             sizes, before = [bucket.flat.numel() for bucket in self._buckets], beside.traffic + Traffic()
             flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
             mine = [predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind]
-            self._scene.aside += beside.traffic - before
+            self._scene.probe_traffic += beside.traffic - before
         found = [msgpack.unpackb(body) for body in self._scene.agreement.meet("codec", msgpack.packb([record.step, mine]))]
         self._record = None
         now = max(step for step, _ in found)
@@ -165,9 +165,9 @@ class CompressedExchange:
         best = min(range(len(promised)), key=promised.__getitem__)
         times = f"{now * 1e3:.0f} ms a step with exact sums, {promised[best] * 1e3:.0f} ms predicted with {self._names[best]}"
         if now < GAIN * promised[best]:
-            self._scene.say(f"codec: {times}, so sums stay exact")
+            self._scene.announce(f"codec: {times}, so sums stay exact")
             return
-        self._scene.say(f"codec: {times}, which is taken from step {self._scene.moment.step} on")
+        self._scene.announce(f"codec: {times}, which is taken from step {self._scene.moment.step} on")
         self.account.codec = self._names[best]
         self._take(best)
 
@@ -186,10 +186,10 @@ class CompressedExchange:
         self._relay = relay
         self._crossed = 0
         self.account.forget()
-        self._scene.sides.append(relay)
+        self._scene.extra_groups.append(relay)
         self._trips.clear()
 
-    def layout(self) -> list[Any]:
+    def join_info(self) -> list[Any]:
         """Which codec was chosen, and the rate of the link: for who has just come."""
         rate = self.account.rate
         return [self._taken, self._record is None, None if rate is None else list(rate)]
@@ -216,7 +216,7 @@ class CompressedExchange:
 
     def close(self) -> None:
         """End threads and groups."""
-        self._scene.sides.remove(self._relay)
+        self._scene.extra_groups.remove(self._relay)
         self._relay.close()
         self._trips.clear()
 
@@ -233,15 +233,15 @@ class CompressedExchange:
         return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
 
     @property
-    def owns(self) -> bool:
+    def has_unreplicated_state(self) -> bool:
         """Whether anything is kept here and nowhere else."""
         return self._relay.leads and any(map(keeps, self._states))
 
-    def own(self) -> dict[str, Any] | None:
+    def unreplicated_state(self) -> dict[str, Any] | None:
         """That; None if there is nothing."""
-        return {"residuals": [residuals(state) for state in self._states]} if self.owns else None
+        return {"residuals": [residuals(state) for state in self._states]} if self.has_unreplicated_state else None
 
-    def take_over(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
+    def load_unreplicated_state(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
         """What `own` gave elsewhere, but for the `stale` buckets, is sent by me later, with what I have kept. False if it can't be."""
         found, mine = state["residuals"], [residuals(state) for state in self._states]
         if not self._relay.leads or len(found) != len(mine) or not all(map(alike, mine, found)):
@@ -255,7 +255,7 @@ class CompressedExchange:
     def _name(self, option: int | None) -> str:
         return "exact" if option is None else self._names[option]
 
-    def adopt(self, found: Sequence[dict[str, Any]]) -> None:
+    def load_state_dicts(self, found: Sequence[dict[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker: who leads now sends later what one of those who led has kept, or several."""
         kept = [state["states"] for state in found if state["states"]]
         written = next((state["codec"] for state in found), self._name(self._taken))
@@ -263,7 +263,7 @@ class CompressedExchange:
             self._record, self.account.codec = None, written  # chosen before the checkpoint
             self._take(self._names.index(written))
         if written != self._name(self._taken):
-            self._scene.say(
+            self._scene.announce(
                 f"the checkpoint was written with codec={written}, this is codec={self._name(self._taken)}: what that had kept is dropped"
             )
             return

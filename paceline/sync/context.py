@@ -25,9 +25,9 @@ class StepState:
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
     loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
-    part: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
-    cut: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
-    silent: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+    share_of_step: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
+    exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
+    defer_exchange: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
 
 
 class SideGroup(Protocol):
@@ -61,7 +61,7 @@ class SyncContext:
     moment: StepState = field(default_factory=StepState)
     trace: Trace = field(default_factory=Trace)
     hosts: tuple[int, ...] = ()  # the host of each rank
-    say: Callable[[str], None] = print  # how announcements are made, once each
+    announce: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
     servers: Callable[[int | None, int], ServerEndpoints] | None = (
@@ -71,25 +71,25 @@ class SyncContext:
     deadline: float = 30.0  # seconds, of waits that are no call of all
     survives: bool = False  # the run goes on when workers are lost
     breaker: CancelScope | None = None  # trips when the workers become others
-    sides: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
+    extra_groups: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[CodecAccount] = field(default_factory=list)  # of the codecs in use, the same number on all workers
-    aside: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
-    past: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
-    past_waited: float = 0.0
+    probe_traffic: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step
+    closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
+    closed_waited: float = 0.0
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
 
     def leave(self) -> None:
         """The groups have broken: forget them, but not what they sent."""
-        self.past, self.past_waited = self.traffic, self.waited
-        self.sides = []
+        self.closed_traffic, self.closed_waited = self.traffic, self.waited
+        self.extra_groups = []
 
     @property
     def waited(self) -> float:
         """Seconds spent waiting for workers that came later."""
-        return self.past_waited + self.group.waited + sum(group.waited for group in self.sides)
+        return self.closed_waited + self.group.waited + sum(group.waited for group in self.extra_groups)
 
     @property
     def traffic(self) -> Traffic:
         """What this worker has sent in all groups."""
-        found = [group.traffic for group in (self.group, *self.sides)]
-        return self.past + Traffic(sum(t.within for t in found), sum(t.between for t in found))
+        found = [group.traffic for group in (self.group, *self.extra_groups)]
+        return self.closed_traffic + Traffic(sum(t.within for t in found), sum(t.between for t in found))

@@ -65,12 +65,12 @@ def _inside(scene: SyncContext) -> SyncContext:
 class PerAxisSync:
     """The running side of `Sequence`."""
 
-    apart = True
-    together = True
+    replicas_diverge = True
+    exchanges_in_backward = True
 
     def __init__(self, scene: SyncContext, inside: SyncContext, inner: Sync, outer: Sync) -> None:
         self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
-        self.meets = outer.meets
+        self.has_sync_points = outer.has_sync_points
 
     def attach(self, slots: Rows[Slot]) -> None:
         """See `Sync.attach`."""
@@ -88,7 +88,9 @@ class PerAxisSync:
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
         found = self._inner.backward_done(where)
-        part = float(self._inside.group.all_reduce(torch.tensor([self._scene.moment.part], dtype=torch.float64), name="part").wait())
+        part = float(
+            self._inside.group.all_reduce(torch.tensor([self._scene.moment.share_of_step], dtype=torch.float64), name="part").wait()
+        )
         for _, total in found:  # of the host: what its samples count in the global batch is the outer strategy's
             total.div_(part) if part else total.zero_()
         self._outer.backward_done(where)
@@ -104,9 +106,9 @@ class PerAxisSync:
         self._inner.commit()
         self._outer.commit()
 
-    def mirrored(self) -> dict[str, Tensor] | None:
-        """See `Sync.mirrored`: inside a host replicas are equal always."""
-        return self._outer.mirrored()
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """See `Sync.replicated_state`: inside a host replicas are equal always."""
+        return self._outer.replicated_state()
 
     def converge(self) -> None:
         """See `Sync.converge`."""
@@ -117,34 +119,34 @@ class PerAxisSync:
         self._inner.abort()
         self._outer.abort()
 
-    def layout(self) -> Any:
-        """See `Sync.layout`."""
-        return {"inner": self._inner.layout(), "outer": self._outer.layout()}
+    def join_info(self) -> Any:
+        """See `Sync.join_info`."""
+        return {"inner": self._inner.join_info(), "outer": self._outer.join_info()}
 
     def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`."""
-        layout = self.layout() if layout is None else layout
+        layout = self.join_info() if layout is None else layout
         self._scene, self._inside = scene, _inside(scene)
         self._inner.regroup(self._inside, layout["inner"])
         self._outer.regroup(scene, layout["outer"])
 
-    def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`."""
-        self._inner.inherit(state["inner"])
-        self._outer.inherit(state["outer"])
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_from_peer`."""
+        self._inner.load_from_peer(state["inner"])
+        self._outer.load_from_peer(state["outer"])
 
     @property
-    def owns(self) -> bool:
-        """See `Sync.owns`."""
-        return self._outer.owns
+    def has_unreplicated_state(self) -> bool:
+        """See `Sync.has_unreplicated_state`."""
+        return self._outer.has_unreplicated_state
 
-    def own(self) -> dict[str, Any] | None:
-        """See `Sync.own`: what codecs keep inside a host stays there."""
-        return self._outer.own()
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """See `Sync.unreplicated_state`: what codecs keep inside a host stays there."""
+        return self._outer.unreplicated_state()
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.take_over`."""
-        return self._outer.take_over(state, step)
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.load_unreplicated_state`."""
+        return self._outer.load_unreplicated_state(state, step)
 
     def detach(self) -> None:
         """See `Sync.detach`."""
@@ -155,13 +157,13 @@ class PerAxisSync:
         """See `Sync.state_dict`."""
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
-    def adopt(self, states: Rows[dict[str, Any]]) -> None:
-        """See `Sync.adopt`. What codecs keep inside a host is that of the first workers, if there are other hosts now."""
+    def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
+        """See `Sync.load_state_dicts`. What codecs keep inside a host is that of the first workers, if there are other hosts now."""
         found = [state for state in states if state]
         if any("outer" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than Sequence; resume with that one")
         group = self._inside.group
         ranks = [group.global_rank(rank) for rank in range(group.size)]
         mine = [found[rank]["inner"] for rank in ranks if rank < len(found)]
-        self._inner.adopt(mine)
-        self._outer.adopt([state["outer"] for state in found])
+        self._inner.load_state_dicts(mine)
+        self._outer.load_state_dicts([state["outer"] for state in found])

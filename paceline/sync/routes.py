@@ -98,20 +98,20 @@ class ScheduledReducer(GroupReducer):
 
 
 def _auto(scene: SyncContext) -> Reducer:
-    return GroupReducer(scene.group, scene.say)
+    return GroupReducer(scene.group, scene.announce)
 
 
 def _native(scene: SyncContext) -> Reducer:
     if scene.native is None or scene.group.size == 1:
         return _auto(scene)
     group = scene.native()
-    scene.sides.append(group)
-    return GroupReducer(group, scene.say, owned=True)
+    scene.extra_groups.append(group)
+    return GroupReducer(group, scene.announce, owned=True)
 
 
 def _by(name: str) -> Callable[[SyncContext], Reducer]:
     def make(scene: SyncContext) -> Reducer:
-        return ScheduledReducer(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.say)
+        return ScheduledReducer(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.announce)
 
     return make
 

@@ -325,8 +325,8 @@ def test_the_state_of_another_strategy_is_refused() -> None:
     def body(run: Run) -> None:
         sync = exchange(run)
         assert sync.state_dict() == {}
-        sync.adopt([{}, {}])
+        sync.load_state_dicts([{}, {}])
         with pytest.raises(UsageError, match="another kind of strategy than AllReduce"):
-            sync.adopt([{"clock": 3}])
+            sync.load_state_dicts([{"clock": 3}])
 
     alone(body)

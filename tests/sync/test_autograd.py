@@ -694,7 +694,7 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         model, opt, loader = run.prepare(model, opt, batches())
 
         def recover(error: PacelineError) -> None:
-            run._scene.moment.cut = True  # as the living agree
+            run._scene.moment.exchange_closed = True  # as the living agree
 
         run._agreement.recovery = recover
         run._handing.next = 100  # or workers would meet in a step that happens to come a second later

@@ -79,7 +79,7 @@ class CheckpointSaver:
         checkpoint.check(order.step, order.keep)
         asked = order.background
         if asked and self._tables.kept:
-            self._scene.say("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
+            self._scene.announce("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
@@ -122,7 +122,7 @@ class CheckpointSaver:
             f"step {step}",
             state.nbytes,
             lambda moved: checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved),
-            self._scene.say,
+            self._scene.announce,
         )
         return target
 
@@ -168,7 +168,7 @@ class CheckpointSaver:
         self._promised = None
         text = "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
         if text:
-            self._scene.say(text)
+            self._scene.announce(text)
         return text
 
     def tally(self) -> dict[str, float]:
@@ -194,9 +194,9 @@ class CheckpointSaver:
             self.settle()
             folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
             if folder is None:
-                scene.say(_nothing(folders, named=named))
+                scene.announce(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
-            found.append(checkpoint.load(folder, say=scene.say))
+            found.append(checkpoint.load(folder, say=scene.announce))
             return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
 
         head = msgpack.unpackb(scene.agreement.tell("run.resume", read))
@@ -210,7 +210,7 @@ class CheckpointSaver:
             scene.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
             self._tables.forget()
         if scene.group.size > len(head[1]):
-            scene.say(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+            scene.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
         return Path(head[0])
 
     # ---- between workers

@@ -69,7 +69,7 @@ class WorkerState:
 
     def snapshot(self) -> Snapshot:
         """All of it; its tensors are the live ones."""
-        apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.apart else []
+        apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.replicas_diverge else []
         mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
         return pack(mine, copy=False)
 
@@ -87,4 +87,4 @@ class WorkerState:
             self.randomness.load_state_dict(states[rank]["randomness"])
             for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
                 optimizer.load_state_dict(state)
-        self.sync.adopt([states[other]["sync"] for other in sorted(states)])
+        self.sync.load_state_dicts([states[other]["sync"] for other in sorted(states)])

@@ -54,7 +54,7 @@ class ElasticRun:
     def regroup(self, founded: ViewGroups) -> None:
         """See `SurvivingRun.regroup`."""
         around, scene = founded.around, self._scene
-        old = [*scene.sides, scene.group]
+        old = [*scene.extra_groups, scene.group]
         scene.leave()
         scene.group, scene.hosts, scene.native, scene.breaker = founded.group, around.cluster.where(), around.native, around.breaker
         scene.agreement.regroup(founded.group, around.cluster.names(), founded.origins)
@@ -103,9 +103,9 @@ class ElasticRun:
         """See `SurvivingRun.servers_begun`."""
         return self._sync.servers_begun() if isinstance(self._sync, RemoteOptimizer) else []
 
-    def layout(self) -> Any:
-        """See `SurvivingRun.layout`."""
-        return {"sync": self._sync.layout(), "tables": self._cast.tables.layout(), "leaving": self.leaving.layout()}
+    def join_info(self) -> Any:
+        """See `SurvivingRun.join_info`."""
+        return {"sync": self._sync.join_info(), "tables": self._cast.tables.join_info(), "leaving": self.leaving.join_info()}
 
     def form(self) -> str:
         """See `SurvivingRun.form`."""
@@ -129,7 +129,7 @@ class ElasticRun:
         snapshot = loads(whole)
         self._cast.state.restore(snapshot)
         facts = loads(mine).unpack()
-        self._sync.inherit(facts["sync"])
+        self._sync.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
         self.learn(facts["facts"])
         self._comparing.learn(facts["compared"])
@@ -141,7 +141,7 @@ class ElasticRun:
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
         own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
         tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
-        if not self._sync.apart:
+        if not self._sync.replicas_diverge:
             return Snapshot(0, snapshot.tree, tensors).sha256()
         tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
         return Snapshot(0, sorted(tensors), tensors).sha256()

@@ -73,12 +73,12 @@ class BuddyReplication:
         if not courier.idle:  # the one before: copies are made too often, or somebody doesn't come
             self._scene.agreement.wait(courier.wait, "the last copies to buddies")
         while not courier.remarks.empty():
-            self._scene.say(courier.remarks.get())
+            self._scene.announce(courier.remarks.get())
         if courier.works:
-            courier.start(self._sync.own(), step)
+            courier.start(self._sync.unreplicated_state(), step)
             self._stalls.append(time.perf_counter() - began)
         elif courier.broken is not None and not isinstance(courier.broken, LOSSES):
-            self._scene.say(f"buddies get no more copies until the workers are others: {courier.broken}")
+            self._scene.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
 
     def depart(self) -> None:
         """This worker goes: let come what is on its way to its buddy."""
@@ -92,7 +92,7 @@ class BuddyReplication:
         if self._off or not self._apart:
             return None
         if self.courier is None:
-            return self._sync.owns
+            return self._sync.has_unreplicated_state
         courier = self.courier
         if not courier.seconds or not self._stalls or not self._steps:
             return None
@@ -122,7 +122,7 @@ class BuddyReplication:
         self.every = found
         slowest = max(figures, key=lambda each: each.stall + each.transfer)
         often = "every step" if found == 1 else f"every {found} steps"
-        self._scene.say(
+        self._scene.announce(
             f"buddy snapshots {often}: {nbytes / 1e6:.3g} MB, for which a step stands still for {slowest.stall:.3f} s and which are on "
             f"their way for {slowest.transfer:.3f} s, beside steps of {slowest.step:.3f} s (at most {BUDGET:.0%} of the time)"
         )
@@ -135,7 +135,7 @@ class BuddyReplication:
         group = scene.group.sub(range(scene.group.size))
         assert group is not None
         self.courier = Replicator(group, scene.hosts, self._names, self.shelf, trace=scene.trace)
-        scene.sides.append(self.courier)
+        scene.extra_groups.append(self.courier)
 
     # ---- when the workers are others
 
@@ -162,7 +162,7 @@ class BuddyReplication:
 
     def _tell(self) -> list[Any]:
         """What each worker knows: of copies, of owners, of who is gone. Collective."""
-        self._owners |= {self._names[self._scene.group.rank]} if self._sync.owns else set()
+        self._owners |= {self._names[self._scene.group.rank]} if self._sync.has_unreplicated_state else set()
         mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
         told = [msgpack.unpackb(body) for body in self._scene.group.agree(msgpack.packb(mine))]
         for each in told:
@@ -192,7 +192,9 @@ class BuddyReplication:
 
     def _take_over(self, name: int) -> int | None:
         """As of which step it goes on here; None if it can't."""
-        return next((step for step, state in self.shelf.read(name, self._scene.say) if self._sync.take_over(state, step)), None)
+        return next(
+            (step for step, state in self.shelf.read(name, self._scene.announce) if self._sync.load_unreplicated_state(state, step)), None
+        )
 
     def fates(self, before: Sequence[int]) -> str:
         """In words what became of what the lost ones alone had, of the workers `before` in rank order; empty if that is nothing."""

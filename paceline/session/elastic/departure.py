@@ -44,7 +44,7 @@ class Departure:
         """The wishes of all, in the same step."""
         self._asked |= {wish for wish in wishes if wish is not None}
 
-    def layout(self) -> list[int]:
+    def join_info(self) -> list[int]:
         """Whose wishes all have heard, for who has just come."""
         return sorted(self._asked)
 
@@ -72,5 +72,5 @@ class Departure:
         now, patience = time.monotonic(), self._scene.deadline
         self._since = now if self._since is None else self._since
         if now - self._since > patience:
-            self._scene.say(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
+            self._scene.announce(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
         return now - self._since > patience

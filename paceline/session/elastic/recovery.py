@@ -109,7 +109,7 @@ class SurvivingRun(Protocol):
         """The names of those that have begun in their place, where everybody came together for it."""
         ...
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """Of what the strategy exchanges."""
         ...
 
@@ -319,7 +319,7 @@ class Recovery:
         """What those who come have to know."""
         old, numbers = len(self.members), itertools.count(self._agreement.highest + 1)
         origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
-        return {"members": members, "origins": origins, "old": old, "layout": self._heart.layout(), "calls": self._agreement.calls}
+        return {"members": members, "origins": origins, "old": old, "layout": self._heart.join_info(), "calls": self._agreement.calls}
 
     def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
         members, old = (*self.members, *fresh), len(self.members)

@@ -127,7 +127,7 @@ class BatchUse:
                 self._refuse(course, AHEAD)  # its first batch was kept for later, as something else
         if over and not self._said:
             self._said = True
-            self._scene.say(OUTSIDE)
+            self._scene.announce(OUTSIDE)
 
     def _refuse(self, course: LoaderProgress, why: str) -> None:
         if self._scene.agreement.recovery is not None or not even(course.loader.terms):

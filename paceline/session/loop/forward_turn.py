@@ -29,7 +29,7 @@ class ForwardTurn:
         if torch.compiler.is_compiling() or self._turns is None or not torch.is_grad_enabled():
             return
         turns, turn = self._turns, self._turns.training
-        if turn is None or not turn.train or turns.apart or turns.backward.sync.apart:
+        if turn is None or not turn.train or turns.apart or turns.backward.sync.replicas_diverge:
             return
 
         def reached(_: Any) -> None:

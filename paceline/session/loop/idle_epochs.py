@@ -74,7 +74,7 @@ class IdleEpochs:
     def _follows(self, loader: ShareLoader) -> bool:
         """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
         terms, sync = loader.terms, self._backward.sync
-        known = terms.alone or (sync.together and bool(self._backward.taps))
+        known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.taps))
         if terms.train is not None or not known or self._turns.undo is not None:
             return False
         return any(p.requires_grad for model in self._turns.models for p in model.parameters())

@@ -37,7 +37,7 @@ class StepClock:
         self._began = now
         self._backward.since = int(now * 1e9)
         self._exposed, self._waited = self._backward.seconds + scene.pulling, scene.waited
-        self._sent, self._aside = scene.traffic, scene.aside
+        self._sent, self._aside = scene.traffic, scene.probe_traffic
 
     def hold(self, seconds: float) -> None:
         """This worker was held since: it neither computed nor waited for others."""
@@ -49,7 +49,7 @@ class StepClock:
         whole = now - self._began
         waited = min(scene.waited - self._waited, whole)
         exchange = min(max(self._backward.seconds + scene.pulling - self._exposed - waited, 0.0), whole - waited)
-        self.sent += scene.traffic - self._sent - (scene.aside - self._aside)
+        self.sent += scene.traffic - self._sent - (scene.probe_traffic - self._aside)
         self._step["wait"] += waited
         self._step["exchange"] += exchange
         self._step["compute"] += whole - waited - exchange
@@ -59,12 +59,12 @@ class StepClock:
     def settle(self, act: Callable[[], None]) -> None:
         """What is done between two turns belongs to the step."""
         scene = self._scene
-        began, before, aside, waited = time.perf_counter(), scene.traffic, scene.aside, scene.waited
+        began, before, aside, waited = time.perf_counter(), scene.traffic, scene.probe_traffic, scene.waited
         act()
         waited = scene.waited - waited
         self._step["wait"] += waited
         self._step["exchange"] += max(time.perf_counter() - began - waited, 0.0)
-        self.sent += scene.traffic - before - (scene.aside - aside)
+        self.sent += scene.traffic - before - (scene.probe_traffic - aside)
 
     def take(self) -> dict[str, float]:
         """The seconds of the step, which is over."""

@@ -98,17 +98,21 @@ class TrainingLoop:
     def cut_turn(self, number: int) -> None:
         """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
         self.cut_off = number
-        self.scene.moment.cut = self.led is not None and number == self.steps + 1
+        self.scene.moment.exchange_closed = self.led is not None and number == self.steps + 1
 
     def settle(self) -> None:
         """Set the moment by the turn that trains."""
         turn, moment = self.training, self.scene.moment
         if turn is None:
-            moment.scale, moment.ghost, moment.silent = 1.0 / self.scene.group.size, False, self.quiet > 0
-            moment.part = moment.scale
+            moment.scale, moment.ghost, moment.defer_exchange = 1.0 / self.scene.group.size, False, self.quiet > 0
+            moment.share_of_step = moment.scale
         else:
-            moment.part = self._part
-            moment.scale, moment.ghost, moment.silent = turn.scale, turn.ghost, self.quiet > 0 or (turn.train and not turn.last_micro)
+            moment.share_of_step = self._part
+            moment.scale, moment.ghost, moment.defer_exchange = (
+                turn.scale,
+                turn.ghost,
+                self.quiet > 0 or (turn.train and not turn.last_micro),
+            )
 
     @property
     def sent(self) -> Traffic:
@@ -158,7 +162,7 @@ class TrainingLoop:
                 course.outer = self.backward.passes, self.backward.silenced
                 passes = self.backward.passes
                 self.backward.turn()
-                self.scene.moment.cut = self.led is not None and self.cut_off == self.steps + 1
+                self.scene.moment.exchange_closed = self.led is not None and self.cut_off == self.steps + 1
                 self.thaw()
                 if self.undo is not None and course is self._leader:
                     self.undo.begin(passes)
@@ -271,7 +275,7 @@ class TrainingLoop:
         if turn.total == 0:
             if not self._announced:
                 self._announced = True
-                self.scene.say(f"all weights of step {self.steps} are zero: no update is made for such a batch")
+                self.scene.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
             return False
         return turn.last_micro and not self.backward.failed
 
@@ -378,7 +382,7 @@ class TrainingLoop:
         course.passed += 1
         if course.passed <= course.gathered or course.void or self.backward.failed:
             return nothing
-        if course is self._leader and self.scene.moment.cut and not self.backward.passes:
+        if course is self._leader and self.scene.moment.exchange_closed and not self.backward.passes:
             return nothing  # of a turn that is dealt again
         try:
             found = agreement.settle(act)
@@ -386,7 +390,7 @@ class TrainingLoop:
             if course is not self._leader:
                 course.void = True
                 return nothing
-            return nothing if self.scene.moment.cut and not self.backward.passes else agreement.attempt(act)
+            return nothing if self.scene.moment.exchange_closed and not self.backward.passes else agreement.attempt(act)
         course.gathered = course.passed
         return found
 

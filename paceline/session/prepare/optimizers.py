@@ -58,7 +58,7 @@ class OptimizerWatch:
     def begin(self) -> None:
         """Be called from now on, and have counts compared where all take the same steps."""
         sync = self._turns.backward.sync
-        self._alike = sync.meets and not sync.apart and not isinstance(sync, RemoteOptimizer)
+        self._alike = sync.has_sync_points and not sync.replicas_diverge and not isinstance(sync, RemoteOptimizer)
         if self._alike:
             self._cast.scene.agreement.tally = self.tally.told
         with _REGISTRY:

@@ -98,7 +98,7 @@ class Prepared:
         if scene.group.size > 1:
             tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
             tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
-            checks.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.say)
+            checks.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.announce)
         if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
             if self._desk is not None:
                 raise UsageError(
@@ -164,7 +164,7 @@ class Prepared:
                 f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or backup_workers the servers of other "
                 "parameters keep the clocks: leave those out, or train some other parameter with them"
             )
-        if found and self.survives and self._backward.sync.apart:
+        if found and self.survives and self._backward.sync.replicas_diverge:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
@@ -194,7 +194,7 @@ class Prepared:
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         local = self.subgroups.within_host() if options["readers"] == "host" else None
-        turns, say, move = self._turns, self.scene.say, mover(self._device)
+        turns, say, move = self._turns, self.scene.announce, mover(self._device)
         dealt = deal(loader, self.scene.agreement, local=local, hooks=turns, say=say, move=move, desk=self._desk, **options)
         self.loaders.append(dealt)
         self._add("loader", dealt)

@@ -76,7 +76,7 @@ class LogCollector:
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
             self._event(f"stopped: {reason}")
-            self._scene.say(f"stopping: {reason}")
+            self._scene.announce(f"stopping: {reason}")
 
     # ---- not in lockstep
 
@@ -121,7 +121,7 @@ class LogCollector:
         if survival.short and not survival.pending:
             text = f"{self._scene.group.size} workers are left, and more are needed: waiting for others"
             self._event(text)
-            self._scene.say(text)
+            self._scene.announce(text)
             survival.wait()
         if survival.pending:
             turns.backward.sync.converge()

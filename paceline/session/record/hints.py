@@ -40,7 +40,7 @@ class StartupHints:
             self._introduced = True
             batch = loader.terms.loader.batch_size
             shares = None if batch is None else loader.terms.shares(batch)
-            self._cast.scene.say(introduction(self._size, hosts, strategy, shares))
+            self._cast.scene.announce(introduction(self._size, hosts, strategy, shares))
 
     # ---- an optimizer's first step
 
@@ -124,7 +124,7 @@ class StartupHints:
     def _say(self, text: str) -> None:
         if self._size > 1 and text not in self._said:
             self._said.add(text)
-            self._cast.scene.say(text)
+            self._cast.scene.announce(text)
 
 
 def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:

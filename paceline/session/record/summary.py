@@ -81,7 +81,7 @@ def _write(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, totals: R
         different = ", ".join(map(str, found.different))
         text = f"replicas have parted: the parameters of rank {different} are not those of rank {scene.group.rank}"
         outcome.event(text)
-        scene.say(f"{text} at the end; was something changed on some workers only?")
+        scene.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
     step = sum(totals.step_seconds.values())
     verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
@@ -103,7 +103,7 @@ def _write(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, totals: R
         events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
         timeline.write(folder.trace, events, offsets=found.ahead)
     if totals.steps and not (folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())):  # goes with who asked for it
-        scene.say(told(folder.path, totals))
+        scene.announce(told(folder.path, totals))
     return b""
 
 

@@ -115,14 +115,14 @@ class ReplicaComparer:
     """One worker's part in comparing. `event` notes what has happened, `conclude` writes that down: collective."""
 
     def __init__(self, comparison: Comparison, scene: SyncContext, cast: Prepared, sync: Sync) -> None:
-        if comparison.asked and not sync.meets:
+        if comparison.asked and not sync.has_sync_points:
             raise UsageError(
                 f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
                 "a strategy that makes them equal, such as AllReduce() or LocalSGD(16)"
             )
         every = USUAL if comparison.every == "auto" else comparison.every
-        self._comparison, self._every = comparison, every if sync.meets else None
-        self._scene, self._mirrored, self._sync = scene, ReplicaContents(cast, apart=sync.apart), sync
+        self._comparison, self._every = comparison, every if sync.has_sync_points else None
+        self._scene, self._mirrored, self._sync = scene, ReplicaContents(cast, apart=sync.replicas_diverge), sync
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
         self._done: int | None = None  # comparisons that lie behind
@@ -159,7 +159,7 @@ class ReplicaComparer:
             self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
-        more = self._sync.mirrored()
+        more = self._sync.replicated_state()
         if more is not None:
             self._done = self._due(steps)
             if self._scene.group.size > 1:
@@ -173,7 +173,7 @@ class ReplicaComparer:
         if names and not self._said:
             self._said = True
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._scene.say(
+            self._scene.announce(
                 f"the buffer {names[0]}{more} differs between workers: its module makes it of the samples that it sees, which are one "
                 "worker's share. Each worker goes on with its own, in evaluation too, and checkpoints have the first one's; have the "
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
@@ -254,7 +254,7 @@ class ReplicaComparer:
 
     def _say(self, text: str) -> None:
         self.event(text)
-        self._scene.say(text)
+        self._scene.announce(text)
 
 
 def _told(found: Sequence[Difference], hosts: Sequence[str]) -> str:

@@ -64,7 +64,9 @@ class Gossip:
         found = prove(self.graph, scene.group.size)
         if scene.group.size > 1:
             shown = self.graph if isinstance(self.graph, str) else "this graph"
-            scene.say(f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})")
+            scene.announce(
+                f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})"
+            )
         return GossipSync(scene, self)
 
 
@@ -97,8 +99,8 @@ class _MixingRound:
 class GossipSync:
     """The running side of `Gossip`."""
 
-    apart = True
-    meets = False
+    replicas_diverge = True
+    has_sync_points = False
 
     def __init__(self, scene: SyncContext, plan: Gossip) -> None:
         self._scene, self._plan = scene, plan
@@ -118,8 +120,8 @@ class GossipSync:
         self._turn = _MixingRound()
 
     @property
-    def together(self) -> bool:
-        """See `Sync.together`."""
+    def exchanges_in_backward(self) -> bool:
+        """See `Sync.exchanges_in_backward`."""
         return False
 
     # ---- layout
@@ -134,7 +136,7 @@ class GossipSync:
         if self._account is not None:
             for slot in slots:
                 if not slot.parameter.dtype.is_floating_point:
-                    self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+                    self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
         self._forget()
         self._measure()
 
@@ -150,7 +152,7 @@ class GossipSync:
 
         before = group.traffic + Traffic()
         account.rate = measure(group, self._buckets[0].flat.device, send)
-        self._scene.aside += group.traffic - before
+        self._scene.probe_traffic += group.traffic - before
 
     def _forget(self) -> None:
         """Replicas are equal: everybody knows everybody."""
@@ -276,8 +278,8 @@ class GossipSync:
             self._known[key] = self._equal[index].clone()
         return self._known[key]
 
-    def mirrored(self) -> dict[str, Tensor] | None:
-        """See `Sync.mirrored`: replicas differ all the time."""
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """See `Sync.replicated_state`: replicas differ all the time."""
         return None
 
     def converge(self) -> None:
@@ -297,8 +299,8 @@ class GossipSync:
         self._grads.clear()
         self._open = False
 
-    def layout(self) -> Any:
-        """See `Sync.layout`."""
+    def join_info(self) -> Any:
+        """See `Sync.join_info`."""
         rate = None if self._account is None else self._account.rate
         return None if rate is None else list(rate)
 
@@ -306,27 +308,27 @@ class GossipSync:
         """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
         self._scene = scene
         if not isinstance(self._graph, str):
-            scene.say("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
+            scene.announce("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
             self._graph = "exponential"
         if self._account is not None and self._account.rate is None and layout is not None:
             self._account.rate = ExactRate(*layout)
         self._others, self._equals = True, False
 
-    def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`."""
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_from_peer`."""
         self._steps = state["gossip"]
 
     @property
-    def owns(self) -> bool:
-        """See `Sync.owns`."""
+    def has_unreplicated_state(self) -> bool:
+        """See `Sync.has_unreplicated_state`."""
         return False
 
-    def own(self) -> dict[str, Any] | None:
-        """See `Sync.own`: what a replica has that its neighbours don't have yet is not copied."""
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """See `Sync.unreplicated_state`: what a replica has that its neighbours don't have yet is not copied."""
         return None
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.take_over`."""
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.load_unreplicated_state`."""
         return False
 
     def detach(self) -> None:
@@ -337,8 +339,8 @@ class GossipSync:
         """See `Sync.state_dict`; replicas are equal then."""
         return {"gossip": self._steps + self._open}
 
-    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.adopt`."""
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("gossip" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than Gossip; resume with that one")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class LocalSGDSync:
     """The running side of `LocalSGD`."""
 
-    apart = True  # replicas differ between rounds, and so do their optimizers
+    replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
 
     def __init__(self, scene: SyncContext, plan: LocalSGD) -> None:
         self._scene, self._plan = scene, plan
@@ -46,11 +46,11 @@ class LocalSGDSync:
         self._open = self._counted = False  # a step is under way; its change is in a round already
         self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
         self._rounds = [Fragment() for _ in range(plan.fragments)]
-        self.meets = plan.fragments == 1 and not plan.alpha
+        self.has_sync_points = plan.fragments == 1 and not plan.alpha
 
     @property
-    def together(self) -> bool:
-        """See `Sync.together`: while it warms up."""
+    def exchanges_in_backward(self) -> bool:
+        """See `Sync.exchanges_in_backward`: while it warms up."""
         return self._warm is not None
 
     # ---- layout
@@ -111,7 +111,7 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.ready(number, grad, scale)
             return
-        part = self._scene.moment.part
+        part = self._scene.moment.share_of_step
         factor = scale / part if part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
@@ -122,7 +122,7 @@ class LocalSGDSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
-        self._part, self._open = self._scene.moment.part, True
+        self._part, self._open = self._scene.moment.share_of_step, True
         if self._warm is not None:
             return self._warm.backward_done(where)
         found, self._grads = list(self._grads.items()), {}
@@ -274,8 +274,8 @@ class LocalSGDSync:
             found += [(tensor, mean.view(tensor.shape)) for tensor, mean in zip(kind, means.split([t.numel() for t in kind]), strict=True)]
         return found
 
-    def mirrored(self) -> dict[str, Tensor] | None:
-        """See `Sync.mirrored`: right after a round; while it warms up, always."""
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """See `Sync.replicated_state`: right after a round; while it warms up, always."""
         if self._warm is not None:
             return {}
         if any(turn.level != self._steps for turn in self._rounds if turn.units):
@@ -310,15 +310,15 @@ class LocalSGDSync:
         if self._coded is not None:
             self._coded.abort()
 
-    def layout(self) -> Any:
-        """See `Sync.layout`."""
-        warm = None if self._warm is None else self._warm.layout()
-        coded = None if self._coded is None or not self._units else self._coded.layout()
+    def join_info(self) -> Any:
+        """See `Sync.join_info`."""
+        warm = None if self._warm is None else self._warm.join_info()
+        coded = None if self._coded is None or not self._units else self._coded.join_info()
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
     def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
-        layout = self.layout() if layout is None else layout
+        layout = self.join_info() if layout is None else layout
         self._scene, self._reducer = scene, reducer("auto")(scene)
         self._steps, self._every = layout["steps"], layout["every"]
         if self._coded is not None:
@@ -344,8 +344,8 @@ class LocalSGDSync:
         if self._coded is not None and kept is not None:
             self._coded.keep(kept)
 
-    def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`."""
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_from_peer`."""
         for unit, memory in zip(self._units, state["memory"], strict=True):
             unit.memory = memory
             self._read(unit.bucket, unit.start)
@@ -354,19 +354,19 @@ class LocalSGDSync:
             turn.land(self._steps)
 
     @property
-    def owns(self) -> bool:
-        """See `Sync.owns`."""
+    def has_unreplicated_state(self) -> bool:
+        """See `Sync.has_unreplicated_state`."""
         return self._warm is None and bool(self._units)
 
-    def own(self) -> dict[str, Any] | None:
-        """See `Sync.own`: what I have changed since the last rounds, and what a codec has kept."""
-        if not self.owns:
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """See `Sync.unreplicated_state`: what I have changed since the last rounds, and what a codec has kept."""
+        if not self.has_unreplicated_state:
             return None
-        coded = None if self._coded is None else self._coded.own()
+        coded = None if self._coded is None else self._coded.unreplicated_state()
         return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.take_over`; a round that has ended since had it in it."""
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.load_unreplicated_state`; a round that has ended since had it in it."""
         fresh = [turn for turn in self._rounds if turn.landed <= step]
         rounds = list(zip(self._rounds, state["rounds"], strict=False))
         if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
@@ -375,7 +375,9 @@ class LocalSGDSync:
             if turn.landed <= step and theirs is not None:
                 turn.carry(theirs)
         if self._coded is not None and state["coded"] is not None:
-            self._coded.take_over(state["coded"], {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units})
+            self._coded.load_unreplicated_state(
+                state["coded"], {unit.index for turn in self._rounds if turn.landed > step for unit in turn.units}
+            )
         return True
 
     def detach(self) -> None:
@@ -400,8 +402,8 @@ class LocalSGDSync:
             "coded": coded,
         }
 
-    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.adopt`."""
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("every" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than LocalSGD; resume with that one")
@@ -418,7 +420,7 @@ class LocalSGDSync:
             for unit, memory in zip(units, found[0]["memory"], strict=True):
                 unit.memory = memory if unit.memory is not None else None
             if self._coded is not None:
-                self._coded.adopt([state["coded"] for state in found if state["coded"]])
+                self._coded.load_state_dicts([state["coded"] for state in found if state["coded"]])
         for unit in units:
             self._read(unit.bucket, unit.start)
         for turn in self._rounds:

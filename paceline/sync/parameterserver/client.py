@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class ParameterServerSync:
     """The running side of `ParameterServer`."""
 
-    together = False  # backward waits for nobody
+    exchanges_in_backward = False  # backward waits for nobody
 
     def __init__(self, scene: SyncContext, plan: ParameterServer) -> None:
         if scene.servers is None:
@@ -55,7 +55,7 @@ class ParameterServerSync:
         self._room: ServerEndpoints | None = None
         self._waiting = False  # to be told where servers are
         self.wires = ReplicaConnections()
-        scene.sides.append(ServerTraffic(self.wires))
+        scene.extra_groups.append(ServerTraffic(self.wires))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self._dense = 0  # the first of them have parameters on servers, the others nothing but sparse tables
@@ -76,13 +76,13 @@ class ParameterServerSync:
         self.arriving = self.coming if plan.pull == "forward" else None  # see `RemoteOptimizer.arriving`
 
     @property
-    def apart(self) -> bool:
-        """See `Sync.apart`."""
+    def replicas_diverge(self) -> bool:
+        """See `Sync.replicas_diverge`."""
         return self.free
 
     @property
-    def meets(self) -> bool:
-        """See `Sync.meets`."""
+    def has_sync_points(self) -> bool:
+        """See `Sync.has_sync_points`."""
         return not self.free
 
     @property
@@ -177,7 +177,7 @@ class ParameterServerSync:
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         """See `Sync.ready`."""
-        self._part = self.scene.moment.part
+        self._part = self.scene.moment.share_of_step
         factor = scale / self._part if self._part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         at = self._at.get(number, ~number)  # what no optimizer steps stays here
@@ -193,7 +193,7 @@ class ParameterServerSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
-        self._part = self.scene.moment.part
+        self._part = self.scene.moment.share_of_step
         found, self._grads = self._grads, {}
         return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
 
@@ -343,8 +343,8 @@ class ParameterServerSync:
             self.release()
             self.pace.abort()
 
-    def mirrored(self) -> dict[str, Tensor] | None:
-        """See `Sync.mirrored`: in lockstep all workers read the same parameters after each step."""
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """See `Sync.replicated_state`: in lockstep all workers read the same parameters after each step."""
         return None if self.free else {}
 
     def converge(self) -> None:
@@ -368,16 +368,16 @@ class ParameterServerSync:
         with self.wrapper.uncounted():
             self._give(list(zip(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0), strict=True)))
 
-    def layout(self) -> Any:
-        """See `Sync.layout`."""
+    def join_info(self) -> Any:
+        """See `Sync.join_info`."""
         assert self.lasting is not None
         copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, ElasticConsistency) else 0
-        return {"room": copies.house.layout(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
+        return {"room": copies.house.join_info(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
 
     def regroup(self, scene: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
         self.scene, self.workers = scene, list(scene.agreement.origins)
-        scene.sides.append(ServerTraffic(self.wires))
+        scene.extra_groups.append(ServerTraffic(self.wires))
         if not self.slots:
             return
         assert self.lasting is not None
@@ -395,20 +395,20 @@ class ParameterServerSync:
         for parcel in self._layout.parcels:
             parcel.forget()
 
-    def inherit(self, state: dict[str, Any]) -> None:
-        """See `Sync.inherit`: all there is lies on servers, or came with the parameters."""
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        """See `Sync.load_from_peer`: all there is lies on servers, or came with the parameters."""
 
     @property
-    def owns(self) -> bool:
-        """See `Sync.owns`: what optimizers remember lies on servers."""
+    def has_unreplicated_state(self) -> bool:
+        """See `Sync.has_unreplicated_state`: what optimizers remember lies on servers."""
         return False
 
-    def own(self) -> dict[str, Any] | None:
-        """See `Sync.own`."""
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """See `Sync.unreplicated_state`."""
         return None
 
-    def take_over(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.take_over`."""
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """See `Sync.load_unreplicated_state`."""
         return False
 
     def detach(self) -> None:
@@ -446,9 +446,9 @@ class ParameterServerSync:
             return {"memories": None, **kept}
         return {"memories": transfer.memories(self, len(self.slots)), **kept}
 
-    def adopt(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.adopt`: servers go on from the parameters that are here, and what was saved."""
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """See `Sync.load_state_dicts`: servers go on from the parameters that are here, and what was saved."""
         self.coming.arrive()
         found = [state for state in states if state]
         self._hand_over(transfer.saved(found, len(self.slots)))
-        self.wrapper.adopt(found)
+        self.wrapper.load_state_dicts(found)

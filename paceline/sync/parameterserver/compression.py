@@ -79,11 +79,11 @@ class PushPullCodec:
         """The codings of a parameter. What isn't real can't be coded."""
         found = phases(self._codec, slot.name, slot.parameter.shape)
         if found and not slot.parameter.dtype.is_floating_point:
-            self._scene.say(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return ()
         if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
-            self._scene.say(NARROWED)
+            self._scene.announce(NARROWED)
         return found
 
     def lay_out(self, parcels: Sequence[TransferUnit]) -> None:
@@ -102,7 +102,7 @@ class PushPullCodec:
             before = wires.traffic + Traffic()
             found = measure(self._scene.group, torch.device("cpu"), lambda x: LinkEcho(wires, x, seconds))
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
-            self._scene.aside += wires.traffic - before
+            self._scene.probe_traffic += wires.traffic - before
 
     @property
     def coded(self) -> list[TransferUnit]:
@@ -258,12 +258,12 @@ class PushPullCodec:
         """What has to survive of this worker; nothing where there is no codec."""
         return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._parcels else {}
 
-    def adopt(self, found: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker, in rank order: the sum of all residuals stays what it was."""
         written = next((state["codec"] for state in found if "codec" in state), None)
         mine, group = repr(self._codec) if self._parcels else None, self._scene.group
         if written is not None and written != mine:
-            self._scene.say(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
+            self._scene.announce(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
             found = []
         self.take_over([state["residuals"] for state in found[group.rank :: group.size] if "residuals" in state])
 

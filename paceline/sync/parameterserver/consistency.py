@@ -150,7 +150,7 @@ class OutOfLockstep:
     def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
         client = self._client
-        said = {"part": client.scene.moment.part, "settings": list(enumerate(optimizers.settings(client.optimizers[number])))}
+        said = {"part": client.scene.moment.share_of_step, "settings": list(enumerate(optimizers.settings(client.optimizers[number])))}
         began = time.perf_counter()
         asked = {"optimizer": number, "said": said, **body}
         sent = client.callers[0].send(kind, step=step, body=asked, seconds=client.seconds)
@@ -215,7 +215,7 @@ class Asynchronous(OutOfLockstep):
         step = client.steps_taken[number] + 1
         body = {
             "factor": client.factors.pop(number, 1.0),
-            "part": client.scene.moment.part,
+            "part": client.scene.moment.share_of_step,
             "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
         }
         sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)

@@ -130,7 +130,7 @@ class ElasticConsistency:
     def _ask(self, number: int) -> Mapping[str, Any]:
         client, gradient, began = self._client, self._gradient(number), time.perf_counter()
         settings = list(enumerate(optimizers.settings(client.optimizers[number])))
-        said = {"part": client.scene.moment.part, "settings": settings, "number": gradient, "pieces": self.desk.pieces()}
+        said = {"part": client.scene.moment.share_of_step, "settings": settings, "number": gradient, "pieces": self.desk.pieces()}
         asked: dict[str, Any] = {"optimizer": number, "said": said}
         if self.drops:
             step = 0 if self._again else gradient  # 0: late
@@ -248,7 +248,7 @@ class ElasticConsistency:
         self._counted = {optimizer: numbers.get(me, 0) for optimizer, numbers in enumerate(gradients)}
         self.desk.resume(clocks[me])
         if nobodys and group.rank == 0:
-            client.scene.say(f"{nobodys} samples of epoch {self.desk.part[0]} were lost with a worker, when all others had ended it")
+            client.scene.announce(f"{nobodys} samples of epoch {self.desk.part[0]} were lost with a worker, when all others had ended it")
 
     def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
         """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""

@@ -238,7 +238,7 @@ class PendingPulls:
                     self._take(key, max(until - time.monotonic(), 0.0))
             if self._units:
                 names = ", ".join(sorted(self._client.slots[slot].name for slot in self._units))
-                self._client.scene.say(f"what the last step made of {names} has not come: there are older values in the model")
+                self._client.scene.announce(f"what the last step made of {names} has not come: there are older values in the model")
             self._pulls.clear()
             for slot in list(self._units):
                 self._free(slot)

@@ -176,7 +176,7 @@ class ServerReplication:
             self._anew.pop(number, None)
             if (early := self._early.pop(number, None)) is not None:
                 early.close()
-            self.scene.say(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
+            self.scene.announce(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
         return self._wires.names(filled)
 
     def _count(self, number: int, found: Any) -> None:

@@ -55,7 +55,7 @@ class ElasticBulkSynchronous:
         if number in self._makers:
             client.settle(number)  # raises if p.grad has been changed since
             return
-        if client.scene.moment.cut:
+        if client.scene.moment.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:

@@ -63,7 +63,7 @@ class TableServers:
             raise UsageError("sparse tables need servers, and nobody starts any here: start the workers with `paceline run`")
         self.scene, self.replicas = scene, replicas
         self.wires = ReplicaConnections()
-        scene.sides.append(ServerTraffic(self.wires))
+        scene.extra_groups.append(ServerTraffic(self.wires))
         self.room = scene.table_servers(servers, replicas)
         if self.room.house is None and replicas > 1:
             self.room.close()

@@ -104,7 +104,7 @@ class UnlockedRows:
 
     def apply(self, number: int) -> list[tuple[RpcClient, int]]:
         """Step with what I come with alone, by my part of the learning rate; gives the messages."""
-        tables, library, part = self._tables(number), self._library, self._client.scene.moment.part
+        tables, library, part = self._tables(number), self._library, self._client.scene.moment.share_of_step
         if not tables or library is None:
             return []
         body = {"part": part, "factor": 1.0 / part if part else 0.0}

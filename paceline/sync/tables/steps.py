@@ -41,7 +41,7 @@ class RowSteps:
     def settle(self, found: Sequence[Step]) -> None:
         """Tell all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
         library, agreement = self._library, self._library.scene.agreement
-        if library.scene.moment.cut:
+        if library.scene.moment.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
@@ -106,12 +106,12 @@ class RowSteps:
 
     def layout(self) -> Any:
         """What who has just come has to know: JSON."""
-        return {"room": self.copies.house.layout(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
+        return {"room": self.copies.house.join_info(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
 
     def regroup(self, scene: SyncContext, layout: Any) -> None:
         """The workers are others now. Collective; see `Sync.regroup`."""
         library = self._library
-        scene.sides.append(ServerTraffic(library.wires))
+        scene.extra_groups.append(ServerTraffic(library.wires))
         if layout is not None:
             self._enter(layout)
         self.copies.survey(scene)

@@ -57,7 +57,7 @@ class Training:
     @classmethod
     def begin(cls, run: Run, replicate: Replicate) -> Training:
         said: list[str] = []
-        run._scene.say = said.append
+        run._scene.announce = said.append
         buddies = BuddyReplication(run._scene, run._own.sync, run._turns, replicate)
         run._turns.committed = buddies.committed
         return cls(run, model(), buddies, said)

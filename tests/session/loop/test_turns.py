@@ -58,9 +58,9 @@ def same(body: Callable[[Run, Any], Tensor], ways: list[tuple[int, Any]] | None 
 def test_scale_and_weight_of_each_turn() -> None:
     def body(run: Run) -> list[tuple[float, float, bool, bool]]:
         moment = run._scene.moment
-        assert (moment.scale, moment.ghost, moment.silent) == (1 / run.size, False, False)
+        assert (moment.scale, moment.ghost, moment.defer_exchange) == (1 / run.size, False, False)
         _, _, loader = ready(run, batches(18, 8), shares=[1, 7])
-        seen = [(moment.scale, run.weight, moment.ghost, moment.silent) for _ in loader]
+        seen = [(moment.scale, run.weight, moment.ghost, moment.defer_exchange) for _ in loader]
         assert (moment.scale, moment.ghost, run.turn) == (1 / run.size, False, None) and run.weight == 1.0
         return seen
 
@@ -75,7 +75,7 @@ def test_micro_batches_are_silent_until_the_last() -> None:
         seen = []
         for x, y in loader:
             advance(model, opt, x, y)
-            seen.append((run._scene.moment.silent, run._scene.moment.scale))
+            seen.append((run._scene.moment.defer_exchange, run._scene.moment.scale))
         assert run.steps == 1
         return seen
 
