@@ -51,8 +51,8 @@ def train(options: argparse.Namespace) -> None:
         model = Decoder(*MODELS[options.model])
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Endless(), batch_size=batch))
-        assert run._survival is not None
-        buddies = run._survival._heart.buddies  # type: ignore[attr-defined]
+        assert run._recovery is not None
+        buddies = run._recovery._heart.buddies  # type: ignore[attr-defined]
         for _ in run.epochs(1):
             for x, y in loader:
                 if run.steps >= SETTLED:  # the step from which on there are copies

@@ -41,14 +41,14 @@ def train(options: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(TensorDataset(tokens), batch_size=options.batch * options.workers)
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        compare = run._comparing.step_ended
+        compare = run._comparer.step_ended
 
         def timed(steps: int) -> None:
             before = time.perf_counter()
             compare(steps)
             compared.append(time.perf_counter() - before)
 
-        run._comparing.step_ended = timed  # type: ignore[method-assign]
+        run._comparer.step_ended = timed  # type: ignore[method-assign]
         for (x,) in loader:
             began.append(time.perf_counter())
             F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()

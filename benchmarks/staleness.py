@@ -80,11 +80,11 @@ class Simulation:
 
     def _goes_on(self, worker: int) -> str:
         """What a worker does next."""
-        mode, keeper = self._modes[worker], self._keeper
-        if mode == "take" and (found := keeper.take(worker, self._share)) is not None:
+        mode, scheduler = self._modes[worker], self._keeper
+        if mode == "take" and (found := scheduler.take(worker, self._share)) is not None:
             if not isinstance(found, SampleSpan):
                 return "last" if worker in self._behind else "rest"
-            keeper.starts(worker, self.now)
+            scheduler.starts(worker, self.now)
             self._pieces[worker] = found
             slow = self._chance.random() < self._slow
             self._ends[worker] = self.now + (5.0 if slow else 1.0) * self._chance.uniform(0.99, 1.01)
@@ -101,10 +101,10 @@ class Simulation:
         if mode == "gather" and (told := self._gathers(worker, self._bound > 0)) is not None:
             self._behind |= {worker} if isinstance(told, OpenStep) else set()
             self._read[worker] = self._values()
-            keeper.tick(worker, self._number[worker])
+            scheduler.tick(worker, self._number[worker])
             return "tick"
-        if mode == "tick" and keeper.may(worker, self._bound):
-            keeper.went(worker, self.now)
+        if mode == "tick" and scheduler.may(worker, self._bound):
+            scheduler.went(worker, self.now)
             return "take"
         return mode
 

@@ -66,9 +66,9 @@ def train(options: argparse.Namespace) -> None:
         for _ in run.epochs(1):
             for x, y in loader:
                 if options.what == "cost" and run.steps >= FIRST:
-                    surviving = surviving or (run._agreement.recovery, run._turns.undo)
+                    surviving = surviving or (run._agreement.recovery, run._loop.undo)
                     on = (run.steps // BLOCK) % 2 == 0
-                    run._agreement.recovery, run._turns.undo = surviving if on else (None, None)
+                    run._agreement.recovery, run._loop.undo = surviving if on else (None, None)
                 F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -77,7 +77,7 @@ def train(options: argparse.Namespace) -> None:
                 if (out / "enough").exists():
                     run.stop()
         if surviving is not None:
-            run._agreement.recovery, run._turns.undo = surviving
+            run._agreement.recovery, run._loop.undo = surviving
 
 
 def moments(out: Path) -> list[float]:
@@ -113,7 +113,7 @@ def tiny(options: argparse.Namespace) -> None:
         agree, blocks, surviving, began, counts = run.group.agree, ([], []), None, 0, [[0, 0], [0, 0]]
         run.group.agree = lambda body: (met.append(len(body)) if b"settled" in body else None) or agree(body)
         for _ in run.epochs(1):
-            surviving = run._agreement.recovery, run._turns.undo
+            surviving = run._agreement.recovery, run._loop.undo
             for (x,) in loader:
                 model(x).sum().backward()
                 optimizer.step()
@@ -122,9 +122,9 @@ def tiny(options: argparse.Namespace) -> None:
                     blocks[on].append((now - began) / 1e3 / BLOCK) if began else None
                     counts[on] = [counts[on][0] + len(met), counts[on][1] + sum(met)]
                     met.clear()
-                    run._agreement.recovery, run._turns.undo = surviving if on else (None, None)
+                    run._agreement.recovery, run._loop.undo = surviving if on else (None, None)
                     began = time.perf_counter_ns()
-        run._agreement.recovery, run._turns.undo = surviving
+        run._agreement.recovery, run._loop.undo = surviving
         if run.is_first:
             steps = options.steps / 2
             found = {"us": [statistics.median(block[2:]) for block in blocks], "meetings": [count / steps for count, _ in counts]}

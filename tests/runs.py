@@ -55,11 +55,11 @@ def make(
     dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
     cluster = Topology(tuple(HostRanks("here" if len(dealt) == 1 else f"host{n}", mine, "127.0.0.1") for n, mine in enumerate(dealt)))
     around = WorkerContext(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
-    moment = StepState(scale=1.0 / group.size)
-    agreement = Agreement(group, step=lambda: moment.step, hosts=cluster.names())
-    scene = SyncContext(group, agreement, moment, Trace(), cluster.where(), say, None)
-    scene.servers = scene.table_servers = serving(agreement, len(dealt))
-    run = Run(around, scene, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
+    step_state = StepState(scale=1.0 / group.size)
+    agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.names())
+    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None)
+    context.servers = context.table_servers = serving(agreement, len(dealt))
+    run = Run(around, context, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
     kept = RunFolder.agree(agreement, Path(folder), "test", say=say)
     run.open(kept, MetricsLog(MetricsWriter(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
     return run

@@ -115,7 +115,7 @@ class Attack:
         for thread in self._threads:
             thread.join()
 
-    def _turns(self, who: str, name: str) -> Iterator[int]:
+    def _loop(self, who: str, name: str) -> Iterator[int]:
         for number in itertools.count(1):
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self.sent[who, name] < self._upto)
@@ -129,12 +129,12 @@ class Attack:
 
     def _stranger(self, name: str) -> None:
         drawn = random.Random(f"stranger of {name}")
-        for number in self._turns("stranger", name):
+        for number in self._loop("stranger", name):
             strangers.call(self._points[name], strangers.line(drawn, [HELLO, OFFER]), rudely=number % 2 == 0)
 
     def _launcher(self, name: str) -> None:
         drawn = random.Random(f"holder of {name}")
-        for _ in self._turns("holder", name):
+        for _ in self._loop("holder", name):
             with suppress(OSError):  # it is hung up on before all is written
                 channel = self._proven(name)
                 channel.send(senseless(drawn, [OFFER], lambda message: offered({**message, "hosts": 2, "host_rank": None})))
@@ -154,7 +154,7 @@ class Attack:
             found.curve_serverkey, (found.curve_publickey, found.curve_secretkey) = KEYS.server[0], KEYS.worker
             host, port = self._points[name]
             found.connect(f"tcp://{host}:{port}")
-            for number in self._turns("holder", name):
+            for number in self._loop("holder", name):
                 found.send_multipart(nonsense(drawn, number))
                 while found.poll(0):
                     found.recv_multipart()

@@ -298,7 +298,7 @@ class RpcClient:
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # what waits for its answer: its memory may be on its way still
         self._stood = False  # whether the connection does, as far as the monitor has told
         self._broken: PacelineError | None = None
-        self.breaker: CancelScope | None = None  # ends waits while it has tripped
+        self.cancel_scope: CancelScope | None = None  # ends waits while it has tripped
         self.waited = 0.0  # seconds
         self.nbytes = 0  # of all that was sent
 
@@ -360,8 +360,8 @@ class RpcClient:
                 if self.gone:
                     assert self._broken is not None
                     raise self._broken
-                if self.breaker is not None and self.breaker.error is not None:
-                    raise self.breaker.error
+                if self.cancel_scope is not None and self.cancel_scope.error is not None:
+                    raise self.cancel_scope.error
                 left = end - time.monotonic()
                 if self._socket.poll(round(1000 * max(0.0, min(left, _LOOK_SECONDS))), event):
                     return

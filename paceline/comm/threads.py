@@ -108,17 +108,17 @@ class _ThreadWork:
         return self._error()
 
     def wait(self, timeout: float | None = None) -> Any:
-        board, slot = self._group.board, self._slot
+        segment, slot = self._group.segment, self._slot
         start = time.monotonic()
-        limit = start + (board.deadline if timeout is None else timeout)
-        with board.changed:
+        limit = start + (segment.deadline if timeout is None else timeout)
+        with segment.changed:
             while not self.done():
                 now = time.monotonic()
                 if now >= limit:
                     raise self._late(now - start)
                 self._look(now - start)
-                board.changed.wait(min(TICK, limit - now))
-            board.waits.pop(self._group.rank, None)
+                segment.changed.wait(min(TICK, limit - now))
+            segment.waits.pop(self._group.rank, None)
         self._group.waited += time.monotonic() - start
         error = self._error()
         if error is not None:
@@ -127,30 +127,30 @@ class _ThreadWork:
         return slot.results[self._group.rank]
 
     def _error(self) -> BaseException | None:
-        board, slot = self._group.board, self._slot
+        segment, slot = self._group.segment, self._slot
         if slot.ended:
             return slot.error
-        if board.broken is not None:
-            return board.broken
-        gone = tuple(rank for rank in tuple(board.left) if rank not in slot.parts)
+        if segment.broken is not None:
+            return segment.broken
+        gone = tuple(rank for rank in tuple(segment.left) if rank not in slot.parts)
         if gone:
-            who = ", ".join(f"rank {board.names[rank]} ({board.left[rank]})" for rank in gone)
-            return WorkerLost(f"{self._call} waits for {who}, which has left the group", tuple(board.names[rank] for rank in gone))
+            who = ", ".join(f"rank {segment.names[rank]} ({segment.left[rank]})" for rank in gone)
+            return WorkerLost(f"{self._call} waits for {who}, which has left the group", tuple(segment.names[rank] for rank in gone))
         return None
 
     def _look(self, waited: float) -> None:
         """Find ranks that wait for each other; called with the board's lock held."""
-        board = self._group.board
+        segment = self._group.segment
         rank = self._group.rank
-        board.waits[rank] = RankWait(self._channel, self._slot.number, str(self._call), dict(board.made[rank]))
-        stuck = apart(board.waits) if waited > GRACE else {}
+        segment.waits[rank] = RankWait(self._channel, self._slot.number, str(self._call), dict(segment.made[rank]))
+        stuck = apart(segment.waits) if waited > GRACE else {}
         if stuck:
-            board.fail(describe(stuck, self._group.names))
+            segment.fail(describe(stuck, self._group.names))
 
     def _late(self, seconds: float) -> DeadlineExceeded:
-        board = self._group.board
-        board.waits.pop(self._group.rank, None)
-        absent = {board.names[rank]: board.waits.get(rank) for rank in range(board.size) if rank not in self._slot.parts}
+        segment = self._group.segment
+        segment.waits.pop(self._group.rank, None)
+        absent = {segment.names[rank]: segment.waits.get(rank) for rank in range(segment.size) if rank not in self._slot.parts}
         return DeadlineExceeded(late(str(self._call), seconds, absent), tuple(absent))
 
 
@@ -164,16 +164,16 @@ class ThreadGroup:
     view = 0
 
     def __init__(
-        self, board: _ThreadBoard, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None
+        self, segment: _ThreadBoard, rank: int, *, hosts: Sequence[int] | None = None, delay: Callable[[int], None] | None = None
     ) -> None:
-        self.board = board
+        self.segment = segment
         self.rank = rank
-        self.size = board.size
+        self.size = segment.size
         self.waited = 0.0
-        self._meter = TrafficMeter(rank, board.size, hosts)
+        self._meter = TrafficMeter(rank, segment.size, hosts)
         self.traffic: Traffic = self._meter.traffic
         self._delay = delay
-        self.names = board.names
+        self.names = segment.names
         self._children: list[ThreadGroup] = []
 
     def pause(self) -> None:
@@ -183,7 +183,7 @@ class ThreadGroup:
 
     def _post(self, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]], channel: str = "calls") -> Work[Any]:
         self.pause()
-        return _ThreadWork(self, channel, call, self.board.post(self.rank, channel, call, data, finish))
+        return _ThreadWork(self, channel, call, self.segment.post(self.rank, channel, call, data, finish))
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
         for to, x in sends:
@@ -253,12 +253,12 @@ class ThreadGroup:
 
     def sub(self, ranks: Sequence[int]) -> ThreadGroup | None:
         def finish(parts: list[None]) -> list[_ThreadBoard]:
-            return [_ThreadBoard([self.names[rank] for rank in ranks], self.board.deadline)] * len(parts)
+            return [_ThreadBoard([self.names[rank] for rank in ranks], self.segment.deadline)] * len(parts)
 
-        board: _ThreadBoard = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
+        segment: _ThreadBoard = self._post(fingerprint.choosing(ranks, self.size), None, finish).wait()
         if self.rank not in ranks:
             return None
-        child = ThreadGroup(board, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
+        child = ThreadGroup(segment, list(ranks).index(self.rank), hosts=self._meter.choose(ranks), delay=self._delay)
         self._children.append(child)
         return child
 
@@ -275,16 +275,16 @@ class ThreadGroup:
     def leave(self, why: str) -> None:
         """Close this group and its subgroups; `why` is what others are told that still wait for this rank."""
         for group in (self, *self._children):
-            group.board.leave(group.rank, why)
+            group.segment.leave(group.rank, why)
 
     def abort(self) -> None:
         self.end(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
-        self.board.fail(error)
-        assert isinstance(self.board.broken, PacelineError)
-        return self.board.broken
+        self.segment.fail(error)
+        assert isinstance(self.segment.broken, PacelineError)
+        return self.segment.broken
 
 
 class _Failure(NamedTuple):
@@ -306,12 +306,12 @@ def spawn(
     """
     if size < 1:
         raise UsageError(f"spawn needs at least one rank, not {size}")
-    board = _ThreadBoard(range(size), deadline)
+    segment = _ThreadBoard(range(size), deadline)
     results: dict[int, T] = {}
     failures: list[_Failure] = []
 
     def run(rank: int) -> None:
-        group = ThreadGroup(board, rank, hosts=hosts, delay=delay)
+        group = ThreadGroup(segment, rank, hosts=hosts, delay=delay)
         try:
             results[rank] = body(group)
         except BaseException as error:  # noqa: BLE001  whatever ends a rank is raised by spawn

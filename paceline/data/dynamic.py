@@ -34,11 +34,11 @@ class StepSamples(NamedTuple):
 class QueueFeed(IndexFeed):
     """The index lists of one worker: it takes a piece each time its DataLoader asks for one."""
 
-    def __init__(self, terms: LoaderSpec, desk: SampleQueue) -> None:
+    def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
         self.steps: deque[StepSamples] = deque()
         self.latest = -1  # the last global batch of which a piece was taken here
-        self._desk = desk
+        self._sample_queue = sample_queue
 
     def __next__(self) -> Any:
         if not self.terms.training:
@@ -52,7 +52,7 @@ class QueueFeed(IndexFeed):
     def take(self) -> bool:
         """Take the next piece; False if there is none."""
         assert self.indices is not None
-        found = self._desk.take(self.most)
+        found = self._sample_queue.take(self.most)
         if found is None:
             return False
         batch, start, stop = found
@@ -80,10 +80,10 @@ class QueueFeed(IndexFeed):
 class DynamicPipeline(IndexedPipeline):
     """The pipeline of a map-style data set whose samples are taken from a desk; in evaluation it deals as `IndexedPipeline` does."""
 
-    def __init__(self, terms: LoaderSpec, desk: SampleQueue) -> None:
+    def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
-        self._desk = desk
-        self._feed: QueueFeed = QueueFeed(terms, desk)
+        self._sample_queue = sample_queue
+        self._feed: QueueFeed = QueueFeed(terms, sample_queue)
         self._epoch = 0
         self._taking = False
 
@@ -93,7 +93,7 @@ class DynamicPipeline(IndexedPipeline):
 
     @property
     def paused(self) -> bool:
-        return self.apart and self._desk.paused
+        return self.apart and self._sample_queue.paused
 
     def place(self, index: int) -> int:
         return self._found.first if self.apart else index
@@ -120,7 +120,7 @@ class DynamicPipeline(IndexedPipeline):
         self._feed.steps.clear()
         self._feed.latest = start - 1
         self._taking = True
-        self._desk.begin(self._epoch, start, indices.sizes())
+        self._sample_queue.begin(self._epoch, start, indices.sizes())
 
     def step(self, index: int) -> GlobalBatch | None:
         if not self.terms.training:
@@ -139,7 +139,7 @@ class DynamicPipeline(IndexedPipeline):
             found = self._next()
             if found is not None:
                 return found
-            if not self._feed.take() and (self._desk.paused or not self._further()):
+            if not self._feed.take() and (self._sample_queue.paused or not self._further()):
                 return None
             self._open(rng.twin(self.terms.loader.generator))
 
@@ -163,11 +163,11 @@ class DynamicPipeline(IndexedPipeline):
         """All have taken what there was: meet for the next part of the epoch. False at its end."""
         indices = self._found
         start = indices.high
-        with self._desk.together():
+        with self._sample_queue.together():
             indices.refill(start)
             if indices.batch(start) is None:
                 return False
-            self._desk.begin(self._epoch, start, indices.sizes())
+            self._sample_queue.begin(self._epoch, start, indices.sizes())
         return True
 
     def peek(self) -> Any:
@@ -193,7 +193,7 @@ class DynamicPipeline(IndexedPipeline):
         super().redeal(index)
 
     def state(self, index: int) -> dict[str, Any]:
-        if self.apart and not self._desk.paused:
+        if self.apart and not self._sample_queue.paused:
             raise UsageError("where workers are not in lockstep they have no common place in an epoch: save between epochs")
         return super().state(self.place(index))
 
@@ -201,7 +201,7 @@ class DynamicPipeline(IndexedPipeline):
         super().end()
         if self._taking:
             self._taking = False
-            self._desk.leave()
+            self._sample_queue.leave()
 
 
 def check_terms(terms: LoaderSpec) -> None:

@@ -99,7 +99,7 @@ def deal(
     hooks: LoaderObserver | None = None,
     say: Callable[[str], None] = lambda text: None,
     move: Callable[[Any], Any] | None = None,
-    desk: SampleQueue | None = None,
+    sample_queue: SampleQueue | None = None,
 ) -> ShareLoader:
     """Deal `loader`, whose batch size is that of all workers together; called on all workers with the same arguments.
 
@@ -109,7 +109,7 @@ def deal(
     of the batch) in evaluation, too, and not a batch of no rows. For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
     gives each rank its own samples). `say` is told, once each, what costs more than one would think. `move` brings each batch to a device.
-    `desk`: where workers that are not in lockstep take the samples of a training loader from.
+    `sample_queue`: where workers that are not in lockstep take the samples of a training loader from.
 
     Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
@@ -117,10 +117,10 @@ def deal(
     dealt = policy(shares, agreement.group.size)
     told: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **told)
-    if desk is not None and train is not False:
+    if sample_queue is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
-        if desk is not None and train is not False:
+        if sample_queue is not None and train is not False:
             raise DataError(
                 "a stream (IterableDataset) is dealt step by step to all workers, and with staleness or backup_workers they are not in "
                 "lockstep: use a data set with indices, or leave those out; or say train=False, if this loader is for evaluation"
@@ -132,7 +132,9 @@ def deal(
             f"readers={readers!r}, shard={shard!r} are for streams, not for a {type(loader.dataset).__qualname__}: leave them out"
         )
     check_samplers(loader)
-    return ShareLoader(terms, IndexedPipeline(terms) if desk is None else DynamicPipeline(terms, desk), hooks or NoObserver())
+    return ShareLoader(
+        terms, IndexedPipeline(terms) if sample_queue is None else DynamicPipeline(terms, sample_queue), hooks or NoObserver()
+    )
 
 
 class ShareLoader:
@@ -181,7 +183,7 @@ class ShareLoader:
         self._index = self._pipeline.begin(self.epoch, state)
         self._open = True
         self.hooks.epoch_begins(self)
-        return self._turns(self._round)
+        return self._loop(self._round)
 
     @property
     def length(self) -> int | None:
@@ -276,7 +278,7 @@ class ShareLoader:
         self.epoch = int(state["epoch"])
         self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch"}}
 
-    def _turns(self, mine: int) -> Iterator[Any]:
+    def _loop(self, mine: int) -> Iterator[Any]:
         try:
             while (step := self._step()) is not None:
                 for turn, held in self._parts(step):

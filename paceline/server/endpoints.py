@@ -73,4 +73,4 @@ class ServerEndpoints(NamedTuple):
     close: Callable[[], None]  # ends those that this worker has started
     numbers: tuple[int, ...] = ()  # of each server, never used twice
     shards: tuple[int, ...] = ()  # which each of them keeps
-    house: ServerPool | None = None  # where losses are survived; then `addresses` are empty for who has just come
+    pool: ServerPool | None = None  # where losses are survived; then `addresses` are empty for who has just come

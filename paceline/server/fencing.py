@@ -2,7 +2,7 @@
 
 reckon(workers)     only these may tell anything from now on, what was put off is void; which steps have been made here
 since(step)         how the later ones were made, for a server that lacks them
-void                what was pushed and is in no step is void; what is remembered (`ledger`)
+void                what was pushed and is in no step is void; what is remembered (`journal`)
 drop(pieces)        samples that no step will have
 """
 
@@ -44,7 +44,7 @@ class Fence:
     """Answers that; False where the answer has to wait."""
 
     def __init__(self, server: FencedServer) -> None:
-        self.ledger = StepJournal()
+        self.journal = StepJournal()
         self._server = server
         self._workers: frozenset[int] | None = None  # who lives; None: nobody has been lost yet
         self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
@@ -66,15 +66,15 @@ class Fence:
         return self._server.answer(message, {"steps": self._server.shard.steps})
 
     def _since(self, message: RpcMessage) -> bool:
-        found = self.ledger.since(int(message.body["optimizer"]), message.step)
+        found = self.journal.since(int(message.body["optimizer"]), message.step)
         return self._server.answer(message, tensors=(_tensor(msgpack.packb(found)),))
 
     def _void(self, message: RpcMessage) -> bool:
         self._server.shard.void()
-        return self._server.answer(message, tensors=(_tensor(self.ledger.dump(closes=False)),))
+        return self._server.answer(message, tensors=(_tensor(self.journal.dump(closes=False)),))
 
     def _drop(self, message: RpcMessage) -> bool:
-        self.ledger.drop(int(message.body["epoch"]), message.body["pieces"])
+        self.journal.drop(int(message.body["epoch"]), message.body["pieces"])
         return self._server.answer(message)
 
 

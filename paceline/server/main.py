@@ -308,7 +308,7 @@ class Server:
             shard.close(optimizer, step, workers, factor=float(body["factor"]), settings=settings, part=part, keep=keep, **more)
             self._told[optimizer] = step, body["factor"], body["settings"]
             if "came" in body:
-                self._reckoning.ledger.made(body)
+                self._reckoning.journal.made(body)
             return self.answer(message)
         closing = self._closing.setdefault((optimizer, step), {})
         closing[message.sender] = body["factor"], body["settings"], body.get("turn")
@@ -367,14 +367,14 @@ class Server:
         return self.answer(message)
 
     def _state(self, message: RpcMessage) -> bool:
-        kept = {**self.shard.state_dict(), "ledger": self._reckoning.ledger.dump()}
+        kept = {**self.shard.state_dict(), "ledger": self._reckoning.journal.dump()}
         whole = torch.frombuffer(bytearray(pack(kept, copy=False).dumps()), dtype=torch.uint8)
         return self.answer(message, tensors=whole.split(CHUNK))
 
     def _become(self, message: RpcMessage) -> bool:
         state = loads(b"".join(part.numpy().tobytes() for part in message.tensors)).unpack()
         self.shard.load_state_dict(state)
-        self._reckoning.ledger.load(state["ledger"])
+        self._reckoning.journal.load(state["ledger"])
         return self.answer(message)
 
     def clear(self) -> None:
@@ -394,7 +394,7 @@ class Server:
             "bytes": self._receiver.nbytes,
             "bytes_sent": self._receiver.sent,
             "memory_bytes": self._tables.nbytes + (0 if self._shard is None else self._shard.nbytes),
-            **({} if self._shard is None else self._dealing.keeper.facts()),
+            **({} if self._shard is None else self._dealing.scheduler.facts()),
             **self._tables.facts(),
         }
         return self.answer(message, facts)

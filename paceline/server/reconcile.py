@@ -91,7 +91,7 @@ def latest(told: Mapping[int, WorkerReport]) -> tuple[Part, int]:
 
 
 def stand(
-    told: Mapping[int, WorkerReport], sizes: Sequence[int], ledger: StepJournal, steps: Sequence[int], *, gathers: bool
+    told: Mapping[int, WorkerReport], sizes: Sequence[int], journal: StepJournal, steps: Sequence[int], *, gathers: bool
 ) -> RecoveryState:
     """Where the living stand, by what each has `told`; `sizes` are those of the batches in the latest part."""
     part, times = latest(told)
@@ -100,12 +100,12 @@ def stand(
     coming = [worker for worker in told if worker not in there]  # they are cut off in the call before they begin it
     slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in told.values()), default=0))
     clocks = {worker: slowest if worker in coming else report.clock for worker, report in told.items()}
-    gone = SampleSpans(ledger.done.rows() if ledger.part == part else ())
+    gone = SampleSpans(journal.done.rows() if journal.part == part else ())
     for report in told.values():
         gone.add([*report.taken, *report.carried] if report.part == part else ())
-    gone.add([batch, start, stop] for epoch, batch, start, stop in ledger.dropped if epoch == part[0])
+    gone.add([batch, start, stop] for epoch, batch, start, stop in journal.dropped if epoch == part[0])
     gradients: list[dict[int, int]] = [{} for _ in steps]
-    for (optimizer, worker), number in ledger.gradients.items():
+    for (optimizer, worker), number in journal.gradients.items():
         gradients[optimizer][worker] = number
     return RecoveryState(
         part,
@@ -121,5 +121,5 @@ def stand(
         steps,
         [{worker: found.get(worker, 0) for worker in told} for found in gradients],
         gathers,
-        [(epoch, SampleSpan(*row)) for epoch, *row in ledger.dropped],
+        [(epoch, SampleSpan(*row)) for epoch, *row in journal.dropped],
     )

@@ -32,7 +32,7 @@ class SchedulerRpc:
     """Answers them; False where the answer has to wait."""
 
     def __init__(self, answer: Answer) -> None:
-        self.keeper = SampleScheduler()
+        self.scheduler = SampleScheduler()
         self._answer = answer
         self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "deal": self._deal,
@@ -54,58 +54,58 @@ class SchedulerRpc:
         if sizes.dim() != 1 or sizes.is_floating_point() or not 0 < sizes.numel() <= LONGEST:
             raise UsageError(f"a part of an epoch has 1 to {LONGEST} batches, each of a whole number of samples")
         times = int(body.get("times", 0))
-        self.keeper.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]), times)
-        self.keeper.starts(message.sender, time.monotonic(), first=True)
-        return self._answer(message, {"clock": self.keeper.clocks[message.sender]}, ())
+        self.scheduler.begin(int(body["epoch"]), int(body["first"]), sizes.tolist(), map(int, body["workers"]), times)
+        self.scheduler.starts(message.sender, time.monotonic(), first=True)
+        return self._answer(message, {"clock": self.scheduler.clocks[message.sender]}, ())
 
     def _take(self, message: RpcMessage) -> bool:
-        found = self.keeper.take(message.sender, int(message.body["most"]))
+        found = self.scheduler.take(message.sender, int(message.body["most"]))
         if found is None:
             return False
-        over, piece = not self.keeper.takes(message.sender), list(found) if isinstance(found, tuple) else None
-        paused = piece is None and self.keeper.paused and not self.keeper.busy(message.sender)
+        over, piece = not self.scheduler.takes(message.sender), list(found) if isinstance(found, tuple) else None
+        paused = piece is None and self.scheduler.paused and not self.scheduler.busy(message.sender)
         return self._answer(message, {"piece": piece, "over": over, "paused": paused}, ())
 
     def _pause(self, message: RpcMessage) -> bool:
-        self.keeper.pause()
+        self.scheduler.pause()
         return self._answer(message, None, ())
 
     def _leave(self, message: RpcMessage) -> bool:
-        self.keeper.leave(message.sender)
+        self.scheduler.leave(message.sender)
         return self._answer(message, None, ())
 
     def _tick(self, message: RpcMessage) -> bool:
         body, clock, bound = message.body, int(message.body["clock"]), float(message.body["bound"])
-        if clock > self.keeper.clocks.get(message.sender, -1):  # else it has come before, and had to wait
-            self.keeper.tick(message.sender, clock, str(body["dropped"]))
-        if not self.keeper.may(message.sender, math.inf if bound < 0 else bound):
+        if clock > self.scheduler.clocks.get(message.sender, -1):  # else it has come before, and had to wait
+            self.scheduler.tick(message.sender, clock, str(body["dropped"]))
+        if not self.scheduler.may(message.sender, math.inf if bound < 0 else bound):
             return False
-        self.keeper.went(message.sender, time.monotonic())
-        return self._answer(message, {"made": self.keeper.made()}, ())
+        self.scheduler.went(message.sender, time.monotonic())
+        return self._answer(message, {"made": self.scheduler.made()}, ())
 
     def _slowest(self, message: RpcMessage) -> bool:
-        return self._answer(message, {"clock": self.keeper.slowest}, ())
+        return self._answer(message, {"clock": self.scheduler.slowest}, ())
 
     def _behind(self, message: RpcMessage) -> bool:
-        return self._answer(message, {"missing": self.keeper.behind(message.sender)}, ())
+        return self._answer(message, {"missing": self.scheduler.behind(message.sender)}, ())
 
     def _arrive(self, message: RpcMessage) -> bool:
         body, optimizer = message.body, int(message.body["optimizer"])
-        found = self.keeper.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
+        found = self.scheduler.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
         if isinstance(found, StepDecision):
             told = [found.came[worker] for worker in found.workers]
             parts = math.fsum(float(said["part"]) for said in told)
             facts = {"workers": found.workers, "said": told[0], "parts": parts, **_came(found.workers, told)}
             return self._answer(message, facts, ())
-        return found is not None and self._answer(message, {"late": self.keeper.decided(optimizer)}, ())
+        return found is not None and self._answer(message, {"late": self.scheduler.decided(optimizer)}, ())
 
     def _gather(self, message: RpcMessage) -> bool:
         body, bound, now = message.body, float(message.body["bound"]), time.monotonic()
         optimizer, number, alone, part = int(body["optimizer"]), int(body["number"]), bool(body.get("alone")), bool(body["part"])
-        made = self.keeper.gather(message.sender, optimizer, number, _said(body["said"]), bound=bound, now=now, alone=alone, part=part)
+        made = self.scheduler.gather(message.sender, optimizer, number, _said(body["said"]), bound=bound, now=now, alone=alone, part=part)
         if made is None:
             return False
-        slowest = self.keeper.slowest
+        slowest = self.scheduler.slowest
         if isinstance(made, OpenStep):
             return self._answer(message, {"open": True, "step": made.after, "slowest": slowest}, ())
         told, mine = list(made.came.values()), message.sender in made.takers
@@ -115,24 +115,24 @@ class SchedulerRpc:
 
     def patience(self, most: float) -> float:
         """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
-        return min(max(self.keeper.due - time.monotonic(), 0.001), most)
+        return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     def _missing(self, message: RpcMessage) -> bool:
-        return self._answer(message, {"missing": self.keeper.absent(int(message.body["optimizer"]), int(message.body["step"]))}, ())
+        return self._answer(message, {"missing": self.scheduler.absent(int(message.body["optimizer"]), int(message.body["step"]))}, ())
 
     def _post(self, message: RpcMessage) -> bool:
         body = message.tensors[0].numpy().tobytes()
         if len(body) > LONGEST:
             raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {len(body)}")
         if body:
-            self.keeper.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
+            self.scheduler.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
         if message.body["stop"]:
-            self.keeper.stop()
-        found = self.keeper.collect(int(message.body["had"])) if message.body["collect"] else []
+            self.scheduler.stop()
+        found = self.scheduler.collect(int(message.body["had"])) if message.body["collect"] else []
         return self._answer(message, {"workers": [worker for worker, _ in found]}, tuple(letter for _, letter in found))
 
     def _resume(self, message: RpcMessage) -> bool:
-        self.keeper.resume(RecoveryState.load(message.tensors[0].numpy().tobytes()))
+        self.scheduler.resume(RecoveryState.load(message.tensors[0].numpy().tobytes()))
         return self._answer(message, None, ())
 
 

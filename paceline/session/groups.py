@@ -46,7 +46,7 @@ class WorkerContext:
     natives: int = 0
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
-    breaker: CancelScope = field(default_factory=CancelScope)  # of all groups made from here
+    cancel_scope: CancelScope = field(default_factory=CancelScope)  # of all groups made from here
     watching: HangDetector | None = None  # where a launcher asks where its workers are (paceline run)
     world: DefaultProcessGroup | None = None  # torch.distributed's default group, for libraries that ask for it
 
@@ -89,48 +89,52 @@ def choose_device(asked: str | None, local: int) -> torch.device:
     return device
 
 
-def everyone(around: WorkerContext) -> Group:
+def everyone(worker_context: WorkerContext) -> Group:
     """The group of all workers."""
-    if around.place.size == 1:
+    if worker_context.place.size == 1:
         return SoloGroup()
-    if around.device.type == "cuda":
-        return network(around, "flat", backend="nccl" if _own_devices(around) else "gloo")
-    hosts = around.cluster.hosts
+    if worker_context.device.type == "cuda":
+        return network(worker_context, "flat", backend="nccl" if _own_devices(worker_context) else "gloo")
+    hosts = worker_context.cluster.hosts
     if platform.machine() not in ORDERED_STORES:
-        around.say(f"on {platform.machine()} workers of one host exchange through the network stack, slower than shared memory by far")
-        return network(around, "flat")
+        worker_context.say(
+            f"on {platform.machine()} workers of one host exchange through the network stack, slower than shared memory by far"
+        )
+        return network(worker_context, "flat")
     if len(hosts) == 1:
         try:
-            store, place = around.store.sub("host0"), around.place
-            return SharedGroup.from_store(store, place.rank, place.size, deadline=around.deadline, breaker=around.breaker)
+            store, place = worker_context.store.sub("host0"), worker_context.place
+            return SharedGroup.from_store(
+                store, place.rank, place.size, deadline=worker_context.deadline, cancel_scope=worker_context.cancel_scope
+            )
         except ResourceError as error:
-            around.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
-            return network(around, "flat")
-    return _over_hosts(around)
+            worker_context.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
+            return network(worker_context, "flat")
+    return _over_hosts(worker_context)
 
 
 class Subgroups:
     """Groups that some runs need beside that of all workers: made when they are, and again when the workers are others."""
 
-    def __init__(self, scene: SyncContext, hosts: Callable[[], Topology]) -> None:
+    def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
         self.norms: Group | None = None
         self.host: Group | None = None
-        self._scene, self._hosts = scene, hosts
-        scene.local = self.within_host
+        self._context, self._hosts = context, hosts
+        context.local = self.within_host
 
     def everyone(self) -> Group:
         """All workers, in a group of its own: layers exchange while buckets are under way."""
         if self.norms is None:
-            self.norms = self._scene.group.sub(range(self._scene.group.size))
+            self.norms = self._context.group.sub(range(self._context.group.size))
             assert self.norms is not None
-            self._scene.extra_groups.append(self.norms)
+            self._context.extra_groups.append(self.norms)
         return self.norms
 
     def within_host(self) -> Group:
         """The workers of my host."""
         if self.host is None:
-            self.host = within_host(self._scene.group, self._hosts())
-            self._scene.extra_groups.append(self.host)
+            self.host = within_host(self._context.group, self._hosts())
+            self._context.extra_groups.append(self.host)
         return self.host
 
     def forget(self) -> None:
@@ -149,50 +153,50 @@ def within_host(group: Group, cluster: Topology) -> Group:
     return found
 
 
-def network(around: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
+def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
     """All workers over torch.distributed; collective, `name` once."""
     group = TorchGroup.from_store(
-        around.store.sub(name),
-        around.place.rank,
-        around.place.size,
+        worker_context.store.sub(name),
+        worker_context.place.rank,
+        worker_context.place.size,
         backend=backend,
-        address=address(around.place),
-        deadline=around.deadline,
-        hosts=around.cluster.where(),
-        breaker=around.breaker,
+        address=address(worker_context.place),
+        deadline=worker_context.deadline,
+        hosts=worker_context.cluster.where(),
+        cancel_scope=worker_context.cancel_scope,
     )
-    group.trace = around.trace
+    group.trace = worker_context.trace
     return group
 
 
-def world(around: WorkerContext, group: Group) -> DefaultProcessGroup | None:
+def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
     """The default group of torch.distributed; none where a group may lose members, or has one only."""
-    place = around.place
+    place = worker_context.place
     if place.size == 1 or place.worker is not None:
         return None
     nccl = isinstance(group, TorchGroup) and group.backend == "nccl"
-    store, deadline = around.store.sub("default").torch, around.deadline
+    store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
     found = DefaultProcessGroup(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
     if found.why:
-        around.say(found.why)
+        worker_context.say(found.why)
     return found
 
 
-def _own_devices(around: WorkerContext) -> bool:
+def _own_devices(worker_context: WorkerContext) -> bool:
     """Whether every worker has a GPU of its own: NCCL refuses two on one."""
-    me = around.place.rank
-    around.store.put(f"device/{me}", [around.cluster.where()[me], around.device.index])
-    found = [tuple(around.store.take(f"device/{rank}", around.deadline)) for rank in range(around.place.size)]
+    me = worker_context.place.rank
+    worker_context.store.put(f"device/{me}", [worker_context.cluster.where()[me], worker_context.device.index])
+    found = [tuple(worker_context.store.take(f"device/{rank}", worker_context.deadline)) for rank in range(worker_context.place.size)]
     if len(set(found)) == len(found):
         return True
-    around.say("several workers share a GPU: gradients travel by Gloo through the processor's memory, which is slow")
+    worker_context.say("several workers share a GPU: gradients travel by Gloo through the processor's memory, which is slow")
     return False
 
 
-def _over_hosts(around: WorkerContext) -> Group:
+def _over_hosts(worker_context: WorkerContext) -> Group:
     """One shared group in each host, one of the first workers of the hosts, one of all; with one worker a host, the last is enough."""
-    place, cluster = around.place, around.cluster
-    flat = network(around, "flat")
+    place, cluster = worker_context.place, worker_context.cluster
+    flat = network(worker_context, "flat")
     if all(len(host.ranks) == 1 for host in cluster.hosts):
         return flat
     mine = cluster.of(place.rank)
@@ -202,23 +206,23 @@ def _over_hosts(around: WorkerContext) -> Group:
         name = f"host{cluster.where()[place.rank]}"
         try:
             inner = SharedGroup.from_store(
-                around.store.sub(name),
+                worker_context.store.sub(name),
                 mine.ranks.index(place.rank),
                 len(mine.ranks),
-                deadline=around.deadline,
+                deadline=worker_context.deadline,
                 ranks=mine.ranks,
-                breaker=around.breaker,
+                cancel_scope=worker_context.cancel_scope,
             )
         except ResourceError as caught:
             error = str(caught)
     errors = [text for text in flat.gather_objects(error, name="shared memory of the hosts") if text]
     if errors:
         inner.close()
-        around.say(f"workers of one host exchange through the network stack, several times slower than shared memory: {errors[0]}")
+        worker_context.say(f"workers of one host exchange through the network stack, several times slower than shared memory: {errors[0]}")
         return flat
     leaders = [host.ranks[0] for host in cluster.hosts]
     outer = flat.sub(leaders)
-    return HostsGroup(inner, outer, flat, cluster.where(), deadline=around.deadline, trace=around.trace)
+    return HostsGroup(inner, outer, flat, cluster.where(), deadline=worker_context.deadline, trace=worker_context.trace)
 
 
 def reap(groups: list[Any]) -> None:

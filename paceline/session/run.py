@@ -56,62 +56,71 @@ class Run:
     """
 
     def __init__(
-        self, around: WorkerContext, scene: SyncContext, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
+        self,
+        worker_context: WorkerContext,
+        context: SyncContext,
+        strategy: Strategy,
+        *,
+        seed: int | None,
+        began: float,
+        comparison: Comparison,
     ) -> None:
-        place = around.place
-        self.rank, self.size, self.local_rank = place.rank, place.size, around.local
-        self.host = around.cluster.of(place.rank).name
-        self.device, self.group = around.device, scene.group
-        self.strategy, self.cluster, self.began = strategy, around.cluster, began
+        place = worker_context.place
+        self.rank, self.size, self.local_rank = place.rank, place.size, worker_context.local
+        self.host = worker_context.cluster.of(place.rank).name
+        self.device, self.group = worker_context.device, context.group
+        self.strategy, self.cluster, self.began = strategy, worker_context.cluster, began
         self.events: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
-        self._around, self._scene, self._agreement = around, scene, scene.agreement
-        subgroups = Subgroups(scene, lambda: self.cluster)
-        self._backward = GradientTracker(strategy.begin(scene), scene)
-        self._turns = TrainingLoop(scene, self._backward, self, around.page)
-        self._cast = Prepared(scene, self._backward, self._turns, self.device, subgroups)
-        self._watch = OptimizerWatch(self._cast, self._turns, ManualGradients(self._turns, lambda: self._handing.next))
-        self._lacking = StartupHints(self._cast, self._turns)
-        self._watch.strange, self._cast.first = self._lacking.strange, self._lacking.prepared
-        self.state = self._cast.state
-        self._progress = RunProgress(self._turns, self._cast.loaders)
-        self._own = state.WorkerState(Randomness(self.device), self._backward.sync, self._cast.optimizers)
-        patience, pinned = around.deadline, self.device.type == "cuda"
-        self._saving = CheckpointSaver(self.state, self._own, scene, self.event, tables=self._cast.tables, deadline=patience, pinned=pinned)
+        self._worker_context, self._context, self._agreement = worker_context, context, context.agreement
+        subgroups = Subgroups(context, lambda: self.cluster)
+        self._backward = GradientTracker(strategy.begin(context), context)
+        self._loop = TrainingLoop(context, self._backward, self, worker_context.page)
+        self._prepared = Prepared(context, self._backward, self._loop, self.device, subgroups)
+        self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, lambda: self._collector.next))
+        self._hints = StartupHints(self._prepared, self._loop)
+        self._watch.strange, self._prepared.first = self._hints.strange, self._hints.prepared
+        self.state = self._prepared.state
+        self._progress = RunProgress(self._loop, self._prepared.loaders)
+        self._own = state.WorkerState(Randomness(self.device), self._backward.sync, self._prepared.optimizers)
+        patience, pinned = worker_context.deadline, self.device.type == "cuda"
+        self._saving = CheckpointSaver(
+            self.state, self._own, context, self.event, tables=self._prepared.tables, deadline=patience, pinned=pinned
+        )
         self._endings: list[Callable[[], None]] = []
-        self._handing = LogCollector(self._turns, self._cast, scene, self.event)
+        self._collector = LogCollector(self._loop, self._prepared, context, self.event)
         self._closed = self._waits = self._joined = False
-        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={around.replicate!r}"
-        self.seed = collectives.seed(scene.agreement, seed, arguments)
-        self._comparing = ReplicaComparer(comparison, scene, self._cast, self._backward.sync)
-        self._comparing.event, self._comparing.conclude = self.event, self._conclude
-        self._turns.asked = lambda loader: self._begin() if loader.terms.training else None
+        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker_context.replicate!r}"
+        self.seed = collectives.seed(context.agreement, seed, arguments)
+        self._comparer = ReplicaComparer(comparison, context, self._prepared, self._backward.sync)
+        self._comparer.event, self._comparer.conclude = self.event, self._conclude
+        self._loop.asked = lambda loader: self._begin() if loader.terms.training else None
         self.state.add("progress", self._progress)
-        self._survival: Recovery | None = None
+        self._recovery: Recovery | None = None
         if place.worker is not None:
-            self._survive(around)
+            self._survive(worker_context)
 
-    def _survive(self, around: WorkerContext) -> None:
+    def _survive(self, worker_context: WorkerContext) -> None:
         """Go on when workers are lost: from the first epoch on."""
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
-        body = ElasticRun(self._scene, self._cast, self._turns, self._own, self._comparing, replicate=around.replicate)
+        body = ElasticRun(self._context, self._prepared, self._loop, self._own, self._comparer, replicate=worker_context.replicate)
         body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
-        survival = self._survival = self._handing.survival = Recovery(around, self._agreement, body)
-        self._leaving = body.leaving = Departure(survival, self._scene, around.home, body.keepers)
-        self._cast.survives = True
-        self._turns.undo = Rollback(body.parts, self._turns.models, self._own.randomness, self._backward)
-        self._turns.generation_of = self._generation
-        self._waits = self._watch.tally.waits = survival.fresh
+        recovery = self._recovery = self._collector.recovery = Recovery(worker_context, self._agreement, body)
+        self._leaving = body.leaving = Departure(recovery, self._context, worker_context.home, body.keepers)
+        self._prepared.survives = True
+        self._loop.undo = Rollback(body.parts, self._loop.models, self._own.randomness, self._backward)
+        self._loop.generation_of = self._generation
+        self._waits = self._watch.tally.waits = recovery.fresh
 
     def open(self, folder: RunFolder, log: MetricsLog, total_steps: int | None = None) -> None:
         """Take up the run's folder and log."""
         self.folder, self._log, log.note = folder, log, self._lost
         self._plan = TotalSteps(total_steps, lambda steps: setattr(log, "total_steps", steps))
-        self._turns.leads = self._plan.led
-        self._handing.open(log)
-        self._turns.idling.fold = log.fold
-        self._lacking.begin()
+        self._loop.leads = self._plan.led
+        self._collector.open(log)
+        self._loop.idle_epochs.fold = log.fold
+        self._hints.begin()
         self._watch.begin()
 
     # ---- who and where
@@ -119,7 +128,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps taken: turns of training loaders that are over, each of one global batch."""
-        return self._turns.steps
+        return self._loop.steps
 
     @property
     def is_first(self) -> bool:
@@ -129,7 +138,7 @@ class Run:
     @property
     def turn(self) -> Turn | None:
         """The turn of the loader that is under way."""
-        return self._turns.turn
+        return self._loop.turn
 
     @property
     def weight(self) -> float:
@@ -165,8 +174,8 @@ class Run:
         Raises `UsageError` for what can't be prepared, on every worker if their models differ.
         """
         options = {"loss": loss, "weigh": weigh, "accumulate": accumulate, "shares": shares, "readers": readers, "shard": shard}
-        ready = self._cast.prepare(objects, {**options, "batchnorm": batchnorm, "train": train, "pad": pad})
-        self._lacking.introduce(len(self.cluster.hosts), spell(self.strategy))
+        ready = self._prepared.prepare(objects, {**options, "batchnorm": batchnorm, "train": train, "pad": pad})
+        self._hints.introduce(len(self.cluster.hosts), spell(self.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -179,69 +188,69 @@ class Run:
 
     def _begin(self) -> None:
         """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
-        if self._survival is not None:
-            checks.check_schedulers(self._cast.optimizers, self.state.parts)
-        if self._survival is not None and self._survival.fresh:
-            self._survival.join()
+        if self._recovery is not None:
+            checks.check_schedulers(self._prepared.optimizers, self.state.parts)
+        if self._recovery is not None and self._recovery.fresh:
+            self._recovery.join()
             self._watch.tally.enter()
             self._waits, self._joined = False, True
-        elif self._survival is not None:
-            self._survival.arm()
-        self._comparing.begin(self.steps)
+        elif self._recovery is not None:
+            self._recovery.arm()
+        self._comparer.begin(self.steps)
 
     def _generation(self, loader: ShareLoader) -> int:
         """How often the workers have become others; between two turns of training those who wait are let in."""
-        assert self._survival is not None
-        leaves = self._leaving.goes or (self._survival.orders.leaving and self._handing.desk is not None)
-        if leaves and loader.terms.training and self._turns.turn is None:
+        assert self._recovery is not None
+        leaves = self._leaving.goes or (self._recovery.orders.leaving and self._collector.sample_queue is not None)
+        if leaves and loader.terms.training and self._loop.turn is None:
             self._depart()
-        training = [other for other in self._cast.loaders if other.terms.training and other.under_way]
-        if training == [loader] and self._turns.turn is None and self._handing.desk is not None:
-            self._handing.between(self._survival)
-        elif training == [loader] and self._turns.turn is None:
-            if self._survival.short and not self._survival.pending:
+        training = [other for other in self._prepared.loaders if other.terms.training and other.under_way]
+        if training == [loader] and self._loop.turn is None and self._collector.sample_queue is not None:
+            self._collector.between(self._recovery)
+        elif training == [loader] and self._loop.turn is None:
+            if self._recovery.short and not self._recovery.pending:
                 self._wait_for_others()
-            if self._survival.pending:
+            if self._recovery.pending:
                 self._backward.sync.converge()
-                self._survival.admit()
-        return self._survival.generation
+                self._recovery.admit()
+        return self._recovery.generation
 
     def _wait_for_others(self) -> None:
         """There are fewer workers than the job needs: save, and wait until others come."""
-        assert self._survival is not None
+        assert self._recovery is not None
         path = self.save()
-        self._lost(f"{self.size} of {self._around.place.min_workers} workers are left: saved {path.name}, and waiting for others")
-        self._survival.wait()
+        self._lost(f"{self.size} of {self._worker_context.place.min_workers} workers are left: saved {path.name}, and waiting for others")
+        self._recovery.wait()
 
     def _depart(self) -> None:
         """This host is leaving: go, between two turns; the others deal the next one among themselves."""
         self._closed = True
-        assert self._survival is not None
-        self._survival.depart()
+        assert self._recovery is not None
+        self._recovery.depart()
         self._saving.wait()  # or the others would sweep it away
-        events.left(self._around.place)
+        events.left(self._worker_context.place)
         self._log.close()
         self._end(failed=True)
         raise SystemExit(0)
 
     def _moved(self, founded: ViewGroups) -> None:
         """The workers are others now, in the middle of whatever call has failed."""
-        around = founded.around
-        self._around, self.cluster, self.group = around, around.cluster, founded.group
+        worker_context = founded.worker_context
+        self._worker_context, self.cluster, self.group = worker_context, worker_context.cluster, founded.group
         self._watch.tally.doubt()
-        self.rank, self.size, self.local_rank = around.place.rank, around.place.size, around.local
+        self.rank, self.size, self.local_rank = worker_context.place.rank, worker_context.place.size, worker_context.local
         if self.is_first:
             self._log.take_over(StatusLine())
 
     def _lost(self, text: str) -> None:
         self.event(text)
-        self._scene.announce(text)
+        self._context.announce(text)
 
     def _facts(self) -> dict[str, Any]:
-        return {"flush": self._handing.next, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
+        return {"flush": self._collector.next, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
 
     def _learn(self, facts: dict[str, Any]) -> None:
-        self._handing.next, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
+        self._collector.next, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
         self._log.place(facts["log"])
 
     # ---- in the loop
@@ -249,7 +258,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
         self._begin()
-        self._plan.begin(count, self._cast.loaders)
+        self._plan.begin(count, self._prepared.loaders)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
@@ -257,11 +266,11 @@ class Run:
             if not joined and self._stop_agreed():  # who has joined did so in the middle of an epoch
                 return
             self._progress.begin()
-            self._lacking.begin()
+            self._hints.begin()
             yield self._progress.epoch
-            self._turns.end_broken()
+            self._loop.end_broken()
             self._progress.end()
-            self._lacking.ended()
+            self._hints.ended()
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""
@@ -269,23 +278,23 @@ class Run:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside add up on their own worker; the first one outside exchanges the whole sum."""
-        return self._turns.quietly()
+        return self._loop.quietly()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None before the last micro-batch)."""
-        self._turns.ready("run.clip")
-        if not self._turns.acting:
+        self._loop.ready("run.clip")
+        if not self._loop.acting:
             return None
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
-        self._cast.tables.check_clip(tensors)
-        return self._turns.clip(tensors, max_norm, norm_type)
+        self._prepared.tables.check_clip(tensors)
+        return self._loop.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
-        if not self._cast.loaders:
-            self._lacking.logged()
+        if not self._prepared.loaders:
+            self._hints.logged()
         if not self._backward.failed:
-            self._log.log(self.steps + (self._turns.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
+            self._log.log(self.steps + (self._loop.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
     def print(self, *values: Any, **options: Any) -> None:
         """`print` on the first worker alone."""
@@ -301,7 +310,7 @@ class Run:
         """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
         ghost = self.turn is not None and self.turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
-        return self._turns.gather(lambda: collectives.gather(self._agreement, self.group, x, ghost=ghost), nothing)
+        return self._loop.gather(lambda: collectives.gather(self._agreement, self.group, x, ghost=ghost), nothing)
 
     def barrier(self) -> None:
         """Wait until every worker has come here. Collective."""
@@ -319,26 +328,26 @@ class Run:
 
     def stop(self) -> None:
         """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
-        self._handing.asked = True
+        self._collector.asked = True
 
     def _stop_agreed(self) -> bool:
-        handing = self._handing
-        if not handing.stopping:
-            handing.stopping = self._turns.over = any(self._agreement.meet("run.epochs", b"s" if handing.asked else b""))
-        return handing.stopping
+        collector = self._collector
+        if not collector.stopping:
+            collector.stopping = self._loop.over = any(self._agreement.meet("run.epochs", b"s" if collector.asked else b""))
+        return collector.stopping
 
     # ---- after each step
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
         """See `Beat`."""
-        for account in self._scene.accounts:
+        for account in self._context.accounts:
             self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)
-        self._comparing.step_ended(self.steps)
+        self._comparer.step_ended(self.steps)
         if turn.source is not None:
-            self._lacking.haunted()
-        self._handing.step_ended()
-        if self._survival is not None and not self._turns.apart:
+            self._hints.haunted()
+        self._collector.step_ended()
+        if self._recovery is not None and not self._loop.apart:
             self._leaving.step_ended()
 
     # ---- state
@@ -352,7 +361,7 @@ class Run:
 
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         """
-        turn = self._turns.led
+        turn = self._loop.led
         step = self.steps + (turn is not None and turn.last_micro)
         folder = self.folder.checkpoints
         if self._backward.failed:  # this turn comes again, and saves then
@@ -371,8 +380,8 @@ class Run:
         found = self._saving.resume(places, named=self.folder.named or folder is not None)
         if found is None:
             return False
-        self._handing.next = self.steps + 1
-        self._scene.announce(f"resumed from {found} at step {self.steps}")
+        self._collector.next = self.steps + 1
+        self._context.announce(f"resumed from {found} at step {self.steps}")
         return True
 
     # ---- the end
@@ -395,26 +404,26 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        self._lacking.ended()
+        self._hints.ended()
         try:
-            self._turns.finish()
+            self._loop.finish()
             self._conclude()
             self._agreement.tell("the end of the run", self._saving.last)
         except BaseException as error:
             self._leave(type(error), error)
             raise
-        events.closed(self._around.place)
+        events.closed(self._worker_context.place)
         self._end(failed=False)
 
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        sent, tally, sync, tables = self._turns.sent, self._saving.tally(), self._backward.sync, self._cast.tables
+        sent, tally, sync, tables = self._loop.sent, self._saving.tally(), self._backward.sync, self._prepared.tables
         facts, served = (tables.facts(), tables.served()) if self.is_first else ([], [])
         if self.is_first and isinstance(sync, RemoteOptimizer) and sync.attached:
             facts, served = [*sync.facts(), *facts], [*sync.served(), *served]
-        outcome = RunOutcome(self.strategy, self.cluster, self._cast, sent, self.event, self.events, tally, facts, served, self.results)
-        conclude(outcome, self._scene, self.folder, self._log)
+        outcome = RunOutcome(self.strategy, self.cluster, self._prepared, sent, self.event, self.events, tally, facts, served, self.results)
+        conclude(outcome, self._context, self.folder, self._log)
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""
@@ -424,29 +433,29 @@ class Run:
 
     def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
         self._agreement.locate(error)
-        if self._around.world is not None:
-            self._around.world.explain(error)
-        self._turns.explain(error)
-        events.report_failure(self._around.place, kind, error)
+        if self._worker_context.world is not None:
+            self._worker_context.world.explain(error)
+        self._loop.explain(error)
+        events.report_failure(self._worker_context.place, kind, error)
         self._log.leave()
         self._end(failed=True)
 
     def _end(self, *, failed: bool) -> None:
-        if self._around.watching is not None:
-            self._around.watching.stop()
+        if self._worker_context.watching is not None:
+            self._worker_context.watching.stop()
         self._watch.end()
         self._backward.unwatch()
-        self._turns.release()
-        groups = [*self._scene.extra_groups, self.group]
+        self._loop.release()
+        groups = [*self._context.extra_groups, self.group]
         for group in groups if failed else ():
             group.abort()
-        self._cast.release(failed=failed)
+        self._prepared.release(failed=failed)
         self._backward.sync.detach()
         for group in groups:
             group.close()
-        if self._around.world is not None:
-            self._around.world.close(failed=failed)
-        self._around.store.close()
+        if self._worker_context.world is not None:
+            self._worker_context.world.close(failed=failed)
+        self._worker_context.store.close()
         for ending in self._endings:
             ending()
         self._saving.end()

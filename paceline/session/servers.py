@@ -43,10 +43,10 @@ class StartedServer(NamedTuple):
 class ServerStarter:
     """Servers of a job, as one worker starts and reaches them (a `House`). `what` they serve, and what one is called, are for messages."""
 
-    def __init__(self, around: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
-        self._around, self._agreement, self._what, self._kind = around, agreement, what, kind
-        self._outlive = around.place.worker is not None
-        self.here = around.home if self._outlive else str(around.cluster.where()[around.place.rank])
+    def __init__(self, worker_context: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
+        self._worker_context, self._agreement, self._what, self._kind = worker_context, agreement, what, kind
+        self._outlive = worker_context.place.worker is not None
+        self.here = worker_context.home if self._outlive else str(worker_context.cluster.where()[worker_context.place.rank])
         self._known: list[StartedServer] = []
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -64,11 +64,11 @@ class ServerStarter:
 
         Raises `SecretError` where several hosts have no secret of the job.
         """
-        around, cluster = self._around, self._around.cluster
-        if around.place.joining:
-            return self._room()
-        count, hosts, me = asked or around.place.servers or len(cluster.hosts), len(cluster.hosts), around.place.rank
-        secret = around.place.secret
+        worker_context, cluster = self._worker_context, self._worker_context.cluster
+        if worker_context.place.joining:
+            return self._endpoints()
+        count, hosts, me = asked or worker_context.place.servers or len(cluster.hosts), len(cluster.hosts), worker_context.place.rank
+        secret = worker_context.place.secret
         if secret is None and hosts > 1:
             raise missing(f"{self._what} listens on {hosts} hosts, and this job has no secret")
         shown = secrets.token_hex(32) if secret is None else ""
@@ -88,12 +88,12 @@ class ServerStarter:
         self._known.sort()
         self.next = count * copies
         self._watch([number for number, _ in begun])
-        return self._room()
+        return self._endpoints()
 
     def _name(self, shard: int, place: str, *, copy: bool) -> str:
         return f"{'the copy of ' if copy else ''}{self._kind} {shard} on {place}"
 
-    def _room(self, known: list[StartedServer] | None = None) -> ServerEndpoints:
+    def _endpoints(self, known: list[StartedServer] | None = None) -> ServerEndpoints:
         known = self._known if known is None else known
         near = [each.host == self.here or len(each.addresses) == 1 for each in known]
         return ServerEndpoints(
@@ -104,7 +104,7 @@ class ServerStarter:
             close=self.close,
             numbers=tuple(each.number for each in known),
             shards=tuple(each.shard for each in known),
-            house=self if self._outlive else None,
+            pool=self if self._outlive else None,
         )
 
     # ---- the programs
@@ -118,8 +118,12 @@ class ServerStarter:
             process_group=0 if self._outlive else None,
         )
         self._processes.append(process)
-        between = len(self._around.cluster.hosts) > 1 or (self._outlive and self._around.place.secret is not None)
-        asked: dict[str, Any] = {"job": self._job, "secret": self._secret, "hosts": [address(self._around.place)] if between else []}
+        between = len(self._worker_context.cluster.hosts) > 1 or (self._outlive and self._worker_context.place.secret is not None)
+        asked: dict[str, Any] = {
+            "job": self._job,
+            "secret": self._secret,
+            "hosts": [address(self._worker_context.place)] if between else [],
+        }
         asked |= {"launcher": os.getppid()} if self._outlive else {"parent": os.getpid()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: who waits for it finds out
@@ -129,7 +133,7 @@ class ServerStarter:
 
     def _begun(self, process: subprocess.Popen[bytes]) -> list[str]:
         """Where it listens: between hosts, if there are several, and in this one."""
-        poll, seconds = select.poll(), self._around.deadline
+        poll, seconds = select.poll(), self._worker_context.deadline
         assert process.stdout is not None
         poll.register(process.stdout, select.POLLIN)
         if not poll.poll(1000 * seconds):
@@ -176,20 +180,20 @@ class ServerStarter:
 
     def join_info(self) -> Any:
         """See `House`."""
-        return [self._job, self._secret if self._around.place.secret is None else "", self.next, self._known]
+        return [self._job, self._secret if self._worker_context.place.secret is None else "", self.next, self._known]
 
     def join(self, told: Any) -> ServerEndpoints:
         """See `House`."""
         self._job, shown, self.next, known = told
-        own = self._around.place.secret
+        own = self._worker_context.place.secret
         self._secret = shown if own is None else own.hex()
         self._known = [_known(each) for each in known]
-        return self._room()
+        return self._endpoints()
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         """See `House`."""
         self._known = [each for each in self._known if each.number not in numbers]
-        return self._room()
+        return self._endpoints()
 
     def spawn(self, shard: int, *, mine: bool) -> int:
         """See `House`."""
@@ -215,11 +219,11 @@ class ServerStarter:
     def add(self, told: Any) -> ServerEndpoints:
         """See `House`."""
         self._known.append(_known(told))
-        return self._room()
+        return self._endpoints()
 
     def at(self, told: Any) -> ServerEndpoints:
         """See `House`."""
-        return self._room([_known(told)])
+        return self._endpoints([_known(told)])
 
     def homes(self) -> list[tuple[str, int]]:
         """See `House`."""

@@ -88,16 +88,16 @@ def start(
     announcer = Announcer(lambda: place.rank == 0 and not place.joining)
     try:
         with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
-            around = _surroundings(place, device, seconds, announcer.say)
-            around.page, around.trace = enter(place.progress, began, deadline=seconds), Trace(TRACES[trace])
-            around.replicate = _replicating(around, replicate)
-            scene = _scene(around, undo)
-            _watch(around, scene.agreement, late_after, undo)
+            worker_context = _surroundings(place, device, seconds, announcer.say)
+            worker_context.page, worker_context.trace = enter(place.progress, began, deadline=seconds), Trace(TRACES[trace])
+            worker_context.replicate = _replicating(worker_context, replicate)
+            context = _context(worker_context, undo)
+            _watch(worker_context, context.agreement, late_after, undo)
             shared = seed if place.run is None else place.run[1]
-            run = Run(around, scene, strategy, seed=shared, began=began, comparison=comparison)
+            run = Run(worker_context, context, strategy, seed=shared, began=began, comparison=comparison)
             announcer.first = lambda: run.is_first
-            where = _folder(scene.agreement, place, Path(folder), name, announcer.say)
-            _announce(around, where, run.seed)
+            where = _folder(context.agreement, place, Path(folder), name, announcer.say)
+            _announce(worker_context, where, run.seed)
             run.open(where, MetricsLog(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
             undo.pop_all()
     except BaseException as error:
@@ -128,36 +128,38 @@ def _surroundings(place: Place, device: str | None, seconds: float, say: Callabl
     return WorkerContext(place, store, cluster, choose_device(device, local), seconds, say)
 
 
-def _replicating(around: WorkerContext, replicate: Replicate) -> Replicate:
-    if isinstance(replicate, int) and around.place.worker is None:
-        around.say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
+def _replicating(worker_context: WorkerContext, replicate: Replicate) -> Replicate:
+    if isinstance(replicate, int) and worker_context.place.worker is None:
+        worker_context.say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
     return replicate
 
 
-def _scene(around: WorkerContext, undo: ExitStack) -> SyncContext:
+def _context(worker_context: WorkerContext, undo: ExitStack) -> SyncContext:
     """The group of all, and what strategies work with."""
-    group = everyone(around)
+    group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
-    around.world = world(around, group)
-    undo.callback(_leave_world, around)
-    moment = StepState(scale=1.0 / group.size)
-    agreement = Agreement(group, step=lambda: moment.step, hosts=around.cluster.names())
-    scene = SyncContext(group, agreement, moment, around.trace, around.cluster.where(), around.say, around.native)
-    scene.servers, scene.deadline = ServerStarter(around, agreement).begin, around.deadline
-    scene.table_servers = ServerStarter(around, agreement, "SparseEmbedding", "table server").begin
-    scene.survives, scene.breaker = around.place.worker is not None, around.breaker
-    return scene
+    worker_context.world = world(worker_context, group)
+    undo.callback(_leave_world, worker_context)
+    step_state = StepState(scale=1.0 / group.size)
+    agreement = Agreement(group, step=lambda: step_state.step, hosts=worker_context.cluster.names())
+    context = SyncContext(
+        group, agreement, step_state, worker_context.trace, worker_context.cluster.where(), worker_context.say, worker_context.native
+    )
+    context.servers, context.deadline = ServerStarter(worker_context, agreement).begin, worker_context.deadline
+    context.table_servers = ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin
+    context.survives, context.cancel_scope = worker_context.place.worker is not None, worker_context.cancel_scope
+    return context
 
 
-def _leave_world(around: WorkerContext) -> None:
-    if around.world is not None:
-        around.world.close(failed=True)
+def _leave_world(worker_context: WorkerContext) -> None:
+    if worker_context.world is not None:
+        worker_context.world.close(failed=True)
 
 
-def _watch(around: WorkerContext, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
-    around.watching = HangDetector(around.place, agreement, around.deadline, late_after)
-    undo.callback(around.watching.stop)
+def _watch(worker_context: WorkerContext, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
+    worker_context.watching = HangDetector(worker_context.place, agreement, worker_context.deadline, late_after)
+    undo.callback(worker_context.watching.stop)
 
 
 def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> RunFolder:
@@ -167,11 +169,11 @@ def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, sa
     return RunFolder.agree(agreement, root, name if name is not None else place.run_name, say=say)
 
 
-def _announce(around: WorkerContext, folder: RunFolder, seed: int) -> None:
+def _announce(worker_context: WorkerContext, folder: RunFolder, seed: int) -> None:
     """Say where the run lies, to who starts others for it and who looks on."""
-    events.opened(around.place, str(folder.path.absolute()), seed)
-    if around.page is not None:
-        around.page.writes_to(folder.path)
+    events.opened(worker_context.place, str(folder.path.absolute()), seed)
+    if worker_context.page is not None:
+        worker_context.page.writes_to(folder.path)
 
 
 def _book(folder: RunFolder, place: Place) -> MetricsWriter | None:

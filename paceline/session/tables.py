@@ -60,8 +60,8 @@ class TableView:
             )
         self._backward.begins()
         self._backward.ran = True
-        moment = self._backward.scene.moment
-        return 0.0 if moment.ghost else moment.scale
+        step_state = self._backward.context.step_state
+        return 0.0 if step_state.ghost else step_state.scale
 
 
 @dataclass
@@ -92,8 +92,8 @@ class RunTable:
 class RunTables:
     """All tables of a run."""
 
-    def __init__(self, scene: SyncContext, backward: GradientTracker) -> None:
-        self._scene, self._backward = scene, backward
+    def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
+        self._context, self._backward = context, backward
         self._library: TableServers | None = None
         self.lasting: RowSteps | None = None  # where losses are survived
         self._free: UnlockedRows | None = None  # where workers are not in lockstep
@@ -136,9 +136,9 @@ class RunTables:
             free.open(self._library, self._mine, optimizers)
 
     def _begin(self, servers: int | None, replicas: int | None) -> None:
-        self._library = TableServers(self._scene, servers, replicas or 1)
-        if self._library.room.house is not None:
-            self.lasting = RowSteps(self._library, self._library.room.house)
+        self._library = TableServers(self._context, servers, replicas or 1)
+        if self._library.endpoints.pool is not None:
+            self.lasting = RowSteps(self._library, self._library.endpoints.pool)
 
     def handles(self) -> set[int]:
         """The ids of the parameters that stand for tables."""
@@ -209,7 +209,7 @@ class RunTables:
         """This digest of all else, and of the rows in use; the same on all workers. Collective."""
         if not self.kept:
             return digest
-        packed = self._scene.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
+        packed = self._context.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
         return hashlib.sha256(digest.encode() + packed).hexdigest()
 
     # ---- where losses are survived
@@ -237,10 +237,10 @@ class RunTables:
         """What who has just come has to know for `regroup`: JSON."""
         return None if self.lasting is None else self.lasting.layout()
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """The workers are others now; see `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody has what it kept."""
         if self.lasting is not None:
-            self.lasting.regroup(scene, layout)
+            self.lasting.regroup(context, layout)
 
     @property
     def copies(self) -> ServerReplication | None:
@@ -250,11 +250,11 @@ class RunTables:
     def facts(self) -> list[dict[str, Any]]:
         """What each of their servers has done so far, for the summary; not collective."""
         found = self._library
-        return [] if found is None else self._scene.agreement.lasting(lambda: found.wires.facts(self._scene.deadline))
+        return [] if found is None else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
 
     def served(self) -> list[Served]:
         """And when, for the timeline."""
-        return [] if self._library is None or not self._scene.trace.kept else self._library.wires.served(self._scene.deadline)
+        return [] if self._library is None or not self._context.trace.kept else self._library.wires.served(self._context.deadline)
 
     def form(self) -> str:
         """What the tables are, but for their seeds."""
@@ -291,7 +291,7 @@ def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
         ended = time.perf_counter_ns()
         backward.seconds += (ended - began) / 1e9
         backward.since = ended if inside else 0
-        backward.scene.trace.record(what, "exchange", began, ended)
+        backward.context.trace.record(what, "exchange", began, ended)
 
 
 def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:

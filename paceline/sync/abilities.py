@@ -38,7 +38,7 @@ class RemoteOptimizer(Protocol):
         ...
 
     @property
-    def desk(self) -> SampleQueue | None:
+    def sample_queue(self) -> SampleQueue | None:
         """Where workers that are not in lockstep while they train get their samples; None where they are."""
         ...
 

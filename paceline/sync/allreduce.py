@@ -77,12 +77,12 @@ class AllReduce:
             raise UsageError(f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec such as int8()")
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """See `Strategy.begin`."""
         coded = None
         if self._lossy and not isinstance(self.codec, str):
-            coded = CompressedExchange(scene, self.codec, hosts=self.via != "native")
-        return AllReduceSync(scene, reducer(self.via), int(self.bucket_mb * 1e6), coded)
+            coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
+        return AllReduceSync(context, reducer(self.via), int(self.bucket_mb * 1e6), coded)
 
 
 class AllReduceSync:
@@ -92,10 +92,10 @@ class AllReduceSync:
     has_sync_points = True
 
     def __init__(
-        self, scene: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
+        self, context: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
     ) -> None:
-        self._scene, self._reducing, self._limit, self._coded = scene, reducing, limit, coded
-        self._reducer = reducing(scene)
+        self._context, self._reducing, self._limit, self._coded = context, reducing, limit, coded
+        self._reducer = reducing(context)
         self._slots: list[Slot] = []
         self._shapes: list[BucketShape] = []
         self._kinds: list[Kind | None] = []
@@ -276,7 +276,7 @@ class AllReduceSync:
             for index, work in enumerate(self._works):
                 if work is not None:
                     work.wait()
-                    self._scene.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
+                    self._context.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
         results = {number: home[1] for number in used if (home := self._home[number]) is not None}
         for number, flag in enumerate(flags):
             if flag & LATE:
@@ -294,7 +294,7 @@ class AllReduceSync:
         first = not self._buckets
         layout = [self._order, self._layout()] if first else [None, None]
         body = b"" if whole == self._full and not first else msgpack.packb([whole, *layout])
-        answers = self._scene.agreement.meet("backward", body, where="" if where == "backward" else where)
+        answers = self._context.agreement.meet("backward", body, where="" if where == "backward" else where)
         if not first and not any(answers):
             return list(whole)
         union = bytearray(len(whole))
@@ -327,7 +327,7 @@ class AllReduceSync:
     def _tell_apart(self) -> None:
         """Raise what the workers have to exchange, which is not the same."""
         names = [slot.name for slot in self._slots]
-        found = [msgpack.unpackb(answer) for answer in self._scene.agreement.meet("parameters", msgpack.packb(names))]
+        found = [msgpack.unpackb(answer) for answer in self._context.agreement.meet("parameters", msgpack.packb(names))]
         for rank, theirs in enumerate(found):
             odd = sorted({*theirs} ^ {*found[0]})
             if odd:
@@ -348,8 +348,8 @@ class AllReduceSync:
             nothing = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             mine = sparse(nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
         mine = mine.coalesce()
-        indices = self._scene.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
-        values = self._scene.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
+        indices = self._context.group.all_gather(mine.indices().t().contiguous(), name=f"sparse {number} indices").wait()
+        values = self._context.group.all_gather(mine.values(), name=f"sparse {number} values").wait()
         return sparse(torch.cat(indices).t(), torch.cat(values), parameter.shape).coalesce()
 
     # ---- the rest of the life of a strategy
@@ -386,11 +386,11 @@ class AllReduceSync:
         order = [number for bucket in self._buckets for number in bucket.members]
         return {"order": order, "coded": self._coded.join_info()}
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
         layout = self.join_info() if layout is None else layout
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
-        self._scene, self._reducer = scene, self._reducing(scene)
+        self._context, self._reducer = context, self._reducing(context)
         self._held.clear()
         self._sparse.clear()
         self._late.clear()
@@ -441,7 +441,7 @@ class AllReduceSync:
         if not found:
             return
         if self._coded is None:
-            self._scene.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
+            self._context.announce("the checkpoint was written with a codec: what it had kept of the gradients is dropped")
             return
         numbers = {slot.name: number for number, slot in enumerate(self._slots)}
         strange = [name for name in found[0]["order"] if name not in numbers]

@@ -5,7 +5,7 @@
 
 Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
 It is so on all workers: a pass counts once all of them have its result. After a loss no pass of the turn is exchanged
-(`StepState.exchange_closed`). Where passes are not exchanged with all workers but optimizers step elsewhere, it is the step that fails (`void`).
+(`StepState.exchange_closed`). Where passes are not exchanged with all workers but optimizers step elsewhere, the step fails (`void`).
 
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
@@ -54,8 +54,8 @@ class ParameterHook:
 class GradientTracker:
     """The backward passes over some parameters, on behalf of a strategy."""
 
-    def __init__(self, sync: Sync, scene: SyncContext) -> None:
-        self.sync, self.scene = sync, scene
+    def __init__(self, sync: Sync, context: SyncContext) -> None:
+        self.sync, self.context = sync, context
         self.taps: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
@@ -136,10 +136,10 @@ class GradientTracker:
 
     def _begin(self) -> None:
         self.begins()
-        moment = self.scene.moment
+        step_state = self.context.step_state
         self._open = self.ran = True
-        self._silent = moment.defer_exchange
-        self._scale = 0.0 if moment.ghost else moment.scale
+        self._silent = step_state.defer_exchange
+        self._scale = 0.0 if step_state.ghost else step_state.scale
         _at_end(self._end)
 
     def _end(self) -> None:
@@ -203,13 +203,13 @@ class GradientTracker:
             try:
                 self.sync.ready(tap.number, grad, scale)
             except LOSSES as error:
-                if self.scene.agreement.recovery is None:
+                if self.context.agreement.recovery is None:
                     raise
                 self._lost = error
 
     @property
     def _void(self) -> bool:
-        return self.scene.moment.exchange_closed and self.sync.exchanges_in_backward
+        return self.context.step_state.exchange_closed and self.sync.exchanges_in_backward
 
     # ---- at its end
 
@@ -259,11 +259,11 @@ class GradientTracker:
         self.owing = False
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
-        self.scene.trace.record(where, "exchange", started, ended)
+        self.context.trace.record(where, "exchange", started, ended)
 
     def _uneven(self) -> bool:
         """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
-        part, self._part = self._part, self.scene.moment.share_of_step
+        part, self._part = self._part, self.context.step_state.share_of_step
         return (
             not self.sync.exchanges_in_backward
             and part not in (None, self._part)
@@ -288,15 +288,15 @@ class GradientTracker:
                 )
 
     def _results(self, where: str) -> list[tuple[int, Tensor]]:
-        if self.scene.agreement.recovery is not None:
+        if self.context.agreement.recovery is not None:
             self._remember(first=not self.passes and not self.failed)
         if not self.sync.exchanges_in_backward:
-            if self.scene.agreement.recovery is not None:
+            if self.context.agreement.recovery is not None:
                 self._lost = None  # the strategy knows, when the optimizer steps
             return self.sync.backward_done(where)
         if not self._void:
             try:
-                found = self.scene.agreement.settle(lambda: self._exchanged(where), "backward")
+                found = self.context.agreement.settle(lambda: self._exchanged(where), "backward")
                 return found
             except CallDiscarded as error:
                 self._check_cut(error)
@@ -315,7 +315,7 @@ class GradientTracker:
             tap.before = None if before is None else before.clone()
 
     def _check_cut(self, error: CallDiscarded) -> None:
-        if not self.scene.moment.exchange_closed:
+        if not self.context.step_state.exchange_closed:
             text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 
@@ -345,7 +345,7 @@ class GradientTracker:
     def computed(self, until: int) -> None:
         """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
         if self.since:
-            self.scene.trace.record("compute", "compute", self.since, until)
+            self.context.trace.record("compute", "compute", self.since, until)
             self.since = 0
 
     def _show(self) -> None:
@@ -385,11 +385,11 @@ class GradientTracker:
         if self._open:
             self._forget()
             raise UsageError(
-                f"a backward of step {self.scene.moment.step} ended with an error that was caught, so its gradients were never exchanged; "
-                "let the error end the run, or skip the batch before backward on every worker"
+                f"a backward of step {self.context.step_state.step} ended with an error that was caught, so its gradients were never "
+                "exchanged; let the error end the run, or skip the batch before backward on every worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
-        if expected and self.taps and (self.owing or self.scene.group.size > 1):
+        if expected and self.taps and (self.owing or self.context.group.size > 1):
             self._silent = False
             self._close(where)
 
@@ -416,7 +416,7 @@ class GradientTracker:
         self.passes = 0
         self.silenced = False
         for tap in self.taps:
-            tap.owed = None if tap.carry is None or self.scene.agreement.recovery is None else tap.carry.clone()
+            tap.owed = None if tap.carry is None or self.context.agreement.recovery is None else tap.carry.clone()
 
 
 def _cast(tap: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:

@@ -82,7 +82,7 @@ class Sync(Protocol):
         """What who has just come has to know for `regroup`: JSON."""
         ...
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew.
 
         `layout`: what `layout` gave where somebody has just come, on all workers.
@@ -122,6 +122,6 @@ class Sync(Protocol):
 class Strategy(Protocol):
     """A strategy as it is written: plain data that `begin` turns into what runs."""
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """Start running in this scene."""
         ...

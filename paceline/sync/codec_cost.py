@@ -92,8 +92,8 @@ def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float
     coded = gone = there = needed
     if ready:
         coded = gone = there = -math.inf
-    for moment, cost in sorted(zip(ready, costs, strict=True), key=lambda pair: pair[0]):
-        coded = max(coded, moment) + cost.before
+    for step_state, cost in sorted(zip(ready, costs, strict=True), key=lambda pair: pair[0]):
+        coded = max(coded, step_state) + cost.before
         gone = max(gone, coded) + cost.link
         there = max(there, gone) + cost.after
     return max(0.0, there - needed)

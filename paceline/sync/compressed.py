@@ -32,15 +32,15 @@ Kind = tuple[Codec, ...]
 class CompressedExchange:
     """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
 
-    def __init__(self, scene: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
-        self._scene, self._hosts = scene, hosts
-        group = scene.group
+    def __init__(self, context: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
+        self._context, self._hosts = context, hosts
+        group = context.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
         self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
         self._record = ExactSteps() if isinstance(codec, auto) else None
-        self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=scene.trace)
-        scene.extra_groups.append(self._relay)
+        self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=context.trace)
+        context.extra_groups.append(self._relay)
         self._narrowed = False  # something is float64, which has been said
         self._buckets: Sequence[Bucket] = ()
         self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
@@ -52,19 +52,19 @@ class CompressedExchange:
         self._every = 1  # one element in so many is looked at
         self._crossed = 0
         self.account = CodecAccount(repr(codec))
-        scene.accounts.append(self.account)
+        context.accounts.append(self.account)
 
     def kind(self, slot: Slot) -> Kind | None:
         """The codecs for a parameter; None where it is exact. What isn't real can't be coded."""
         if not slot.parameter.dtype.is_floating_point:
-            self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return None
         chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
         if all(isinstance(codec, plain) for codec in chosen):
             return None
         if slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
-            self._scene.announce(NARROWED)
+            self._context.announce(NARROWED)
         return chosen
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
@@ -78,7 +78,7 @@ class CompressedExchange:
         if coded and self.account.rate is None and beside is not None:
             before = beside.traffic + Traffic()
             self.account.rate = measure(beside, coded[0].device)
-            self._scene.probe_traffic += beside.traffic - before
+            self._context.probe_traffic += beside.traffic - before
         self._take(self._taken)
 
     def _take(self, option: int | None) -> None:
@@ -97,11 +97,11 @@ class CompressedExchange:
 
     def all_reduce(self, index: int, flat: Tensor, name: str) -> Work[Tensor]:
         """Start summing a bucket in place."""
-        codec, step, scale = self._codecs[index], self._scene.moment.step, self._scene.moment.loss_scale()
+        codec, step, scale = self._codecs[index], self._context.step_state.step, self._context.step_state.loss_scale()
         assert codec is not None
 
         def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
-            draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._scene.group.rank)
+            draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._context.group.rank)
             wire = Wire(groups, scale=scale, step=step, draw=draw)
             trip = BucketTrip(index, x.numel(), given=sampled(x, self._every, step))
             found = yield from timed(codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire), trip)
@@ -146,7 +146,7 @@ class CompressedExchange:
             del self._next[index]
         if self._taken is None and self._record is not None and self._record.over():
             record = self._record
-            self._scene.agreement.attempt(lambda: self._choose(record))
+            self._context.agreement.attempt(lambda: self._choose(record))
 
     def _choose(self, record: ExactSteps) -> None:
         """Take the option that promises most, if it is enough. Collective."""
@@ -157,17 +157,17 @@ class CompressedExchange:
             sizes, before = [bucket.flat.numel() for bucket in self._buckets], beside.traffic + Traffic()
             flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
             mine = [predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind]
-            self._scene.probe_traffic += beside.traffic - before
-        found = [msgpack.unpackb(body) for body in self._scene.agreement.meet("codec", msgpack.packb([record.step, mine]))]
+            self._context.probe_traffic += beside.traffic - before
+        found = [msgpack.unpackb(body) for body in self._context.agreement.meet("codec", msgpack.packb([record.step, mine]))]
         self._record = None
         now = max(step for step, _ in found)
         promised = [max(step) for step in zip(*(steps for _, steps in found if steps is not None), strict=True)]
         best = min(range(len(promised)), key=promised.__getitem__)
         times = f"{now * 1e3:.0f} ms a step with exact sums, {promised[best] * 1e3:.0f} ms predicted with {self._names[best]}"
         if now < GAIN * promised[best]:
-            self._scene.announce(f"codec: {times}, so sums stay exact")
+            self._context.announce(f"codec: {times}, so sums stay exact")
             return
-        self._scene.announce(f"codec: {times}, which is taken from step {self._scene.moment.step} on")
+        self._context.announce(f"codec: {times}, which is taken from step {self._context.step_state.step} on")
         self.account.codec = self._names[best]
         self._take(best)
 
@@ -179,14 +179,14 @@ class CompressedExchange:
 
     def regroup(self) -> None:
         """Another group, with other leaders perhaps."""
-        group = self._scene.group
+        group = self._context.group
         relay = CodedAllReduce(
-            group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._scene.trace
+            group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._context.trace
         )
         self._relay = relay
         self._crossed = 0
         self.account.forget()
-        self._scene.extra_groups.append(relay)
+        self._context.extra_groups.append(relay)
         self._trips.clear()
 
     def join_info(self) -> list[Any]:
@@ -216,7 +216,7 @@ class CompressedExchange:
 
     def close(self) -> None:
         """End threads and groups."""
-        self._scene.extra_groups.remove(self._relay)
+        self._context.extra_groups.remove(self._relay)
         self._relay.close()
         self._trips.clear()
 
@@ -263,7 +263,7 @@ class CompressedExchange:
             self._record, self.account.codec = None, written  # chosen before the checkpoint
             self._take(self._names.index(written))
         if written != self._name(self._taken):
-            self._scene.announce(
+            self._context.announce(
                 f"the checkpoint was written with codec={written}, this is codec={self._name(self._taken)}: what that had kept is dropped"
             )
             return

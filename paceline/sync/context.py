@@ -58,7 +58,7 @@ class SyncContext:
 
     group: Group
     agreement: Agreement
-    moment: StepState = field(default_factory=StepState)
+    step_state: StepState = field(default_factory=StepState)
     trace: Trace = field(default_factory=Trace)
     hosts: tuple[int, ...] = ()  # the host of each rank
     announce: Callable[[str], None] = print  # how announcements are made, once each
@@ -70,7 +70,7 @@ class SyncContext:
     table_servers: Callable[[int | None, int], ServerEndpoints] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     survives: bool = False  # the run goes on when workers are lost
-    breaker: CancelScope | None = None  # trips when the workers become others
+    cancel_scope: CancelScope | None = None  # trips when the workers become others
     extra_groups: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too
     accounts: list[CodecAccount] = field(default_factory=list)  # of the codecs in use, the same number on all workers
     probe_traffic: Traffic = field(default_factory=Traffic)  # what was sent to measure links: no part of a step

@@ -46,20 +46,20 @@ class Sequence:
         if isinstance(self.outer[0], LocalSGD) and self.outer[0].after:
             raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """See `Strategy.begin`."""
-        if scene.local is None:
+        if context.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
-        inside = _inside(scene)
-        return PerAxisSync(scene, inside, self.inner[0].begin(inside), self.outer[0].begin(scene))
+        inside = _inside(context)
+        return PerAxisSync(context, inside, self.inner[0].begin(inside), self.outer[0].begin(context))
 
 
-def _inside(scene: SyncContext) -> SyncContext:
+def _inside(context: SyncContext) -> SyncContext:
     """The same with the workers of my host alone. What they exchange is part of a call of all: a loss is survived by all."""
-    assert scene.local is not None
-    group = scene.local()
-    agreement = Agreement(group, step=lambda: scene.moment.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
-    return dataclasses.replace(scene, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
+    assert context.local is not None
+    group = context.local()
+    agreement = Agreement(group, step=lambda: context.step_state.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
+    return dataclasses.replace(context, group=group, agreement=agreement, hosts=(0,) * group.size, native=None)
 
 
 class PerAxisSync:
@@ -68,8 +68,8 @@ class PerAxisSync:
     replicas_diverge = True
     exchanges_in_backward = True
 
-    def __init__(self, scene: SyncContext, inside: SyncContext, inner: Sync, outer: Sync) -> None:
-        self._scene, self._inside, self._inner, self._outer = scene, inside, inner, outer
+    def __init__(self, context: SyncContext, inside: SyncContext, inner: Sync, outer: Sync) -> None:
+        self._context, self._inside, self._inner, self._outer = context, inside, inner, outer
         self.has_sync_points = outer.has_sync_points
 
     def attach(self, slots: Rows[Slot]) -> None:
@@ -89,7 +89,7 @@ class PerAxisSync:
         """See `Sync.backward_done`."""
         found = self._inner.backward_done(where)
         part = float(
-            self._inside.group.all_reduce(torch.tensor([self._scene.moment.share_of_step], dtype=torch.float64), name="part").wait()
+            self._inside.group.all_reduce(torch.tensor([self._context.step_state.share_of_step], dtype=torch.float64), name="part").wait()
         )
         for _, total in found:  # of the host: what its samples count in the global batch is the outer strategy's
             total.div_(part) if part else total.zero_()
@@ -123,12 +123,12 @@ class PerAxisSync:
         """See `Sync.join_info`."""
         return {"inner": self._inner.join_info(), "outer": self._outer.join_info()}
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`."""
         layout = self.join_info() if layout is None else layout
-        self._scene, self._inside = scene, _inside(scene)
+        self._context, self._inside = context, _inside(context)
         self._inner.regroup(self._inside, layout["inner"])
-        self._outer.regroup(scene, layout["outer"])
+        self._outer.regroup(context, layout["outer"])
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         """See `Sync.load_from_peer`."""

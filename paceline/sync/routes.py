@@ -97,21 +97,21 @@ class ScheduledReducer(GroupReducer):
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
-def _auto(scene: SyncContext) -> Reducer:
-    return GroupReducer(scene.group, scene.announce)
+def _auto(context: SyncContext) -> Reducer:
+    return GroupReducer(context.group, context.announce)
 
 
-def _native(scene: SyncContext) -> Reducer:
-    if scene.native is None or scene.group.size == 1:
-        return _auto(scene)
-    group = scene.native()
-    scene.extra_groups.append(group)
-    return GroupReducer(group, scene.announce, owned=True)
+def _native(context: SyncContext) -> Reducer:
+    if context.native is None or context.group.size == 1:
+        return _auto(context)
+    group = context.native()
+    context.extra_groups.append(group)
+    return GroupReducer(group, context.announce, owned=True)
 
 
 def _by(name: str) -> Callable[[SyncContext], Reducer]:
-    def make(scene: SyncContext) -> Reducer:
-        return ScheduledReducer(scene.group, build(name, scene.hosts or (0,) * scene.group.size), scene.announce)
+    def make(context: SyncContext) -> Reducer:
+        return ScheduledReducer(context.group, build(name, context.hosts or (0,) * context.group.size), context.announce)
 
     return make
 

@@ -286,13 +286,13 @@ def test_a_worker_is_killed_when_the_run_is_steady(tmp_path: Path) -> None:
     with places.place(Setting("faults", "", 1, 1)) as here:
         running = Run(scripted(TALKER), Training("small", 1, 1, 10_000, 30.0), 1, here, tmp_path)
         try:
-            moment = running.kill(Fault(0, 0.3))
-            assert moment is not None
+            step_state = running.kill(Fault(0, 0.3))
+            assert step_state is not None
             assert running.kill(Fault(0, 0.3)) is None, "nobody is left"
             running.notes.poll()
             ended = [turn.ended for turn in running.notes.turns if turn.taken]
-            assert len(ended) > runs.STEADY and max(ended) <= moment
-            assert moment - sorted(ended)[runs.STEADY - 1] >= 0.3
+            assert len(ended) > runs.STEADY and max(ended) <= step_state
+            assert step_state - sorted(ended)[runs.STEADY - 1] >= 0.3
         finally:
             running.close()
 

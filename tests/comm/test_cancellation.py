@@ -19,20 +19,20 @@ from tests.processes import fork
 
 def test_it_trips_once_and_late_comers_at_once() -> None:
     told: list[PacelineError] = []
-    breaker, error = CancelScope(), ViewChanged("others")
-    breaker.add(told.append)
-    breaker.trip(error)
-    breaker.trip(ViewChanged("again"))
-    breaker.add(told.append)
-    assert told == [error, error] and breaker.error is error
+    cancel_scope, error = CancelScope(), ViewChanged("others")
+    cancel_scope.add(told.append)
+    cancel_scope.trip(error)
+    cancel_scope.trip(ViewChanged("again"))
+    cancel_scope.add(told.append)
+    assert told == [error, error] and cancel_scope.error is error
 
 
 def _waits(rank: int, size: int, store: Store, kind: str) -> float:
-    breaker = CancelScope()
+    cancel_scope = CancelScope()
     group = (
-        SharedGroup.from_store(store, rank, size, deadline=30.0, breaker=breaker)
+        SharedGroup.from_store(store, rank, size, deadline=30.0, cancel_scope=cancel_scope)
         if kind == "shared"
-        else TorchGroup.from_store(store.torch, rank, size, deadline=30.0, breaker=breaker)
+        else TorchGroup.from_store(store.torch, rank, size, deadline=30.0, cancel_scope=cancel_scope)
     )
     sub = group.sub(range(size))
     assert sub is not None
@@ -42,7 +42,7 @@ def _waits(rank: int, size: int, store: Store, kind: str) -> float:
         store.take("over")  # doesn't come, and lives
         return 0.0
     began = time.monotonic()
-    threading.Timer(0.3, lambda: breaker.trip(ViewChanged("the workers are others now"))).start()
+    threading.Timer(0.3, lambda: cancel_scope.trip(ViewChanged("the workers are others now"))).start()
     with pytest.raises(ViewChanged, match="others now"):
         waiting.agree(b"")
     seconds = time.monotonic() - began

@@ -25,8 +25,8 @@ def course(seed: int, size: int, deaths: int) -> tuple[dict[int, Worker], int]:
     workers = {number: Worker() for number in range(size)}
     dead: set[int] = set()
     moments = sorted(chance.randrange(1, size * CALLS) for _ in range(deaths))
-    for moment in range(10_000):
-        if moments and moment >= moments[0]:
+    for step_state in range(10_000):
+        if moments and step_state >= moments[0]:
             moments.pop(0)
             dead.add(chance.choice([number for number in workers if number not in dead]))
         movable = []

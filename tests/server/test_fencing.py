@@ -40,8 +40,8 @@ def test_what_one_has_made_can_be_made_by_another(begun: Any) -> None:  # noqa: 
     for body in bodies:
         begun(1, "close", body)  # has been made, and is not made twice
     assert values(begun, 1) == 1 - 0.5 * 3 - 0.25 * 4
-    ledger = merged([begun(0, "void").tensors[0].numpy().tobytes()])
-    assert ledger.gradients == {(0, 0): 2, (0, 1): 1} and ledger.done.rows() == [[0, 0, 4], [1, 0, 4]]
+    journal = merged([begun(0, "void").tensors[0].numpy().tobytes()])
+    assert journal.gradients == {(0, 0): 2, (0, 1): 1} and journal.done.rows() == [[0, 0, 4], [1, 0, 4]]
 
 
 def test_what_was_pushed_in_vain_is_void_and_who_is_lost_is_not_heard(begun: Any) -> None:  # noqa: F811
@@ -68,5 +68,5 @@ def test_a_copy_knows_what_the_first_one_did(begun: Any) -> None:  # noqa: F811
     begun(0, "drop", {"epoch": 0, "pieces": [[5, 0, 2]]})
     state = begun(0, "state")
     begun(0, "become", None, *state.tensors)
-    ledger = merged([begun(0, "void").tensors[0].numpy().tobytes()])
-    assert ledger.gradients == {(0, 0): 1} and list(ledger.dropped) == [(0, 5, 0, 2)] and values(begun, 0) == 0.5
+    journal = merged([begun(0, "void").tensors[0].numpy().tobytes()])
+    assert journal.gradients == {(0, 0): 1} and list(journal.dropped) == [(0, 5, 0, 2)] and values(begun, 0) == 0.5

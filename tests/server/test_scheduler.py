@@ -16,7 +16,7 @@ from paceline.server.spans import SampleSpan
 from paceline.server.stragglers import OpenStep, StepMade
 
 
-def keeper(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:
+def scheduler(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:
     made = SampleScheduler()
     made.begin(epoch, first, sizes, range(workers))
     return made
@@ -27,7 +27,7 @@ class TestSamples:
         sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8), most=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data()
     )
     def test_each_goes_to_one_worker_in_order(self, sizes, most, data):
-        made, dealt, left = keeper(*sizes, workers=len(most), first=3), [], set(range(len(most)))
+        made, dealt, left = scheduler(*sizes, workers=len(most), first=3), [], set(range(len(most)))
         clocks = [0] * len(most)
         while left:
             worker = data.draw(st.sampled_from(sorted(left)))
@@ -42,7 +42,7 @@ class TestSamples:
         assert dealt == [(3 + batch, sample) for batch, size in enumerate(sizes) for sample in range(size)]
 
     def test_what_is_dropped_is_dealt_again_and_before_the_end(self):
-        made = keeper(4)
+        made = scheduler(4)
         assert made.take(0, 4) == (0, 0, 4)
         assert made.take(1, 2) is None, "the other may drop its piece"
         made.tick(0, 1, "again")
@@ -53,7 +53,7 @@ class TestSamples:
         assert made.facts()["dropped"] == {"gradients": 1, "samples": 0, "dealt_again": 4, "pieces": []}
 
     def test_what_is_dropped_for_good_is_told(self):
-        made = keeper(4, 4, epoch=7, first=2)
+        made = scheduler(4, 4, epoch=7, first=2)
         made.take(0, 2)
         made.take(0, 2)  # read ahead
         made.tick(0, 1, "dropped")
@@ -61,14 +61,14 @@ class TestSamples:
         assert made.facts()["dropped"] == {"gradients": 1, "samples": 2, "dealt_again": 0, "pieces": [[7, 2, 0, 2]]}
 
     def test_not_more_is_told_than_can_be_read(self):
-        made = keeper(*[1] * (SHOWN + 5), workers=1)
+        made = scheduler(*[1] * (SHOWN + 5), workers=1)
         for clock in range(SHOWN + 5):
             made.take(0, 1)
             made.tick(0, clock + 1, "dropped")
         assert made.tally.dropped == SHOWN + 5 and len(made.tally.pieces) == SHOWN
 
     def test_no_more_after_a_stop(self):
-        made = keeper(4, 4)
+        made = scheduler(4, 4)
         made.take(0, 1)
         made.stop()
         assert made.take(1, 1) is False
@@ -78,7 +78,7 @@ class TestSamples:
         assert made.take(1, 1) == (0, 0, 1), "the next epoch begins as ever"
 
     def test_the_next_part_goes_on_where_all_stand(self):
-        made = keeper(2)
+        made = scheduler(2)
         made.begin(0, 0, [2], range(2))  # as the second worker says it
         with pytest.raises(Mismatch, match="deal different batches"):
             made.begin(0, 0, [3], range(2))
@@ -98,12 +98,12 @@ class TestSamples:
     def test_who_may_not_take(self):
         for worker, most in ((5, 1), (0, 0)):
             with pytest.raises(Mismatch, match="no turns to take, or asks for"):
-                keeper(3).take(worker, most)
+                scheduler(3).take(worker, most)
 
 
 class TestClocks:
     def test_a_worker_waits_for_the_slowest_that_trains(self):
-        made = keeper(*[1] * 20, workers=3)
+        made = scheduler(*[1] * 20, workers=3)
         for _ in range(20):
             made.take(0, 1)
         for clock in range(1, 4):
@@ -117,13 +117,13 @@ class TestClocks:
 
     @pytest.mark.parametrize(("worker", "clock", "why"), [(0, 2, "can't come to turn 2"), (1, 1, "hasn't begun"), (9, 1, "hasn't begun")])
     def test_a_turn_that_can_not_be(self, worker, clock, why):
-        made = keeper(4)
+        made = scheduler(4)
         made.take(0, 1)
         with pytest.raises(Mismatch, match=why):
             made.tick(worker, clock)
 
     def test_how_far_ahead_workers_were(self):
-        made = keeper(*[1] * 4)
+        made = scheduler(*[1] * 4)
         for clock in (1, 2):
             made.take(0, 1)
             made.tick(0, clock)
@@ -133,7 +133,7 @@ class TestClocks:
 
 class TestWhoMakesAStep:
     def test_the_first_who_come(self):
-        made = keeper(*[1] * 9, workers=4)
+        made = scheduler(*[1] * 9, workers=4)
         for worker in range(4):
             made.take(worker, 1)
         assert made.arrive(3, 0, 1, "c", 2) is None
@@ -146,11 +146,11 @@ class TestWhoMakesAStep:
             made.arrive(0, 0, 3, "b", 2)
 
     def test_those_who_wait_for_samples_or_have_left_are_not_waited_for(self):
-        made = keeper(1, 1, workers=3)
+        made = scheduler(1, 1, workers=3)
         assert made.take(0, 1) and made.take(1, 1) and made.take(2, 1) is None
         assert made.arrive(0, 0, 1, "", 1) is None
         assert isinstance(made.arrive(1, 0, 1, "", 1), StepDecision)
-        made = keeper(1, 1, workers=3)
+        made = scheduler(1, 1, workers=3)
         made.take(0, 1)
         made.leave(1)
         assert made.arrive(0, 0, 1, "", 0) is None
@@ -158,7 +158,7 @@ class TestWhoMakesAStep:
         assert isinstance(made.arrive(0, 0, 1, "", 0), StepDecision)
 
     def test_who_is_very_late(self):
-        made = keeper(*[1] * 99, workers=2)
+        made = scheduler(*[1] * 99, workers=2)
         for step in range(1, 40):
             assert isinstance(made.arrive(0, 0, step, "", 1), StepDecision)
         assert made.arrive(1, 0, 1, "", 1) is False and made.decided(0) == 39
@@ -166,7 +166,7 @@ class TestWhoMakesAStep:
 
     @given(st.integers(0, 10_000))
     def test_any_order_gives_each_step_all_but_so_many(self, seed):
-        chance, made = random.Random(seed), keeper(*[1] * 200, workers=4)
+        chance, made = random.Random(seed), scheduler(*[1] * 200, workers=4)
         steps = dict.fromkeys(range(4), 0)  # the last one that each worker knows
         made_by: dict[int, list[int]] = {}
         waiting: set[int] = set()
@@ -188,7 +188,7 @@ class TestWhoMakesAStep:
 class TestWhoIsInAStepWithinABound:
     def begun(self, workers: int = 3) -> SampleScheduler:
         """Turns have taken 1 s so far, four of each worker, and each of them begins one at 0."""
-        made = keeper(*[1] * 99, workers=workers)
+        made = scheduler(*[1] * 99, workers=workers)
         for worker in range(workers):
             for _ in range(20):
                 made.take(worker, 1)
@@ -289,7 +289,7 @@ class TestWhoIsInAStepWithinABound:
     def test_any_times_keep_the_bound_and_end(self, seed, bound):
         """Whatever turns take: each gradient is in one step, nobody begins a turn too far ahead of what is in steps, and all is trained."""
         chance, workers, turns = random.Random(seed), 3, 15
-        made, now, ends = keeper(*[1] * turns * workers, workers=workers), 0.0, dict[int, float]()
+        made, now, ends = scheduler(*[1] * turns * workers, workers=workers), 0.0, dict[int, float]()
         number, in_steps = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), 0)
         modes = dict.fromkeys(range(workers), "take")
         behind = set[int]()  # who has gone on, and has to ask what became of its gradient before it comes with the next one
@@ -340,7 +340,7 @@ class TestWhoIsInAStepWithinABound:
 
 
 def test_letters():
-    made = keeper(1)
+    made = scheduler(1)
     made.post(1, torch.ones(2))
     made.post(0, torch.zeros(1))
     assert [(worker, letter.numel()) for worker, letter in made.collect()] == [(1, 2), (0, 1)]
@@ -350,7 +350,7 @@ def test_letters():
 
 class TestPause:
     def test_all_stop_when_their_turns_are_over_and_go_on_with_others(self):
-        made = keeper(4, 4)
+        made = scheduler(4, 4)
         assert made.take(0, 1) and made.take(1, 1)
         made.pause()
         assert made.take(0, 1) is False and made.busy(0), "its own turn comes first"
@@ -363,20 +363,20 @@ class TestPause:
             assert made.take(worker, 2) == [(0, 2, 4), (1, 0, 2), (1, 2, 4)][worker]
 
     def test_where_somebody_has_ended_the_epoch_nobody_stops(self):
-        made = keeper(4)
+        made = scheduler(4)
         made.leave(0)
         made.pause()
         assert made.take(1, 4) == (0, 0, 4)
 
     def test_who_ends_it_meanwhile_lets_the_others_go_on(self):
-        made = keeper(4, workers=3)
+        made = scheduler(4, workers=3)
         made.pause()
         assert made.take(0, 4) is None
         made.leave(1)
         assert made.take(0, 4) == (0, 0, 4)
 
     def test_where_nothing_is_left_the_epoch_ends(self):
-        made = keeper(2)
+        made = scheduler(2)
         made.take(0, 2)
         made.pause()
         made.tick(0, 1)

@@ -206,7 +206,7 @@ def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) ->
 
     def unweighted(self: GradientTracker) -> None:
         begin(self)
-        self._scale = 1 / self.scene.group.size
+        self._scale = 1 / self.context.group.size
 
     monkeypatch.setattr(GradientTracker, "_begin", unweighted)
     with pytest.raises(AssertionError):

@@ -417,7 +417,7 @@ def test_who_does_not_come_is_named() -> None:
     """A worker that steps alone waits in vain; the error says for whom, before the others notice anything."""
 
     def body(run: Run) -> None:
-        run._scene.deadline = 0.5
+        run._context.deadline = 0.5
         model = SparseEmbedding(ROWS, DIM, servers=2)
         model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         if run.rank == 1:
@@ -503,7 +503,7 @@ class TestMisuse:
     @pytest.mark.parametrize("strategy", [LocalSGD(every=2), Gossip()])
     def test_where_replicas_part_and_losses_are_survived(self, strategy: Any) -> None:
         def body(run: Run) -> None:
-            run._cast.survives = True
+            run._prepared.survives = True
             _prepared(run)
 
         with pytest.raises(UsageError, match="beside AllReduce or ParameterServer, and with this strategy replicas part"):

@@ -213,7 +213,7 @@ def test_a_metric_is_no_model_and_gets_its_methods_back() -> None:
         metric = torchmetrics.MeanMetric()
         metrics.append((metric, metric.update))
         assert run.prepare(metric) is metric and run.prepare(metric) is metric
-        assert not run._cast.models and "forward" in vars(metric)
+        assert not run._prepared.models and "forward" in vars(metric)
 
     workers(2, body)
     assert all(metric.update == before and "forward" not in vars(metric) for metric, before in metrics)

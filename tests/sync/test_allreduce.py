@@ -180,7 +180,7 @@ def test_gradients_are_views_with_the_strides_of_their_parameters() -> None:
 
 
 def sent(run: Run) -> int:
-    return run._scene.traffic.within
+    return run._context.traffic.within
 
 
 def test_no_sync_saves_exchanges() -> None:

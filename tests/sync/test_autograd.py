@@ -664,7 +664,7 @@ def test_gradients_in_memory_of_the_script_stay_there(used: str) -> None:
             flat.zero_()
             if number % 2 or used == "everywhere" or run.rank == 0:
                 F.mse_loss(model(x), y).backward()
-            run._turns.ready("the test")
+            run._loop.ready("the test")
             if used == "everywhere":
                 F.l1_loss(model(x), y).backward()
             with torch.no_grad():
@@ -694,10 +694,10 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         model, opt, loader = run.prepare(model, opt, batches())
 
         def recover(error: PacelineError) -> None:
-            run._scene.moment.exchange_closed = True  # as the living agree
+            run._context.step_state.exchange_closed = True  # as the living agree
 
         run._agreement.recovery = recover
-        run._handing.next = 100  # or workers would meet in a step that happens to come a second later
+        run._collector.next = 100  # or workers would meet in a step that happens to come a second later
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):

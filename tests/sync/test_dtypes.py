@@ -67,7 +67,7 @@ def train(run: Run, *, lr: float = 0.05, dtypes: tuple[torch.dtype, ...] = DTYPE
             net(x).backward()
             opt.step()
     after = [p.detach().clone() for p in net.parameters()]
-    run._turns.finish()  # replicas are looked at
+    run._loop.finish()  # replicas are looked at
     return [*before, *after, *(p.detach().clone() for p in net.parameters())]
 
 

@@ -319,8 +319,8 @@ def test_absurd_tables(spec: dict[str, Any]) -> None:
 
 def test_who_takes_no_turns_decides_nothing() -> None:
     server = Server(Told())  # type: ignore[arg-type]
-    keeper = server._dealing.keeper
-    keeper.begin(0, 0, [4], [0, 1])
-    for come in (lambda: keeper.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: keeper.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
+    scheduler = server._dealing.scheduler
+    scheduler.begin(0, 0, [4], [0, 1])
+    for come in (lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
         with pytest.raises(Mismatch, match="takes no turns"):
             come()

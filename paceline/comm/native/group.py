@@ -72,7 +72,7 @@ class TorchGroup:
         hosts: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
         view: int = 0,
-        breaker: CancelScope | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> TorchGroup:
         """Meet over a store, under a prefix that no other group uses; collective. What is told over a torch store by itself isn't signed.
 
@@ -87,7 +87,9 @@ class TorchGroup:
         if hosts is not None and len(hosts) != size:
             raise UsageError(f"hosts has {len(hosts)} entries for {size} ranks; give the host of each rank")
         address = address or "127.0.0.1"
-        fabric = GlooTransport(store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, breaker=breaker)
+        fabric = GlooTransport(
+            store, rank, range(size) if ranks is None else ranks, address=address, deadline=deadline, cancel_scope=cancel_scope
+        )
         group = cls(fabric, over(store), backend=backend, meter=TrafficMeter(rank, size, hosts), view=view)
         group._address = address
         return group
@@ -289,7 +291,7 @@ class TorchGroup:
             hosts=self._meter.choose(ranks),
             ranks=[self._fabric.names[rank] for rank in ranks],
             view=self.view,
-            breaker=self._fabric.breaker,
+            cancel_scope=self._fabric.cancel_scope,
         )
 
     def global_rank(self, rank: int) -> int:

@@ -157,10 +157,10 @@ class GlooTransport:
         *,
         address: str,
         deadline: float,
-        breaker: CancelScope | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> None:
         size = len(names)
-        self.breaker = CancelScope() if breaker is None else breaker
+        self.cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
         self.names = tuple(names)
         self.rank, self.size, self.deadline = rank, size, deadline
         self.waited = 0.0
@@ -179,7 +179,7 @@ class GlooTransport:
         with _needed(size):
             self._lookout = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
             self._wires.announce(sealed, rank, size, deadline)
-        self.breaker.add(self.interrupt)
+        self.cancel_scope.add(self.interrupt)
         self.data, self.control = (
             sockets.connect(device, sealed.sub(name).torch, rank, size, deadline)
             for name, device in zip(("data", "control"), self._wires.devices, strict=True)

@@ -1,6 +1,7 @@
 """The group inside one host: CPU tensors through shared memory, a barrier of counters, torch's own vector operations on slices.
 
-`board` has the memory and the counters, `watch` the waits, `pending` the operations under way, `sums` the reductions, `mail` the messages.
+`segment` has the memory and the counters, `waiting` the waits, `queue` the operations under way, `reductions` the sums, `messages` what is
+sent from one rank to another.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class SharedGroup:
 
     A `Mismatch` or `UsageError` is raised by all ranks at the same call, and the group goes on. After any other error it is broken:
     that call and all later ones raise it, on all ranks; a `Work.wait` with a timeout of its own may be tried again.
-    `board` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
+    `segment` is the mapped control segment of this group; `SharedGroup.from_store` makes it.
     """
 
     def __init__(
-        self, board: ControlSegment, *, view: int = 0, relatives: Relatives | None = None, registered: MemoryRegistry | None = None
+        self, segment: ControlSegment, *, view: int = 0, relatives: Relatives | None = None, registered: MemoryRegistry | None = None
     ) -> None:
-        self.board = board
-        self.rank, self.size, self.view = board.rank, board.size, view
+        self.segment = segment
+        self.rank, self.size, self.view = segment.rank, segment.size, view
         self.traffic = Traffic()
-        self._queue = WorkQueue(board, relatives if relatives is not None else [])
+        self._queue = WorkQueue(segment, relatives if relatives is not None else [])
         self._borrowed = registered is not None
         self._registered = MemoryRegistry() if registered is None else registered
 
@@ -70,19 +71,19 @@ class SharedGroup:
         view: int = 0,
         folder: str | None = None,
         ranks: Sequence[int] | None = None,
-        breaker: CancelScope | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> SharedGroup:
         """Meet over a store (`put(key, obj)`, `take(key, timeout)`); rank 0 makes the segment.
 
         `folder`: files there instead of memfd. `ranks`: our ranks in the group of all workers, by which messages name them.
         """
         names = tuple(range(size)) if ranks is None else ranks
-        return cls(ControlSegment.from_store(store, rank, names, deadline=deadline, folder=folder, breaker=breaker), view=view)
+        return cls(ControlSegment.from_store(store, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope), view=view)
 
     @property
     def waited(self) -> float:
         """Seconds spent waiting for ranks that came later."""
-        return self.board.watch.waited
+        return self.segment.watch.waited
 
     # ---- reductions
 
@@ -101,19 +102,19 @@ class SharedGroup:
 
     def _reduce(self, x: Tensor, out: Tensor | None, op: Op, call: CallFingerprint) -> Steps:
         if call.flaw:
-            yield from self.board.meet(call)
+            yield from self.segment.meet(call)
         result = fresh(x.shape, x.dtype) if out is None else out
         source = flat(x)
         direct = plain(result) and not crossing(source, result)
         target = result.detach().view(-1) if direct else fresh(source.shape, source.dtype)
         reduce = reductions.all_reduce_small if x.numel() * x.element_size() <= SMALL else reductions.all_reduce
-        yield from reduce(self.board, source, target, op, call)
+        yield from reduce(self.segment, source, target, op, call)
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result
 
     def _reduce_in_place(self, x: Tensor, out: Tensor, place: RegisteredMemory | None, op: Op, call: CallFingerprint) -> Steps:
-        elsewhere = yield from self.board.meet(call)
+        elsewhere = yield from self.segment.meet(call)
         if elsewhere or place is None:
             return (yield from self._reduce(x, out, op, call._replace(place="")))
         key, plans = (x.data_ptr(), x.numel(), x.dtype), self._registered.plans
@@ -122,7 +123,7 @@ class SharedGroup:
             if len(plans) >= 256:
                 plans.clear()
             plan = plans[key] = reductions.plan(x.detach().view(-1), place, self.rank)
-        yield from reductions.all_reduce_registered(self.board, x, plan, op)
+        yield from reductions.all_reduce_registered(self.segment, x, plan, op)
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
@@ -132,8 +133,8 @@ class SharedGroup:
 
         def steps() -> Steps:
             if call.flaw:
-                yield from self.board.meet(call)
-            return (yield from reductions.reduce_scatter(self.board, flat(x), op, call))
+                yield from self.segment.meet(call)
+            return (yield from reductions.reduce_scatter(self.segment, flat(x), op, call))
 
         return self._queue.start(call, steps())
 
@@ -146,11 +147,11 @@ class SharedGroup:
         sides = [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)] if not call.flaw else None
 
         def land(metas: list[Any]) -> Landing:
-            matching(metas, self.board.names)
+            matching(metas, self.segment.names)
             return [(source, flat(x) if plain(x) else fresh(x.shape, x.dtype)) for source, x in recvs]
 
         def steps() -> Steps:
-            landed = yield from deliver(self.board, outgoing, call, sides, land)
+            landed = yield from deliver(self.segment, outgoing, call, sides, land)
             for (_, x), (_, landing) in zip(recvs, landed, strict=True):
                 if not plain(x):
                     x.detach().copy_(landing)
@@ -169,7 +170,7 @@ class SharedGroup:
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
         def steps() -> Steps:
-            yield from deliver(self.board, outgoing, call, list(x.shape), land)
+            yield from deliver(self.segment, outgoing, call, list(x.shape), land)
             return outs
 
         return self._queue.start(call, steps())
@@ -189,14 +190,14 @@ class SharedGroup:
             return [] if self.rank == root or found[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
-            yield from deliver(self.board, outgoing if place is None else [], call, where, land)
+            yield from deliver(self.segment, outgoing if place is None else [], call, where, land)
             if places[root] is not None and place is not None and all(other == where for other in places):
                 if self.rank != root:  # taken where it lies
                     memmove(landing.data_ptr(), place.regions[root].data_ptr() + landing.data_ptr() - place.start, nbytes)
-                self.board.post()
-                yield self.board.posted
+                self.segment.post()
+                yield self.segment.posted
             elif places[root] is not None:
-                yield from deliver(self.board, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
+                yield from deliver(self.segment, outgoing, call, None, lambda _: [] if self.rank == root else [(root, landing)])
             if self.rank != root and not plain(x):
                 x.detach().copy_(landing)
             return x
@@ -215,7 +216,7 @@ class SharedGroup:
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
         def steps() -> Steps:
-            yield from deliver(self.board, outgoing, call, [list(x.shape) for x in xs], land)
+            yield from deliver(self.segment, outgoing, call, [list(x.shape) for x in xs], land)
             return outs
 
         return self._queue.start(call, steps())
@@ -232,7 +233,7 @@ class SharedGroup:
         call = CallFingerprint("barrier", name)
 
         def steps() -> Steps:
-            yield from self.board.meet(call)
+            yield from self.segment.meet(call)
 
         return self._queue.start(call, steps())
 
@@ -243,9 +244,9 @@ class SharedGroup:
         return self._agree(payload, CallFingerprint("agree"))
 
     def _agree(self, payload: bytes, call: CallFingerprint) -> list[bytes]:
-        if self.board.watch.broken is not None:
-            raise self.board.watch.broken
-        return self.board.agree(payload, call)
+        if self.segment.watch.broken is not None:
+            raise self.segment.watch.broken
+        return self.segment.agree(payload, call)
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
         """See `Group.gather_objects`."""
@@ -256,23 +257,23 @@ class SharedGroup:
         """See `Group.sub`."""
         call = choosing(ranks, self.size)
         self._agree(b"", call)
-        board = self.board.sub(list(ranks), call)
-        if board is None:
+        segment = self.segment.sub(list(ranks), call)
+        if segment is None:
             return None
         everyone = list(ranks) == list(range(self.size))  # whose regions lie in the same order
         registered = self._registered if everyone else None
-        return SharedGroup(board, view=self.view, relatives=self._queue.relatives, registered=registered)
+        return SharedGroup(segment, view=self.view, relatives=self._queue.relatives, registered=registered)
 
     def global_rank(self, rank: int) -> int:
         """See `Group.global_rank`."""
-        return self.board.names[rank]
+        return self.segment.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
         call = CallFingerprint("empty", None, tuple(shape), dtype)
         self._agree(b"", call)
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
-        segment = self.board.allocate(length * self.size, call)
+        segment = self.segment.allocate(length * self.size, call)
         regions = [segment.tensor(r * length, (length,), torch.uint8) for r in range(self.size)]
         self._registered.add(regions[self.rank].data_ptr(), regions)
         return segment.tensor(self.rank * length, tuple(shape), dtype)
@@ -287,16 +288,16 @@ class SharedGroup:
 
     def close(self) -> None:
         """See `Group.close`."""
-        self.board.watch.close(ViewChanged("this group has been closed"))
+        self.segment.watch.close(ViewChanged("this group has been closed"))
         self._void()
 
     def abort(self) -> None:
         """See `Group.abort`; others find out when they wait."""
-        self.end(ViewChanged(f"this group has been aborted by rank {self.board.names[self.rank]}"))
+        self.end(ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
-        ended = self.board.watch.end(error)
+        ended = self.segment.watch.end(error)
         self._void()
         return ended
 

@@ -44,7 +44,7 @@ class MessageStretch(NamedTuple):
 
 
 def deliver(
-    board: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
+    segment: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
 ) -> Steps:
     """Meet, move all messages, and give what `land` gave.
 
@@ -54,30 +54,30 @@ def deliver(
     departures: dict[int, list[MessageStretch]] = {}
     at = 0
     for message in outgoing:
-        _cut(departures, board.block, MessageStretch(board.rank, at, message.x.data_ptr(), message.nbytes))
+        _cut(departures, segment.block, MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes))
         at += message.nbytes
 
     def write(window: int) -> None:
         for stretch in departures.get(window, ()):
-            memmove(board.stage_at(board.rank, board.turn + window) + stretch.offset, stretch.address, stretch.nbytes)
+            memmove(segment.stage_at(segment.rank, segment.turn + window) + stretch.offset, stretch.address, stretch.nbytes)
 
     for window in range(DEPTH):
         write(window)
-    metas = yield from board.meet(call, [[[message.to, message.nbytes] for message in outgoing], meta])
+    metas = yield from segment.meet(call, [[[message.to, message.nbytes] for message in outgoing], meta])
     sent = [messages for messages, _ in metas]
     incoming = land([other for _, other in metas])
-    arrivals = _arrivals(board, incoming, sent)
+    arrivals = _arrivals(segment, incoming, sent)
 
     def read(window: int) -> None:
         for stretch in arrivals.get(window, ()):
-            memmove(stretch.address, board.stage_at(stretch.rank, board.turn + window) + stretch.offset, stretch.nbytes)
+            memmove(stretch.address, segment.stage_at(stretch.rank, segment.turn + window) + stretch.offset, stretch.nbytes)
 
     longest = max(sum(nbytes for _, nbytes in messages) for messages in sent)
-    yield from flow(board, -(-longest // board.block), write, read)
+    yield from flow(segment, -(-longest // segment.block), write, read)
     return incoming
 
 
-def _arrivals(board: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[MessageStretch]]:
+def _arrivals(segment: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> dict[int, list[MessageStretch]]:
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
         expected.setdefault(source, deque()).append(tensor)
@@ -85,10 +85,10 @@ def _arrivals(board: ControlSegment, incoming: Landing, sent: Sequence[Any]) -> 
     for source, messages in enumerate(sent):
         at = 0
         for to, nbytes in messages:
-            if to == board.rank or (to == ALL and source != board.rank):
+            if to == segment.rank or (to == ALL and source != segment.rank):
                 into = expected[source].popleft()
                 assert into.numel() * into.element_size() == nbytes, "what is awaited has been compared with what is sent"
-                _cut(cuts, board.block, MessageStretch(source, at, into.data_ptr(), nbytes))
+                _cut(cuts, segment.block, MessageStretch(source, at, into.data_ptr(), nbytes))
             at += nbytes
     return cuts
 

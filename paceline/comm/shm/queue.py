@@ -52,16 +52,16 @@ class QueuedWork:
 class WorkQueue:
     """The pending operations of one group; `relatives` is shared by those that are pushed together."""
 
-    def __init__(self, board: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
-        self.board, self.relatives = board, relatives
+    def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
+        self.segment, self.relatives = segment, relatives
         self._pending: deque[QueuedWork] = deque()
         self._lock = threading.Lock()
         relatives[:] = [ref for ref in relatives if ref() is not None] + [weakref.ref(self)]
-        board.watch.busy = partial(_push_all, relatives)
+        segment.watch.busy = partial(_push_all, relatives)
 
     def start(self, call: CallFingerprint, steps: Steps) -> QueuedWork:
         """Put an operation at the end, and go as far as it goes."""
-        watch = self.board.watch
+        watch = self.segment.watch
         if watch.broken is not None:
             steps.close()
             raise watch.broken
@@ -77,7 +77,7 @@ class WorkQueue:
         """Advance the oldest operations as far as they go; never blocks."""
         if not self._pending or not self._lock.acquire(blocking=False):
             return
-        watch = self.board.watch
+        watch = self.segment.watch
         try:
             while self._pending and watch.broken is None and self._advance(self._pending[0]):
                 self._pending.popleft()
@@ -88,9 +88,9 @@ class WorkQueue:
 
     def _advance(self, pending: QueuedWork) -> bool:
         """Go on with an operation until it has to wait (False) or has ended."""
-        board = self.board
+        segment = self.segment
         try:
-            while board.reached(pending.target):
+            while segment.reached(pending.target):
                 pending.target = next(pending.steps)
             return False
         except StopIteration as stop:
@@ -99,10 +99,10 @@ class WorkQueue:
             pending.error = error
         except (RuntimeError, ValueError, TypeError) as error:  # of torch, on this rank alone: the others can't go on
             pending.error = error
-            board.watch.end(error)
+            segment.watch.end(error)
         except BaseException as error:  # an interrupt, no memory: raised where it came, and the end of this operation
             pending.error, pending.ended = error, True
-            board.watch.end(error)
+            segment.watch.end(error)
             raise
         pending.ended = True
         return True
@@ -117,7 +117,7 @@ class WorkQueue:
 
         if ended():
             return
-        watch = self.board.watch
+        watch = self.segment.watch
         try:
             watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
         finally:
@@ -127,8 +127,8 @@ class WorkQueue:
     def void(self) -> None:
         """The group is broken: end all operations with the reason."""
         with self._lock:
-            if self.board.watch.broken is not None:
-                self._void(self.board.watch.broken)
+            if self.segment.watch.broken is not None:
+                self._void(self.segment.watch.broken)
 
     def _void(self, error: BaseException) -> None:
         for pending in self._pending:
@@ -139,7 +139,7 @@ class WorkQueue:
 
     def _missing(self) -> list[int]:
         head = next(iter(self._pending), None)
-        return [] if head is None else self.board.behind(head.target)
+        return [] if head is None else self.segment.behind(head.target)
 
 
 def _push_all(relatives: list[weakref.ref[WorkQueue]]) -> None:

@@ -42,7 +42,7 @@ PAIRS: dict[Op, Callable[..., Tensor]] = {
 Stage = Callable[[int], None]
 
 
-def flow(board: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
+def flow(segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
     """The phases of `blocks` blocks, whose first DEPTH have been staged before all met.
 
     A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1: they read stages of blocks k - 1 to
@@ -57,9 +57,9 @@ def flow(board: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: 
         if collect is not None and k >= DEPTH:
             collect(k - DEPTH)
         if k + 1 < phases:
-            board.post()
-            yield board.posted - (DEPTH - 1)
-    board.turn += blocks
+            segment.post()
+            yield segment.posted - (DEPTH - 1)
+    segment.turn += blocks
 
 
 class BlockCut(NamedTuple):
@@ -72,28 +72,30 @@ class BlockCut(NamedTuple):
     others: list[tuple[int, int, list[int]]]  # the parts of the others: where it begins, its length, the stages of its rank
 
 
-def cut(board: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
+def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
     """A block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
-    item, turns = dtype.itemsize, range(board.turn, board.turn + slots)
-    spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(board.size)]
-    low, high = spans[board.rank]
-    parts = [[board.stage(r, turn, low, (high - low) // item, dtype) for r in range(board.size)] for turn in turns] if high > low else []
-    others = [(a, b - a, [board.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != board.rank and b > a]
+    item, turns = dtype.itemsize, range(segment.turn, segment.turn + slots)
+    spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(segment.size)]
+    low, high = spans[segment.rank]
+    parts = (
+        [[segment.stage(r, turn, low, (high - low) // item, dtype) for r in range(segment.size)] for turn in turns] if high > low else []
+    )
+    others = [(a, b - a, [segment.stage_at(r, turn) for turn in turns]) for r, (a, b) in enumerate(spans) if r != segment.rank and b > a]
     return BlockCut(low, high, count * item, parts, others)
 
 
-def all_reduce(board: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
+def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """`x` and `out` are contiguous and 1-D, the same or apart."""
-    me, item, total = board.rank, x.element_size(), x.numel()
-    blocks = max(1, -(-total * item // board.block))
-    line = LINE // item * board.size
+    me, item, total = segment.rank, x.element_size(), x.numel()
+    blocks = max(1, -(-total * item // segment.block))
+    line = LINE // item * segment.size
     width = -(-total // (blocks * line)) * line  # elements of a block
-    slots, part = min(SLOTS, blocks), width // board.size
-    whole = cut(board, min(width, total), part, x.dtype, slots)
-    rest = cut(board, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else whole
+    slots, part = min(SLOTS, blocks), width // segment.size
+    whole = cut(segment, min(width, total), part, x.dtype, slots)
+    rest = cut(segment, total - (blocks - 1) * width, part, x.dtype, slots) if blocks > 1 else whole
     last, span = blocks - 1, width * item
     source, target = x.data_ptr(), out.data_ptr()
-    mine = [board.stage_at(me, board.turn + slot) for slot in range(SLOTS)]
+    mine = [segment.stage_at(me, segment.turn + slot) for slot in range(SLOTS)]
 
     def stage(k: int) -> None:
         low, high, stop, _, _ = whole if k < last else rest
@@ -123,25 +125,25 @@ def all_reduce(board: ControlSegment, x: Tensor, out: Tensor, op: Op, call: Call
 
     for k in range(min(DEPTH, blocks)):
         stage(k)
-    yield from board.meet(call)
+    yield from segment.meet(call)
     admit(op, x.dtype)
-    yield from flow(board, blocks, stage, add, collect)
+    yield from flow(segment, blocks, stage, add, collect)
 
 
-def all_reduce_small(board: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
+def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """At most SMALL bytes: every rank adds all of it, so all meet only once."""
-    parity = board.parity
-    board.small(board.rank, parity, x.numel(), x.dtype).copy_(x)
-    yield from board.meet(call)
+    parity = segment.parity
+    segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
+    yield from segment.meet(call)
     admit(op, x.dtype)
-    fold([board.small(r, parity, x.numel(), x.dtype) for r in range(board.size)], out, op)
+    fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 
-def reduce_scatter(board: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
+def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
     """Gives my piece of the reduction of `x`, contiguous and 1-D."""
-    me, size, item, base = board.rank, board.size, x.element_size(), board.turn
+    me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
-    room = board.block // size  # bytes of a part of a stage
+    room = segment.block // size  # bytes of a part of a stage
     width = room // item
     first = cut[me][0]
     out = fresh((cut[me][1] - first,), x.dtype)
@@ -151,21 +153,21 @@ def reduce_scatter(board: ControlSegment, x: Tensor, op: Op, call: CallFingerpri
         for r, (start, stop) in enumerate(cut):
             low, high = start + k * width, min(start + (k + 1) * width, stop)
             if r != me and high > low:
-                memmove(board.stage_at(me, base + k) + r * room, source + low * item, (high - low) * item)
+                memmove(segment.stage_at(me, base + k) + r * room, source + low * item, (high - low) * item)
 
     def add(k: int) -> None:
         mine = out[k * width : (k + 1) * width]
         if mine.numel():
             own = x[first + k * width : first + k * width + mine.numel()]
-            others = [board.stage(r, base + k, me * room, mine.numel(), x.dtype) for r in range(size)]
+            others = [segment.stage(r, base + k, me * room, mine.numel(), x.dtype) for r in range(size)]
             fold([own if r == me else other for r, other in enumerate(others)], mine, op)
 
     blocks = max(1, -(-max(stop - start for start, stop in cut) // width))
     for k in range(min(DEPTH, blocks)):
         stage(k)
-    yield from board.meet(call)
+    yield from segment.meet(call)
     admit(op, x.dtype)
-    yield from flow(board, blocks, stage, add)
+    yield from flow(segment, blocks, stage, add)
     return out
 
 
@@ -188,15 +190,15 @@ def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
     return ReductionPlan(blocks, copies)
 
 
-def all_reduce_registered(board: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
+def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
     """In place, in every rank's registered memory at the same offset; all have met for it."""
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
         for other in others:
             memmove(other, total, nbytes)
-    board.post()
-    yield board.posted
+    segment.post()
+    yield segment.posted
 
 
 def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = None) -> None:

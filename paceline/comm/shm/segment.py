@@ -86,7 +86,7 @@ class ControlSegment:
         *,
         deadline: float,
         folder: str | None = None,
-        breaker: CancelScope | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> None:
         self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
         size = self.size
@@ -102,8 +102,8 @@ class ControlSegment:
         self._numbers: dict[CallFingerprint, int] = {}
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self.watch = RankWaiter(rank, names, RankNotes(self._cells, rank), deadline=deadline)
-        self._breaker = CancelScope() if breaker is None else breaker
-        self._breaker.add(self.watch.interrupt)
+        self._cancel_scope = CancelScope() if cancel_scope is None else cancel_scope
+        self._cancel_scope.add(self.watch.interrupt)
         self._cells[self._mine + PID] = os.getpid()
         self.agree(b"")  # now all pids are there
         self.watch.know({r: self._cells[(r * SPAN) // 8 + PID] for r in self._others})
@@ -118,7 +118,7 @@ class ControlSegment:
         *,
         deadline: float,
         folder: str | None = None,
-        breaker: CancelScope | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> ControlSegment:
         """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
         turn = 0
@@ -131,7 +131,7 @@ class ControlSegment:
 
         segment = share(len(names) * SPAN, rank, 0, meet, inside=True, folder=folder)
         assert segment is not None
-        return cls(segment, rank, names, deadline=deadline, folder=folder, breaker=breaker)
+        return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
 
     # ---- the lane of operations
 
@@ -282,7 +282,7 @@ class ControlSegment:
             return None
         names = [self.names[r] for r in ranks]
         rank = list(ranks).index(self.rank)
-        return ControlSegment(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, breaker=self._breaker)
+        return ControlSegment(segment, rank, names, deadline=self.watch.deadline, folder=self.folder, cancel_scope=self._cancel_scope)
 
     def _words(self, call: CallFingerprint) -> Callable[[str], list[str]]:
         return lambda word: [answer.decode() for answer in self.agree(word.encode(), call)]

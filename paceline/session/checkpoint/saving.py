@@ -57,17 +57,17 @@ class CheckpointSaver:
         self,
         state: Versioned,
         own: WorkerState,
-        scene: SyncContext,
+        context: SyncContext,
         event: Callable[[str], None],
         *,
         tables: RunTables,
         deadline: float,
         pinned: bool,
     ) -> None:
-        self._state, self._own, self._scene, self._event = state, own, scene, event
+        self._state, self._own, self._context, self._event = state, own, context, event
         self._patience = max(deadline - EARLIER, deadline / 2)
         self._tables, self._pinned = tables, pinned
-        self._room: CopyMemory | None = None
+        self._endpoints: CopyMemory | None = None
         self._writing: BackgroundWrite | None = None
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
@@ -79,7 +79,9 @@ class CheckpointSaver:
         checkpoint.check(order.step, order.keep)
         asked = order.background
         if asked and self._tables.kept:
-            self._scene.announce("with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk")
+            self._context.announce(
+                "with sparse tables a checkpoint is written at once, background=True or not: training waits for the disk"
+            )
             order = replace(order, background=False)
         begun: list[tuple[str, str]] = []  # by this worker: once, however often others are lost in the call
 
@@ -95,13 +97,13 @@ class CheckpointSaver:
             self._own.sync.converge()
             own = self._collect()
             what = "run.save, begun" if order.background else "run.save, written"
-            path, missed, *counted = msgpack.unpackb(self._scene.agreement.tell(what, lambda: first(own)))
+            path, missed, *counted = msgpack.unpackb(self._context.agreement.tell(what, lambda: first(own)))
             self._tally = SaveTally(*counted)
             if missed:
                 self._event(missed)
             return str(path)
 
-        path = Path(self._scene.agreement.attempt(act))
+        path = Path(self._context.agreement.attempt(act))
         self._promised = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
         return path
@@ -114,15 +116,15 @@ class CheckpointSaver:
             path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
             self._count(state.nbytes, time.perf_counter() - began)
             return path
-        self._room = self._room or CopyMemory(pinned=self._pinned)
-        state = state.hold(self._room, 0)
-        own[self._scene.group.rank] = own[self._scene.group.rank].hold(self._room, 1)
+        self._endpoints = self._endpoints or CopyMemory(pinned=self._pinned)
+        state = state.hold(self._endpoints, 0)
+        own[self._context.group.rank] = own[self._context.group.rank].hold(self._endpoints, 1)
         target = checkpoint.free(folder, step)
         self._writing = BackgroundWrite(
             f"step {step}",
             state.nbytes,
             lambda moved: checkpoint.write(folder, state, step, own=own, keep=keep, target=target, moved=moved),
-            self._scene.announce,
+            self._context.announce,
         )
         return target
 
@@ -163,12 +165,12 @@ class CheckpointSaver:
     def _missed(self) -> str:
         """What another worker has promised and never came, in words, once; empty if there is nothing like that."""
         promised = self._promised
-        if promised is None or self._writing is not None or self._scene.group.rank != 0:
+        if promised is None or self._writing is not None or self._context.group.rank != 0:
             return ""
         self._promised = None
         text = "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
         if text:
-            self._scene.announce(text)
+            self._context.announce(text)
         return text
 
     def tally(self) -> dict[str, float]:
@@ -178,7 +180,7 @@ class CheckpointSaver:
     def end(self) -> None:
         """The run is over, however it ended: wait for a write under way, and let go of the memory."""
         self.wait()
-        self._room = None
+        self._endpoints = None
 
     # ---- coming back
 
@@ -187,37 +189,37 @@ class CheckpointSaver:
 
         `named`: whether those are folders of a run that was given a name, or were asked for.
         """
-        scene, own = self._scene, self._own
+        context, own = self._context, self._own
         found: list[checkpoint.Checkpoint] = []
 
         def read() -> bytes:
             self.settle()
             folder = next((folder for folder in folders if checkpoint.newest(folder)), None)
             if folder is None:
-                scene.announce(_nothing(folders, named=named))
+                context.announce(_nothing(folders, named=named))
                 return bytes(msgpack.packb(None))
-            found.append(checkpoint.load(folder, say=scene.announce))
+            found.append(checkpoint.load(folder, say=context.announce))
             return bytes(msgpack.packb([str(found[0].path), sorted(found[0].own)]))
 
-        head = msgpack.unpackb(scene.agreement.tell("run.resume", read))
+        head = msgpack.unpackb(context.agreement.tell("run.resume", read))
         if head is None:
             return None
         bodies = [found[0].snapshot, *(found[0].own[rank] for rank in head[1])] if found else [None] * (1 + len(head[1]))
         snapshots = [self._hand_out(body) for body in bodies]
         self._state.restore(snapshots[0])
-        own.load(scene.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
+        own.load(context.group.rank, dict(zip(head[1], snapshots[1:], strict=True)))
         if self._tables.kept and not self._tables.waiting:
-            scene.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
+            context.agreement.tell("run.resume, sparse tables", lambda: stored.restore(self._tables.kept, found[0]))
             self._tables.forget()
-        if scene.group.size > len(head[1]):
-            scene.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
+        if context.group.size > len(head[1]):
+            context.announce(f"the checkpoint was written by {len(head[1])} workers: the random generators of the others go on as they are")
         return Path(head[0])
 
     # ---- between workers
 
     def _collect(self) -> dict[int, FileLayout]:
         """What each worker has as its own, on the first one; nothing elsewhere."""
-        agreement, group = self._scene.agreement, self._scene.group
+        agreement, group = self._context.agreement, self._context.group
         mine, first = image(self._own.snapshot()), group.rank == 0
         body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
         lengths = [int.from_bytes(answer, "little") for answer in agreement.meet("run.save", body.nbytes.to_bytes(8, "little"))]
@@ -227,7 +229,7 @@ class CheckpointSaver:
 
     def _hand_out(self, body: Snapshot | None) -> Snapshot:
         """The first worker's snapshot on all workers."""
-        agreement, group = self._scene.agreement, self._scene.group
+        agreement, group = self._context.agreement, self._context.group
         if group.size == 1:
             assert body is not None
             return body

@@ -21,8 +21,8 @@ OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker
 class RunProgress:
     """Where a run is, as state: the epoch of `Run.epochs` and the steps taken."""
 
-    def __init__(self, turns: TrainingLoop, loaders: list[ShareLoader]) -> None:
-        self._turns, self._loaders = turns, loaders
+    def __init__(self, loop: TrainingLoop, loaders: list[ShareLoader]) -> None:
+        self._loop, self._loaders = loop, loaders
         self.epoch = 0  # under way or next, in the loop over `Run.epochs` that has the number `loop`, from 1 on
         self.loop = 0
         self._loops = 0  # begun in this process
@@ -46,17 +46,17 @@ class RunProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
-        turn = self._turns.led
+        turn = self._loop.led
         inside = turn is not None and turn.last_micro
         training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
         over = any(loader.epoch > began for loader, began in training) and not any(loader.under_way for loader, _ in training)
-        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._turns.steps + inside}
+        return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._loop.steps + inside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where `state_dict` was called."""
         self.loop, self.epoch = state["loop"], state["epoch"]
         self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
-        self._turns.place(state["steps"])
+        self._loop.place(state["steps"])
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class WorkerState:
         """Go on from what was found, of each worker that there was."""
         states = {other: snapshot.unpack() for other, snapshot in found.items()}
         for other, state in states.items():
-            lacking = OWN.difference(state) if isinstance(state, dict) else OWN
-            if lacking:
+            hints = OWN.difference(state) if isinstance(state, dict) else OWN
+            if hints:
                 raise CheckpointError(
-                    f"what worker {other} had for itself lacks {', '.join(sorted(lacking))}: another version of paceline has saved it; "
+                    f"what worker {other} had for itself lacks {', '.join(sorted(hints))}: another version of paceline has saved it; "
                     f"resume with that one, or remove this checkpoint"
                 )
         if rank in states:

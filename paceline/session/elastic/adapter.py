@@ -31,17 +31,24 @@ VERSION = 2  # of what is handed over
 
 
 class ElasticRun:
-    """See `survival.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
+    """See `recovery.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
 
     leaving: Departure
 
     def __init__(
-        self, scene: SyncContext, cast: Prepared, turns: TrainingLoop, own: WorkerState, comparing: ReplicaComparer, *, replicate: Replicate
+        self,
+        context: SyncContext,
+        prepared: Prepared,
+        loop: TrainingLoop,
+        own: WorkerState,
+        comparer: ReplicaComparer,
+        *,
+        replicate: Replicate,
     ) -> None:
-        self._scene, self._cast, self._turns, self._own, self._comparing = scene, cast, turns, own, comparing
+        self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
         self._replicate = replicate
-        self.buddies = BuddyReplication(scene, own.sync, turns, replicate)
-        turns.committed = self.buddies.committed
+        self.buddies = BuddyReplication(context, own.sync, loop, replicate)
+        loop.committed = self.buddies.committed
         self.moved: Callable[[ViewGroups], None] = lambda founded: None
         self.lost: Callable[[str], None] = lambda text: None
         self.facts: Callable[[], dict[str, Any]] = dict
@@ -53,25 +60,30 @@ class ElasticRun:
 
     def regroup(self, founded: ViewGroups) -> None:
         """See `SurvivingRun.regroup`."""
-        around, scene = founded.around, self._scene
-        old = [*scene.extra_groups, scene.group]
-        scene.leave()
-        scene.group, scene.hosts, scene.native, scene.breaker = founded.group, around.cluster.where(), around.native, around.breaker
-        scene.agreement.regroup(founded.group, around.cluster.names(), founded.origins)
+        worker_context, context = founded.worker_context, self._context
+        old = [*context.extra_groups, context.group]
+        context.leave()
+        context.group, context.hosts, context.native, context.cancel_scope = (
+            founded.group,
+            worker_context.cluster.where(),
+            worker_context.native,
+            worker_context.cancel_scope,
+        )
+        context.agreement.regroup(founded.group, worker_context.cluster.names(), founded.origins)
         self.moved(founded)
-        self._turns.cut_turn(0 if self._turns.apart else founded.turn)
-        self._cast.regroup()
+        self._loop.cut_turn(0 if self._loop.apart else founded.turn)
+        self._prepared.regroup()
         layout = founded.layout or {}
         self.leaving.hear(layout.get("leaving", ()))
-        self._sync.regroup(scene, layout.get("sync"))
-        self._cast.tables.regroup(scene, layout.get("tables"))
+        self._sync.regroup(context, layout.get("sync"))
+        self._prepared.tables.regroup(context, layout.get("tables"))
         self.buddies.regroup(founded.members)
-        self._turns.settle()
+        self._loop.settle()
         reap(old)
 
     def turn(self) -> int:
         """See `SurvivingRun.turn`."""
-        return self._turns.steps + 1 if self._turns.led is not None else 0
+        return self._loop.steps + 1 if self._loop.led is not None else 0
 
     def figures(self) -> Any:
         """See `SurvivingRun.figures`."""
@@ -92,7 +104,7 @@ class ElasticRun:
 
     def keepers(self) -> list[ServerReplication]:
         """Who looks after servers, of each kind that there are by now."""
-        found = [self._sync.copies if isinstance(self._sync, RemoteOptimizer) else None, self._cast.tables.copies]
+        found = [self._sync.copies if isinstance(self._sync, RemoteOptimizer) else None, self._prepared.tables.copies]
         return [copies for copies in found if copies is not None]
 
     def servers_lost(self) -> list[str]:
@@ -105,20 +117,20 @@ class ElasticRun:
 
     def join_info(self) -> Any:
         """See `SurvivingRun.join_info`."""
-        return {"sync": self._sync.join_info(), "tables": self._cast.tables.join_info(), "leaving": self.leaving.join_info()}
+        return {"sync": self._sync.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self.leaving.join_info()}
 
     def form(self) -> str:
         """See `SurvivingRun.form`."""
-        digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._cast.state.names}".encode())
-        digest.update(self._cast.tables.form().encode())
-        for slot in self._cast.slots:
+        digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode())
+        digest.update(self._prepared.tables.form().encode())
+        for slot in self._prepared.slots:
             digest.update(f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode())
         return digest.hexdigest()
 
     def give(self) -> tuple[bytes, str]:
         """See `SurvivingRun.give`."""
-        snapshot = self._cast.state.snapshot(copy=False)
-        facts = {"facts": self.facts(), "compared": self._comparing.facts()}
+        snapshot = self._prepared.state.snapshot(copy=False)
+        facts = {"facts": self.facts(), "compared": self._comparer.facts()}
         kept = {} if isinstance(self._sync, RemoteOptimizer) else self._sync.state_dict()  # lies on servers
         mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
@@ -127,17 +139,17 @@ class ElasticRun:
         """See `SurvivingRun.take`."""
         whole, mine = msgpack.unpackb(state)
         snapshot = loads(whole)
-        self._cast.state.restore(snapshot)
+        self._prepared.state.restore(snapshot)
         facts = loads(mine).unpack()
         self._sync.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
         self.learn(facts["facts"])
-        self._comparing.learn(facts["compared"])
+        self._comparer.learn(facts["compared"])
         return self._hash(snapshot)
 
     def _hash(self, snapshot: Snapshot) -> str:
         """Of everything but buffers that may be each worker's own; where optimizers are, too, of the models."""
-        parts = zip(self._cast.state.names, self._cast.state.parts, strict=True)
+        parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
         own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
         tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
@@ -148,5 +160,5 @@ class ElasticRun:
 
     def parts(self) -> dict[str, Stateful]:
         """What of the state a turn changes by itself: all but the loaders and the progress."""
-        state = self._cast.state
+        state = self._prepared.state
         return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | RunProgress)}

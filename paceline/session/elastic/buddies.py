@@ -38,8 +38,8 @@ class Fate(NamedTuple):
 class BuddyReplication:
     """One worker's part. `sync` is asked for what only this worker has, and takes over what others had."""
 
-    def __init__(self, scene: SyncContext, sync: Sync, turns: TrainingLoop, replicate: Replicate) -> None:
-        self._scene, self._sync, self._turns = scene, sync, turns
+    def __init__(self, context: SyncContext, sync: Sync, loop: TrainingLoop, replicate: Replicate) -> None:
+        self._context, self._sync, self._loop = context, sync, loop
         self._auto, self._off = replicate == "auto", replicate == "off"
         self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
         self.shelf = CopyShelf()
@@ -71,14 +71,14 @@ class BuddyReplication:
 
     def _copy(self, courier: Replicator, step: int, began: float) -> None:
         if not courier.idle:  # the one before: copies are made too often, or somebody doesn't come
-            self._scene.agreement.wait(courier.wait, "the last copies to buddies")
+            self._context.agreement.wait(courier.wait, "the last copies to buddies")
         while not courier.remarks.empty():
-            self._scene.announce(courier.remarks.get())
+            self._context.announce(courier.remarks.get())
         if courier.works:
             courier.start(self._sync.unreplicated_state(), step)
             self._stalls.append(time.perf_counter() - began)
         elif courier.broken is not None and not isinstance(courier.broken, LOSSES):
-            self._scene.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
+            self._context.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
 
     def depart(self) -> None:
         """This worker goes: let come what is on its way to its buddy."""
@@ -101,16 +101,16 @@ class BuddyReplication:
     @property
     def _apart(self) -> bool:
         """Whether there are others who can keep something: with "auto" on other hosts."""
-        return len(set(self._scene.hosts)) > 1 if self._auto else self._scene.group.size > 1
+        return len(set(self._context.hosts)) > 1 if self._auto else self._context.group.size > 1
 
     def hear(self, told: Sequence[Any], names: tuple[int, ...]) -> None:
         """The `figures` of all workers, which have just taken the same step, and are called so."""
         self._names = names
         if sum(figures is True for figures in told) > 1:
             if not self._on:
-                self._on, self._start = True, self._turns.steps + 1
+                self._on, self._start = True, self._loop.steps + 1
                 self._owners = {name for name, figures in zip(names, told, strict=True) if figures is True}
-            self._scene.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
+            self._context.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
         elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in told):  # not from before a loss
             self._pace([ReplicationTimes(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
 
@@ -122,7 +122,7 @@ class BuddyReplication:
         self.every = found
         slowest = max(figures, key=lambda each: each.stall + each.transfer)
         often = "every step" if found == 1 else f"every {found} steps"
-        self._scene.announce(
+        self._context.announce(
             f"buddy snapshots {often}: {nbytes / 1e6:.3g} MB, for which a step stands still for {slowest.stall:.3f} s and which are on "
             f"their way for {slowest.transfer:.3f} s, beside steps of {slowest.step:.3f} s (at most {BUDGET:.0%} of the time)"
         )
@@ -131,11 +131,11 @@ class BuddyReplication:
         """A group and a thread for copies. Collective."""
         if self.courier is not None:
             return  # made after a loss in this very call
-        scene = self._scene
-        group = scene.group.sub(range(scene.group.size))
+        context = self._context
+        group = context.group.sub(range(context.group.size))
         assert group is not None
-        self.courier = Replicator(group, scene.hosts, self._names, self.shelf, trace=scene.trace)
-        scene.extra_groups.append(self.courier)
+        self.courier = Replicator(group, context.hosts, self._names, self.shelf, trace=context.trace)
+        context.extra_groups.append(self.courier)
 
     # ---- when the workers are others
 
@@ -162,9 +162,9 @@ class BuddyReplication:
 
     def _tell(self) -> list[Any]:
         """What each worker knows: of copies, of owners, of who is gone. Collective."""
-        self._owners |= {self._names[self._scene.group.rank]} if self._sync.has_unreplicated_state else set()
+        self._owners |= {self._names[self._context.group.rank]} if self._sync.has_unreplicated_state else set()
         mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
-        told = [msgpack.unpackb(body) for body in self._scene.group.agree(msgpack.packb(mine))]
+        told = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
         for each in told:
             self._owners |= {*each[4]}
             self._fates |= {name: Fate(*fate) for name, fate in each[5]}
@@ -173,8 +173,8 @@ class BuddyReplication:
     @property
     def _step(self) -> int:
         """What training has come to: a turn whose gradients are there counts, whatever happens to it."""
-        backward, steps = self._turns.backward, self._turns.steps
-        return steps + (self._turns.led is not None and backward.passes > 0 and not backward.failed)
+        backward, steps = self._loop.backward, self._loop.steps
+        return steps + (self._loop.led is not None and backward.passes > 0 and not backward.failed)
 
     def _inherit(self, told: list[Any]) -> None:
         """Who has the newest copy of what a lost worker had goes on with it, once; all learn of it."""
@@ -184,7 +184,7 @@ class BuddyReplication:
         for name, rank in heirs(held, gone).items():
             if rank is None:
                 self._fates[name] = Fate(-1, 0, now)
-            elif rank == self._scene.group.rank:
+            elif rank == self._context.group.rank:
                 step = self._take_over(name)
                 self._fates[name] = Fate(-1, 0, now) if step is None else Fate(self._names[rank], step, now)
         if gone:
@@ -193,7 +193,7 @@ class BuddyReplication:
     def _take_over(self, name: int) -> int | None:
         """As of which step it goes on here; None if it can't."""
         return next(
-            (step for step, state in self.shelf.read(name, self._scene.announce) if self._sync.load_unreplicated_state(state, step)), None
+            (step for step, state in self.shelf.read(name, self._context.announce) if self._sync.load_unreplicated_state(state, step)), None
         )
 
     def fates(self, before: Sequence[int]) -> str:

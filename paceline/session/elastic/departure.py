@@ -22,8 +22,8 @@ from paceline.sync.parameterserver.replication import ServerReplication
 class Departure:
     """One worker's part in that. `home` is its launcher, `keepers` looks after the servers of each kind that there are by now."""
 
-    def __init__(self, survival: Recovery, scene: SyncContext, home: str, keepers: Callable[[], list[ServerReplication]]) -> None:
-        self._survival, self._scene, self._home, self._keepers = survival, scene, home, keepers
+    def __init__(self, recovery: Recovery, context: SyncContext, home: str, keepers: Callable[[], list[ServerReplication]]) -> None:
+        self._recovery, self._context, self._home, self._keepers = recovery, context, home, keepers
         self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
         self._since: float | None = None  # when that was found to take a while here
         self._ready = False  # nothing keeps me
@@ -31,14 +31,14 @@ class Departure:
     @property
     def goes(self) -> bool:
         """Whether this worker is to go now."""
-        return self._ready or (self._survival.orders.leaving and not self._keepers())
+        return self._ready or (self._recovery.orders.leaving and not self._keepers())
 
     # ---- what is told
 
     @property
     def wish(self) -> int | None:
         """What this worker tells all now and then: its number, if it is asked to go."""
-        return self._survival.worker if self._survival.orders.leaving else None
+        return self._recovery.worker if self._recovery.orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
         """The wishes of all, in the same step."""
@@ -52,16 +52,16 @@ class Departure:
 
     def step_ended(self) -> None:
         """A step is over, on all workers. Collective, while somebody wants to go."""
-        if not self._asked.isdisjoint(self._survival.members) and self._keepers():
-            leaving, staying, relieved = self._scene.agreement.repeat(self._relieve, what="a host leaves")
+        if not self._asked.isdisjoint(self._recovery.members) and self._keepers():
+            leaving, staying, relieved = self._context.agreement.repeat(self._relieve, what="a host leaves")
             for keeper in self._keepers() if relieved else ():
                 keeper.part(leaving)
             self._ready = self._home in leaving and (relieved or not staying or self._waited())
 
     def _relieve(self) -> tuple[set[str], set[str], bool]:
         """Which hosts leave, which stay, and whether those have what the others keep."""
-        agreement = self._scene.agreement
-        mine = [agreement.origins[agreement.group.rank], self._home, self._survival.orders.leaving]
+        agreement = self._context.agreement
+        mine = [agreement.origins[agreement.group.rank], self._home, self._recovery.orders.leaving]
         told: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
         hosts, leaving = {worker: home for worker, home, _ in told}, {home for _, home, asked in told if asked}
         staying = {*hosts.values()} - leaving
@@ -69,8 +69,8 @@ class Departure:
 
     def _waited(self) -> bool:
         """Whether it takes too long. Some may find so before others: then it is as if they had been lost."""
-        now, patience = time.monotonic(), self._scene.deadline
+        now, patience = time.monotonic(), self._context.deadline
         self._since = now if self._since is None else self._since
         if now - self._since > patience:
-            self._scene.announce(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
+            self._context.announce(f"nobody has taken over within {patience:g} s what servers of this host keep: it leaves all the same")
         return now - self._since > patience

@@ -53,7 +53,7 @@ SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who 
 class ViewGroups:
     """The workers of a view, in their groups."""
 
-    around: WorkerContext
+    worker_context: WorkerContext
     group: Group
     members: tuple[int, ...]  # their numbers, never used twice in a job
     origins: tuple[int, ...]  # what they were called at the start
@@ -66,7 +66,7 @@ class JoinRequest:
     """Where a worker waits to be let in, in the store of a view."""
 
     roster: Roster
-    breaker: CancelScope
+    cancel_scope: CancelScope
     here: Store | None = None  # once it is open
 
 
@@ -129,20 +129,20 @@ class SurvivingRun(Protocol):
 class Recovery:
     """One worker's part in surviving."""
 
-    def __init__(self, around: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
-        place = around.place
+    def __init__(self, worker_context: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
+        place = worker_context.place
         assert place.worker is not None and place.orders_fd is not None
         self.worker = place.worker
         self.orders = CommandPipe(place.orders_fd)
-        if around.watching is not None:
-            self.orders.asked = around.watching.answer
+        if worker_context.watching is not None:
+            self.orders.asked = worker_context.watching.answer
         self.generation = 0  # how often the workers have become others
         self.view = 0 if place.joining else 1
         self.fresh = place.joining  # I have no state yet
         self.pending = 0  # the view in which somebody waits to be let in, as all know; 0: none
-        self._around, self._agreement, self._heart = around, agreement, heart
+        self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
         self._server = _serve(place)
-        here = around.store.sub("workers")
+        here = worker_context.store.sub("workers")
         here.put(str(place.rank), place.worker)
         self.members: tuple[int, ...] = tuple(here.take(str(rank)) for rank in range(place.size))
         self._before = self.members  # as of the last event
@@ -151,12 +151,12 @@ class Recovery:
         """From now on losses are survived: all workers are about to make the same call."""
         if self._agreement.recovery is not None:
             return
-        self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._around.breaker))
+        self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
         self._survive()
 
     def _survive(self) -> None:
         self._agreement.recovery = self.recover
-        events.surviving(self._around.place)
+        events.surviving(self._worker_context.place)
 
     # ---- losses
 
@@ -170,29 +170,29 @@ class Recovery:
                 raise error
             if roster is None:  # nobody has died: a connection broke; who had decided on another view by then did not hear it
                 complained, seconds = latest, TOLD_SECONDS
-                events.broken(self._around.place, latest)
+                events.broken(self._worker_context.place, latest)
                 continue
             complained, void, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                breaker = self._armed(roster, roster.workers)
-                here = self._open(roster, breaker).sub(f"view{roster.number}")
+                cancel_scope = self._armed(roster, roster.workers)
+                here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
                 if (reaches := self._meet(here, roster)) is not None:
-                    told = self._regroup(roster, here.sub("groups"), decide(reaches), breaker)
+                    told = self._regroup(roster, here.sub("groups"), decide(reaches), cancel_scope)
                     self._say(time.monotonic() - began, error)
                     return told
                 void = True
 
-    def _regroup(self, roster: Roster, here: Store, plan: RecoveryPlan, breaker: CancelScope) -> CallResult[Any] | None:
-        around = self._moved(roster, here, plan.members, breaker)
-        group = everyone(around)
-        self._found(ViewGroups(around, group, plan.members, plan.origins, plan.turn))
+    def _regroup(self, roster: Roster, here: Store, plan: RecoveryPlan, cancel_scope: CancelScope) -> CallResult[Any] | None:
+        worker_context = self._moved(roster, here, plan.members, cancel_scope)
+        group = everyone(worker_context)
+        self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.fresh else 0
         return self._tell(group, plan)
 
     def _found(self, founded: ViewGroups) -> None:
-        self.members, self._around = founded.members, founded.around
+        self.members, self._worker_context = founded.members, founded.worker_context
         self.generation += 1
         self._heart.regroup(founded)
 
@@ -205,14 +205,14 @@ class Recovery:
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
         here.put(f"reach/{self.worker}", WorkerProgress(origin, agreement.calls, self._heart.turn()).dump())
-        word, end = "", time.monotonic() + self._around.deadline
+        word, end = "", time.monotonic() + self._worker_context.deadline
         while not word:
             if here.has(keys):
                 word = here.first("word", "go")
             elif self.orders.newer(roster.number, MEET_SECONDS) is not None:
                 word = here.first("word", "void")
             elif time.monotonic() > end:
-                raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._around.deadline:g} s")
+                raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._worker_context.deadline:g} s")
         return {worker: WorkerProgress(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
 
     def _tell(self, group: Group, plan: RecoveryPlan) -> CallResult[Any] | None:
@@ -235,12 +235,12 @@ class Recovery:
 
     def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
         """What breaks the connections made in this view once one of the members is lost."""
-        breaker = CancelScope()
-        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(breaker))
-        return breaker
+        cancel_scope = CancelScope()
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(cancel_scope))
+        return cancel_scope
 
-    def _trip(self, breaker: CancelScope) -> None:
-        breaker.trip(ViewChanged("the workers are others now"))
+    def _trip(self, cancel_scope: CancelScope) -> None:
+        cancel_scope.trip(ViewChanged("the workers are others now"))
 
     # ---- coming
 
@@ -271,11 +271,11 @@ class Recovery:
     @property
     def short(self) -> bool:
         """Whether fewer are left than the job needs."""
-        return len(self.members) < self._around.place.min_workers
+        return len(self.members) < self._worker_context.place.min_workers
 
     def wait(self) -> None:
         """Wait until there are enough, or the launchers end the job; then all members agree on the view in which others are let in."""
-        while len(self.orders.roster(self.orders.latest).workers) < self._around.place.min_workers:
+        while len(self.orders.roster(self.orders.latest).workers) < self._worker_context.place.min_workers:
             self.orders.newer(self.orders.latest, LOOK_SECONDS)
         self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
 
@@ -296,7 +296,7 @@ class Recovery:
         if fresh:
             self._let_in(roster, tuple(fresh))
         else:
-            self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._around.breaker))
+            self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
 
     def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
         """Who has come in this view and is of this model, and who isn't; who is not will read so. Nobody, if they are others by now."""
@@ -324,10 +324,10 @@ class Recovery:
     def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
         members, old = (*self.members, *fresh), len(self.members)
         told = self._invitation(members)
-        breaker = self._armed(roster, members)
-        here = self._open(roster, breaker).sub(f"view{roster.number}")
-        around = self._moved(roster, here.sub("let in"), members, breaker)
-        self._found(ViewGroups(around, everyone(around), members, told["origins"], layout=told["layout"]))
+        cancel_scope = self._armed(roster, members)
+        here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
+        worker_context = self._moved(roster, here.sub("let in"), members, cancel_scope)
+        self._found(ViewGroups(worker_context, everyone(worker_context), members, told["origins"], layout=told["layout"]))
         self._hand_over(old)
         self._agreement.meet("let in")
         self._welcome(old)
@@ -339,17 +339,17 @@ class Recovery:
 
     def _hand_over(self, old: int) -> None:
         """Those from `old` on are given the state, each by somebody near; checked by the hash that most of the others have."""
-        group, hosts = self._agreement.group, self._around.cluster.where()
+        group, hosts = self._agreement.group, self._worker_context.cluster.where()
         givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
         body, digest = self._heart.give() if group.rank < old else (b"", "")
         mine = body if group.rank in givers.values() else b""
         heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
         sends = [(rank, torch.frombuffer(bytearray(mine), dtype=torch.uint8)) for rank, giver in givers.items() if giver == group.rank]
-        room = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
-        group.exchange(sends, [] if room is None else [(givers[group.rank], room)]).wait()
+        endpoints = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
+        group.exchange(sends, [] if endpoints is None else [(givers[group.rank], endpoints)]).wait()
         right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
-        if room is not None:
-            found = self._heart.take(room.numpy().tobytes())
+        if endpoints is not None:
+            found = self._heart.take(endpoints.numpy().tobytes())
             self.fresh = False
             if found != right:
                 raise Mismatch(f"the state that rank {givers[group.rank]} handed over is not what most workers have")
@@ -358,14 +358,14 @@ class Recovery:
 
     def join(self) -> None:
         """Wait to be let in, and become what the others are."""
-        events.ready(self._around.place)
+        events.ready(self._worker_context.place)
         doors: list[JoinRequest] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
-        heard, end = self.view, time.monotonic() + self._around.deadline
-        alone = DeadlineExceeded(f"nobody let this worker in within {self._around.deadline:g} s")
+        heard, end = self.view, time.monotonic() + self._worker_context.deadline
+        alone = DeadlineExceeded(f"nobody let this worker in within {self._worker_context.deadline:g} s")
         lost: PacelineError = alone
         while self.fresh:
             if (roster := self.orders.newer(heard, NAP_SECONDS)) is not None:
-                heard, lost, end = roster.number, alone, time.monotonic() + self._around.deadline
+                heard, lost, end = roster.number, alone, time.monotonic() + self._worker_context.deadline
                 doors += [JoinRequest(roster, CancelScope())] if self.worker in roster.workers else []
             elif time.monotonic() > end:
                 raise lost
@@ -383,7 +383,7 @@ class Recovery:
     def _opens(self, door: JoinRequest) -> bool:
         """Whether those who train have said in this view who comes."""
         if door.here is None:
-            door.here = self._open(door.roster, door.breaker).sub(f"view{door.roster.number}")
+            door.here = self._open(door.roster, door.cancel_scope).sub(f"view{door.roster.number}")
             door.here.put(f"form/{self.worker}", self._heart.form())
             door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
         reaches = [f"reach/{worker}" for worker in door.roster.workers]
@@ -401,20 +401,20 @@ class Recovery:
             raise DeadlineExceeded(f"those who run waited {SHOWN_SECONDS:g} s for this worker, and went on without it: start it again")
         if self.worker not in members:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
-        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.breaker))
-        around = self._moved(roster, door.here.sub("let in"), members, door.breaker)
+        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.cancel_scope))
+        worker_context = self._moved(roster, door.here.sub("let in"), members, door.cancel_scope)
         self._agreement.calls = found["calls"]
         self.generation, self.view = 0, roster.number
-        self._found(ViewGroups(around, everyone(around), members, tuple(found["origins"]), layout=found["layout"]))
+        self._found(ViewGroups(worker_context, everyone(worker_context), members, tuple(found["origins"]), layout=found["layout"]))
         self._hand_over(found["old"])
         self._welcome(found["old"])
         self._survive()
 
     # ---- places
 
-    def _open(self, roster: Roster, breaker: CancelScope) -> Store:
+    def _open(self, roster: Roster, cancel_scope: CancelScope) -> Store:
         """The store of a view."""
-        first, place = roster.members[0], self._around.place
+        first, place = roster.members[0], self._worker_context.place
         try:
             socket.create_connection((first.address, first.port), timeout=CONNECT_SECONDS).close()  # torch would be loud about it
             before = sockets.leading(first.address, first.port)
@@ -422,16 +422,16 @@ class Recovery:
         except (OSError, DistError) as error:
             raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
         mine = sockets.leading(first.address, first.port) - before
-        breaker.add(lambda error: sockets.sever(mine))
-        return Store(client, place.secret, path="paceline", deadline=self._around.deadline, start=roster.mark)
+        cancel_scope.add(lambda error: sockets.sever(mine))
+        return Store(client, place.secret, path="paceline", deadline=self._worker_context.deadline, start=roster.mark)
 
-    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], breaker: CancelScope) -> WorkerContext:
+    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], cancel_scope: CancelScope) -> WorkerContext:
         """Where I stand among the members."""
         by_worker = {member.worker: member for member in roster.members}
         here = by_worker[self.worker]
         local = [worker for worker in members if by_worker[worker].host == here.host]
         place = replace(
-            self._around.place,
+            self._worker_context.place,
             rank=members.index(self.worker),
             size=len(members),
             local_rank=local.index(self.worker),
@@ -441,7 +441,7 @@ class Recovery:
             meeting=(roster.members[0].address, roster.members[0].port),
             joining=False,
         )
-        return replace(self._around, place=place, store=store, cluster=hosts(store, place), natives=0, breaker=breaker)
+        return replace(self._worker_context, place=place, store=store, cluster=hosts(store, place), natives=0, cancel_scope=cancel_scope)
 
 
 def _serve(place: Place) -> Any:

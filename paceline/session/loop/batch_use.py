@@ -52,8 +52,8 @@ OUTSIDE = (
 class BatchUse:
     """Follows the training loaders of a run. `open` are those with a turn; `courses` all that there have been, by their id."""
 
-    def __init__(self, scene: SyncContext, open_: list[LoaderProgress], courses: dict[int, LoaderProgress]) -> None:
-        self._scene, self._open, self._courses = scene, open_, courses
+    def __init__(self, context: SyncContext, open_: list[LoaderProgress], courses: dict[int, LoaderProgress]) -> None:
+        self._context, self._open, self._courses = context, open_, courses
         self.fresh = False  # whether the next use is to be looked at
         self._said = False
 
@@ -127,10 +127,10 @@ class BatchUse:
                 self._refuse(course, AHEAD)  # its first batch was kept for later, as something else
         if over and not self._said:
             self._said = True
-            self._scene.announce(OUTSIDE)
+            self._context.announce(OUTSIDE)
 
     def _refuse(self, course: LoaderProgress, why: str) -> None:
-        if self._scene.agreement.recovery is not None or not even(course.loader.terms):
+        if self._context.agreement.recovery is not None or not even(course.loader.terms):
             raise UsageError(why)
 
 

@@ -22,36 +22,36 @@ from paceline.session.loop.turns import TrainingLoop
 class ForwardTurn:
     """A forward hook that has the graph remember its turn; a copy of the model, or an unpickled one, remembers nothing."""
 
-    def __init__(self, turns: TrainingLoop | None = None) -> None:
-        self._turns = turns
+    def __init__(self, loop: TrainingLoop | None = None) -> None:
+        self._loop = loop
 
     def __call__(self, _: nn.Module, __: Any, out: Any) -> None:
-        if torch.compiler.is_compiling() or self._turns is None or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self._loop is None or not torch.is_grad_enabled():
             return
-        turns, turn = self._turns, self._turns.training
-        if turn is None or not turn.train or turns.apart or turns.backward.sync.replicas_diverge:
+        loop, turn = self._loop, self._loop.training
+        if turn is None or not turn.train or loop.apart or loop.backward.sync.replicas_diverge:
             return
 
         def reached(_: Any) -> None:
-            if turns.training is not turn:
-                _check(turns, turn)
+            if loop.training is not turn:
+                _check(loop, turn)
 
         for tensor in _tensors(out):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
-    def remembers(self, turns: TrainingLoop) -> bool:
-        """Whether it is the turns of `turns` that are remembered."""
-        return self._turns is turns
+    def remembers(self, loop: TrainingLoop) -> bool:
+        """Whether it is the turns of `loop` that are remembered."""
+        return self._loop is loop
 
     def __reduce__(self) -> tuple[type[ForwardTurn], tuple[()]]:
         return ForwardTurn, ()
 
 
-def remember(model: nn.Module, turns: TrainingLoop) -> None:
+def remember(model: nn.Module, loop: TrainingLoop) -> None:
     """Have what this model gives remember its turn, until the run ends; a second time is harmless."""
-    if not any(isinstance(hook, ForwardTurn) and hook.remembers(turns) for hook in model._forward_hooks.values()):
-        turns.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(turns)).remove)
+    if not any(isinstance(hook, ForwardTurn) and hook.remembers(loop) for hook in model._forward_hooks.values()):
+        loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
 
 
 def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
@@ -62,11 +62,11 @@ def _tensors(out: Any, depth: int = 2) -> Iterator[Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-def _check(turns: TrainingLoop, then: Turn) -> None:
+def _check(loop: TrainingLoop, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
-    now = turns.training
-    scale = 1.0 / turns.scene.group.size if now is None else now.scale
-    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(tap.node) for tap in turns.backward.taps):
+    now = loop.training
+    scale = 1.0 / loop.context.group.size if now is None else now.scale
+    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(tap.node) for tap in loop.backward.taps):
         where = "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
         raise UsageError(
             f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, and this worker's part of that batch "

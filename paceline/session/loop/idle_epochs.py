@@ -59,25 +59,25 @@ class StepCounter(Protocol):
 
 
 class IdleEpochs:
-    """Follows whether anything is trained in the turns that `turns` counts. `page`: where the number of steps is shown."""
+    """Follows whether anything is trained in the turns that `loop` counts. `page`: where the number of steps is shown."""
 
-    def __init__(self, turns: StepCounter, scene: SyncContext, backward: GradientTracker, page: Page | None) -> None:
-        self._turns, self._scene, self._backward, self._page = turns, scene, backward, page
+    def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
+        self._loop, self._context, self._backward, self._page = loop, context, backward, page
         self.acted = False  # an optimizer has stepped, or no_sync was entered, since it was last noted
         self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
 
     def asked(self, loader: ShareLoader) -> None:
         """An epoch is about to begin."""
         terms = loader.terms
-        terms.idle = terms.training and self._follows(loader) and (terms.idled or not any(model.training for model in self._turns.models))
+        terms.idle = terms.training and self._follows(loader) and (terms.idled or not any(model.training for model in self._loop.models))
 
     def _follows(self, loader: ShareLoader) -> bool:
         """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
         terms, sync = loader.terms, self._backward.sync
         known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.taps))
-        if terms.train is not None or not known or self._turns.undo is not None:
+        if terms.train is not None or not known or self._loop.undo is not None:
             return False
-        return any(p.requires_grad for model in self._turns.models for p in model.parameters())
+        return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
     def begins(self, course: LoaderProgress) -> None:
         """An epoch of a training loader begins."""
@@ -87,18 +87,18 @@ class IdleEpochs:
 
     def _marks(self) -> list[Any]:
         """What an update of parameters changes, and a backward on one worker alone: of several, `reached` tells."""
-        parameters = [p for model in self._turns.models for p in model.parameters()]
+        parameters = [p for model in self._loop.models for p in model.parameters()]
         marks: list[Any] = [p._version for p in parameters]
         some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:SOME]
         marks += [p.detach().reshape(-1)[:SOME].tolist() for p in some]  # p.data changes without being counted
-        if self._scene.group.size == 1:
+        if self._context.group.size == 1:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
     def note(self, course: LoaderProgress, courses: list[LoaderProgress], *, last: bool) -> None:
         """A turn of `course` has ended, with `courses` under way around it; `last`: it was one that is exchanged."""
         course.turned = True
-        if self.acted or self._backward.reached or self._turns.quiet:
+        if self.acted or self._backward.reached or self._loop.quiet:
             self.acted = self._backward.reached = False
             for other in courses:
                 other.trained, other.loader.terms.idle = True, False
@@ -114,17 +114,17 @@ class IdleEpochs:
             course.held.append((number, turn, seconds))
             return
         self.flush(course)
-        self._turns.beat.step_ended(turn, seconds)
+        self._loop.beat.step_ended(turn, seconds)
 
     def flush(self, course: LoaderProgress) -> None:
         """Hand over what was held back."""
         held, course.held = course.held, []
-        now = self._turns.steps
+        now = self._loop.steps
         for number, turn, seconds in held:
-            self._turns.place(number)
-            self._turns.beat.step_ended(turn, seconds)
+            self._loop.place(number)
+            self._loop.beat.step_ended(turn, seconds)
         if held:
-            self._turns.place(now)
+            self._loop.place(now)
 
     def ends(self, course: LoaderProgress, *, whole: bool) -> None:
         """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
@@ -132,7 +132,7 @@ class IdleEpochs:
         terms.idle, whole = False, whole and course.turned
         if course.follows and not course.trained and whole:
             changed = b"c" if self._marks() != course.marks else b""
-            course.trained = any(self._scene.agreement.meet("an epoch without a backward", changed))
+            course.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
         if course.trained or not course.follows:
             terms.idled = False
         elif whole:
@@ -143,7 +143,7 @@ class IdleEpochs:
         self.flush(course)
 
     def _go_back(self, steps: int) -> None:
-        self._turns.place(steps)
+        self._loop.place(steps)
         if self._page is not None:
             self._page.passed(steps)
         self.fold(steps)

@@ -35,7 +35,7 @@ class Rollback:
         self._passes = 0  # of this turn, when something stepped first
         self._stepped = False
         self._split = False  # turns have exchanges after a step
-        self._turns = 0
+        self._loop = 0
         self._again = False
 
     def begin(self, passes: int) -> None:
@@ -47,7 +47,7 @@ class Rollback:
             self._randomness.load_state_dict(self._random)
         else:
             self._split = self._split or (self._stepped and passes > self._passes)
-            self._turns += 1
+            self._loop += 1
             self._random = self._randomness.state_dict()
         self._again = self._stepped = False
         self._whole = None
@@ -68,7 +68,7 @@ class Rollback:
         if self._stepped:
             self._split = self._split or elsewhere
             return
-        if self._split or self._turns <= TRIED:
+        if self._split or self._loop <= TRIED:
             self._whole = pack({name: part.state_dict() for name, part in self._parts().items()})
         if not elsewhere:
             self.stepped()

@@ -17,8 +17,8 @@ from paceline.sync.context import SyncContext
 class StepClock:
     """Of the step under way; `sent` is of all steps: what was broadcast at the start or by `resume` is left out."""
 
-    def __init__(self, scene: SyncContext, backward: GradientTracker) -> None:
-        self._scene, self._backward = scene, backward
+    def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
+        self._context, self._backward = context, backward
         self.sent = Traffic()
         self._step: defaultdict[str, float] = defaultdict(float)
         self._asked = self._began = time.perf_counter()
@@ -31,13 +31,13 @@ class StepClock:
 
     def begin(self, now: float) -> None:
         """A turn begins with it."""
-        scene = self._scene
+        context = self._context
         self._step["data"] += now - self._asked
-        scene.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
+        context.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
         self._began = now
         self._backward.since = int(now * 1e9)
-        self._exposed, self._waited = self._backward.seconds + scene.pulling, scene.waited
-        self._sent, self._aside = scene.traffic, scene.probe_traffic
+        self._exposed, self._waited = self._backward.seconds + context.pulling, context.waited
+        self._sent, self._aside = context.traffic, context.probe_traffic
 
     def hold(self, seconds: float) -> None:
         """This worker was held since: it neither computed nor waited for others."""
@@ -45,26 +45,26 @@ class StepClock:
 
     def stop(self) -> None:
         """The turn ends."""
-        scene, now = self._scene, time.perf_counter()
+        context, now = self._context, time.perf_counter()
         whole = now - self._began
-        waited = min(scene.waited - self._waited, whole)
-        exchange = min(max(self._backward.seconds + scene.pulling - self._exposed - waited, 0.0), whole - waited)
-        self.sent += scene.traffic - self._sent - (scene.probe_traffic - self._aside)
+        waited = min(context.waited - self._waited, whole)
+        exchange = min(max(self._backward.seconds + context.pulling - self._exposed - waited, 0.0), whole - waited)
+        self.sent += context.traffic - self._sent - (context.probe_traffic - self._aside)
         self._step["wait"] += waited
         self._step["exchange"] += exchange
         self._step["compute"] += whole - waited - exchange
         self._backward.computed(int(now * 1e9))
-        scene.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
+        context.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
 
     def settle(self, act: Callable[[], None]) -> None:
         """What is done between two turns belongs to the step."""
-        scene = self._scene
-        began, before, aside, waited = time.perf_counter(), scene.traffic, scene.probe_traffic, scene.waited
+        context = self._context
+        began, before, aside, waited = time.perf_counter(), context.traffic, context.probe_traffic, context.waited
         act()
-        waited = scene.waited - waited
+        waited = context.waited - waited
         self._step["wait"] += waited
         self._step["exchange"] += max(time.perf_counter() - began - waited, 0.0)
-        self.sent += scene.traffic - before - (scene.probe_traffic - aside)
+        self.sent += context.traffic - before - (context.probe_traffic - aside)
 
     def take(self) -> dict[str, float]:
         """The seconds of the step, which is over."""

@@ -46,26 +46,26 @@ T = TypeVar("T")
 class TrainingLoop:
     """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the scene."""
 
-    def __init__(self, scene: SyncContext, backward: GradientTracker, beat: StepListener, page: Page | None = None) -> None:
-        self.scene, self.backward, self.beat, self._page = scene, backward, beat, page
+    def __init__(self, context: SyncContext, backward: GradientTracker, beat: StepListener, page: Page | None = None) -> None:
+        self.context, self.backward, self.beat, self._page = context, backward, beat, page
         self.steps = 0
         self.quiet = 0  # depth of no_sync
         self.over = False  # all have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
         self.scalers: list[Any] = []
         self.frozen: list[Slot] = []
-        self._clock = StepClock(scene, backward)
+        self._clock = StepClock(context, backward)
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
         self._courses: dict[int, LoaderProgress] = {}  # by id of the loader
         self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
         self._leader: LoaderProgress | None = None
-        self.lending = BatchUse(scene, self._open, self._courses)
-        self.idling = IdleEpochs(self, scene, backward, page)
+        self.batch_use = BatchUse(context, self._open, self._courses)
+        self.idle_epochs = IdleEpochs(self, context, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
         self._announced = False
         self.undo: Rollback | None = None  # where losses are survived
-        self.tables = RunTables(scene, backward)
+        self.tables = RunTables(context, backward)
         self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
         self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
@@ -74,7 +74,7 @@ class TrainingLoop:
         self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
         backward.begins = self._weigh
-        scene.moment.loss_scale = lambda: loss_scale(self.scalers)
+        context.step_state.loss_scale = lambda: loss_scale(self.scalers)
 
     # ---- where we are
 
@@ -98,17 +98,17 @@ class TrainingLoop:
     def cut_turn(self, number: int) -> None:
         """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
         self.cut_off = number
-        self.scene.moment.exchange_closed = self.led is not None and number == self.steps + 1
+        self.context.step_state.exchange_closed = self.led is not None and number == self.steps + 1
 
     def settle(self) -> None:
         """Set the moment by the turn that trains."""
-        turn, moment = self.training, self.scene.moment
+        turn, step_state = self.training, self.context.step_state
         if turn is None:
-            moment.scale, moment.ghost, moment.defer_exchange = 1.0 / self.scene.group.size, False, self.quiet > 0
-            moment.share_of_step = moment.scale
+            step_state.scale, step_state.ghost, step_state.defer_exchange = 1.0 / self.context.group.size, False, self.quiet > 0
+            step_state.share_of_step = step_state.scale
         else:
-            moment.share_of_step = self._part
-            moment.scale, moment.ghost, moment.defer_exchange = (
+            step_state.share_of_step = self._part
+            step_state.scale, step_state.ghost, step_state.defer_exchange = (
                 turn.scale,
                 turn.ghost,
                 self.quiet > 0 or (turn.train and not turn.last_micro),
@@ -124,7 +124,7 @@ class TrainingLoop:
     def epoch_asked(self, loader: ShareLoader) -> None:
         """See `LoaderObserver`."""
         self.asked(loader)
-        self.idling.asked(loader)
+        self.idle_epochs.asked(loader)
 
     def generation(self, loader: ShareLoader) -> int:
         """See `LoaderObserver`."""
@@ -139,8 +139,8 @@ class TrainingLoop:
         course.epoch_at = self._calls
         if loader.terms.training:
             self.end_broken()
-            self.lending.epoch_begins(course)
-            self.idling.begins(course)
+            self.batch_use.epoch_begins(course)
+            self.idle_epochs.begins(course)
             if self.over:
                 loader.finish()
             self.parting()
@@ -153,7 +153,7 @@ class TrainingLoop:
         course = self._courses[id(loader)]
         course.turn, course.turn_at, course.passed = turn, self._calls, 0
         if turn.train:
-            self.lending.begins(course)
+            self.batch_use.begins(course)
             if self._leader is None:
                 self._leader = course
                 self.leads(loader)
@@ -162,7 +162,7 @@ class TrainingLoop:
                 course.outer = self.backward.passes, self.backward.silenced
                 passes = self.backward.passes
                 self.backward.turn()
-                self.scene.moment.exchange_closed = self.led is not None and self.cut_off == self.steps + 1
+                self.context.step_state.exchange_closed = self.led is not None and self.cut_off == self.steps + 1
                 self.thaw()
                 if self.undo is not None and course is self._leader:
                     self.undo.begin(passes)
@@ -187,7 +187,7 @@ class TrainingLoop:
             return
         inner, leads = self._open[-1] is course, course is self._leader
         if turn.train:
-            self.lending.ends(course, turn.index)
+            self.batch_use.ends(course, turn.index)
             kept, course.kept = course.kept, []
             if turn.ghost:
                 put_back(kept)
@@ -197,9 +197,9 @@ class TrainingLoop:
                     self.backward.passes, self.backward.silenced = course.outer
         failed = course.void or (leads and turn.last_micro and self.backward.failed)
         if turn.train and not failed:
-            self.idling.note(course, self._open, last=turn.last_micro and (inner or leads))
+            self.idle_epochs.note(course, self._open, last=turn.last_micro and (inner or leads))
         if turn.train and turn.source is not None and not failed:
-            level(kept, self.scene.agreement, ghost=turn.ghost)
+            level(kept, self.context.agreement, ghost=turn.ghost)
         self._open.remove(course)
         self.settle()
         if leads:
@@ -228,28 +228,28 @@ class TrainingLoop:
         if self._leader is course:
             self._leader = None
         if loader.terms.training:
-            self.lending.epoch_ends(course)
-            self.idling.ends(course, whole=loader.ran_through)
-        if self.apart and self.scene.agreement.entering is not None:
-            self.scene.agreement.entering()  # workers come together, with the same parameters
+            self.batch_use.epoch_ends(course)
+            self.idle_epochs.ends(course, whole=loader.ran_through)
+        if self.apart and self.context.agreement.entering is not None:
+            self.context.agreement.entering()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
         for course in [course for course in self._open if course.loader.terms.training and not course.loader.under_way]:
             self.turn_ends(course.loader)
-            self.idling.flush(course)
+            self.idle_epochs.flush(course)
         if self._leader is not None and not self._leader.loader.under_way:
             self._leader = None
 
     def _count(self, course: LoaderProgress, turn: Turn) -> None:
         self.steps += 1
-        self.scene.trace.step = self.steps
+        self.context.trace.step = self.steps
         if not self.apart:
-            self.scene.moment.step = self.steps  # by which all are at the same call
+            self.context.step_state.step = self.steps  # by which all are at the same call
         if self._page is not None:
             self._page.passed(self.steps)
         self._clock.settle(self._commit)
-        self.idling.count(course, self.steps, turn, self._clock.take())
+        self.idle_epochs.count(course, self.steps, turn, self._clock.take())
 
     def _commit(self) -> None:
         self.backward.sync.commit()
@@ -260,8 +260,8 @@ class TrainingLoop:
 
     def _weigh(self) -> None:
         """A backward begins: it has one weight, so where training loaders are under way side by side, both must give the same."""
-        if self.lending.fresh:
-            self.lending.use(None)
+        if self.batch_use.fresh:
+            self.batch_use.use(None)
         self.settle()
         if len(self._open) > 1:
             check_beside(self._open)
@@ -275,7 +275,7 @@ class TrainingLoop:
         if turn.total == 0:
             if not self._announced:
                 self._announced = True
-                self.scene.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
+                self.context.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
             return False
         return turn.last_micro and not self.backward.failed
 
@@ -311,7 +311,7 @@ class TrainingLoop:
     def quietly(self) -> Iterator[None]:
         """See `Run.no_sync`."""
         self.quiet += 1
-        self.idling.acted = True
+        self.idle_epochs.acted = True
         self.backward.silenced = self.backward.owing = True
         self.settle()
         try:
@@ -362,7 +362,7 @@ class TrainingLoop:
 
     def _call(self, act: Callable[[], T], what: str) -> T | None:
         """A call of all workers, if they are in lockstep; None where it can't be made any more, as the turn comes again."""
-        agreement = self.scene.agreement
+        agreement = self.context.agreement
         if self.apart:
             return agreement.wait(act, what)
         if agreement.recovery is None:
@@ -376,13 +376,13 @@ class TrainingLoop:
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
         course = next((course for course in reversed(self._open) if course.turn is self.turn), None)
-        agreement = self.scene.agreement
+        agreement = self.context.agreement
         if course is None or agreement.recovery is None:
             return agreement.attempt(act)
         course.passed += 1
         if course.passed <= course.gathered or course.void or self.backward.failed:
             return nothing
-        if course is self._leader and self.scene.moment.exchange_closed and not self.backward.passes:
+        if course is self._leader and self.context.step_state.exchange_closed and not self.backward.passes:
             return nothing  # of a turn that is dealt again
         try:
             found = agreement.settle(act)
@@ -390,13 +390,13 @@ class TrainingLoop:
             if course is not self._leader:
                 course.void = True
                 return nothing
-            return nothing if self.scene.moment.exchange_closed and not self.backward.passes else agreement.attempt(act)
+            return nothing if self.context.step_state.exchange_closed and not self.backward.passes else agreement.attempt(act)
         course.gathered = course.passed
         return found
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
-        self.idling.acted = True
+        self.idle_epochs.acted = True
         self.backward.sync.stepped(optimizer)
         if not self._open:
             self.backward.turn()
@@ -404,8 +404,8 @@ class TrainingLoop:
     def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model is about to be run."""
         self.thaw()
-        if not torch.compiler.is_compiling() and self.lending.fresh and torch.is_grad_enabled():
-            self.lending.use((*args, *options.values()))
+        if not torch.compiler.is_compiling() and self.batch_use.fresh and torch.is_grad_enabled():
+            self.batch_use.use((*args, *options.values()))
         if len(self._open) > 1:
             self.settle()  # an inner loop may have been left by `break` since
 
@@ -417,7 +417,7 @@ class TrainingLoop:
 
     def place(self, steps: int) -> None:
         """Stand at this step (after a resume)."""
-        self.steps = self.scene.moment.step = self.scene.trace.step = steps
+        self.steps = self.context.step_state.step = self.context.trace.step = steps
 
     def release(self) -> None:
         """Give the user's objects their own methods back."""
@@ -432,5 +432,5 @@ class TrainingLoop:
         """The run ends: close the turns that a `break` left open, and let replicas be equal."""
         for course in list(self._open):
             self.turn_ends(course.loader)
-            self.idling.flush(course)
+            self.idle_epochs.flush(course)
         self.backward.sync.converge()

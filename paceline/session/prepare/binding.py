@@ -13,7 +13,7 @@ from paceline.session.loop.turns import TrainingLoop
 MARK = "_paceline_bound"
 
 
-def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], turns: TrainingLoop) -> None:
+def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], loop: TrainingLoop) -> None:
     """Replace the method `name` of one object by a bound method until the run ends; a second time is harmless, and a deepcopy is bound
     to the copy."""
     current = thing.__dict__.get(name)
@@ -34,7 +34,7 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
             else:
                 setattr(thing, name, current)
 
-    turns.bound.append(undo)
+    loop.bound.append(undo)
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:

@@ -24,33 +24,33 @@ SEEN = 2  # steps in which it is looked who calls optimizers
 
 
 class ForwardHook:
-    """A forward hook that tells `turns`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
+    """A forward hook that tells `loop`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
 
-    def __init__(self, turns: TrainingLoop | None = None) -> None:
-        self._turns = turns
+    def __init__(self, loop: TrainingLoop | None = None) -> None:
+        self._loop = loop
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._turns is not None:
-            self._turns.forward(args, options)
+        if self._loop is not None:
+            self._loop.forward(args, options)
 
-    def follows(self, turns: TrainingLoop) -> bool:
-        """Whether it is `turns` that is told."""
-        return self._turns is turns
+    def follows(self, loop: TrainingLoop) -> bool:
+        """Whether it is `loop` that is told."""
+        return self._loop is loop
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
         return ForwardHook, ()
 
 
-def follow(model: nn.Module, turns: TrainingLoop) -> None:
-    """Tell `turns` before each forward, until the run ends; a second time is harmless."""
-    if not any(isinstance(hook, ForwardHook) and hook.follows(turns) for hook in model._forward_pre_hooks.values()):
+def follow(model: nn.Module, loop: TrainingLoop) -> None:
+    """Tell `loop` before each forward, until the run ends; a second time is harmless."""
+    if not any(isinstance(hook, ForwardHook) and hook.follows(loop) for hook in model._forward_pre_hooks.values()):
         hook = nn.Module.register_forward_pre_hook(
-            model, ForwardHook(turns), with_kwargs=True
+            model, ForwardHook(loop), with_kwargs=True
         )  # torch.jit hides the method, and calls hooks
-        turns.bound.append(hook.remove)
+        loop.bound.append(hook.remove)
 
 
-def bind_optimizer(optimizer: Optimizer, turns: TrainingLoop, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
+def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
     """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
 
     `begins` is told of each call of `step` that acts, and whether gradients are there.
@@ -61,44 +61,44 @@ def bind_optimizer(optimizer: Optimizer, turns: TrainingLoop, begins: Callable[[
             self._opt_called = True  # type: ignore[attr-defined]
             closure = kwargs.get("closure", args[0] if args else None)
             if closure is None:
-                turns.ready("optimizer.step")
-            if not turns.acting:
+                loop.ready("optimizer.step")
+            if not loop.acting:
                 return None if closure is None else _called(closure)
             begins(self, closure is None)
-            if turns.undo is not None and turns.steps < SEEN:
-                check_scaler(turns.scalers)
-            elsewhere = turns.elsewhere(self)
-            turns.stepping(elsewhere=elsewhere or (turns.tables.lasting is not None and turns.tables.has(self)))
-            if elsewhere or turns.tables.has(self):
+            if loop.undo is not None and loop.steps < SEEN:
+                check_scaler(loop.scalers)
+            elsewhere = loop.elsewhere(self)
+            loop.stepping(elsewhere=elsewhere or (loop.tables.lasting is not None and loop.tables.has(self)))
+            if elsewhere or loop.tables.has(self):
                 result = None if closure is None else _called(closure)
-                turns.ready("optimizer.step")
-                _step(self, own, turns, elsewhere=elsewhere)
-                if not turns.acting:
+                loop.ready("optimizer.step")
+                _step(self, own, loop, elsewhere=elsewhere)
+                if not loop.acting:
                     return result
             else:
                 result = own(self, *args, **kwargs)
-            turns.stepped(self)
+            loop.stepped(self)
             return result
 
         return step
 
-    rebind(optimizer, "step", stepping, turns)
+    rebind(optimizer, "step", stepping, loop)
     if accumulate:
-        bind_zero_grad(optimizer, turns)
+        bind_zero_grad(optimizer, loop)
 
 
-def _step(optimizer: Optimizer, own: Callable[..., Any], turns: TrainingLoop, *, elsewhere: bool) -> None:
+def _step(optimizer: Optimizer, own: Callable[..., Any], loop: TrainingLoop, *, elsewhere: bool) -> None:
     """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
     if elsewhere:
-        turns.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
+        loop.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
     if elsewhere and optimizer.state:
-        check_memory(optimizer, turns.tables.handles())
-    turns.give(optimizer, whole=not elsewhere)
-    if turns.acting:
-        with turns.tables.hidden(optimizer):
-            turns.step_elsewhere(optimizer) if elsewhere else own(optimizer)
-    if turns.acting:
-        turns.tables.make(optimizer)
+        check_memory(optimizer, loop.tables.handles())
+    loop.give(optimizer, whole=not elsewhere)
+    if loop.acting:
+        with loop.tables.hidden(optimizer):
+            loop.step_elsewhere(optimizer) if elsewhere else own(optimizer)
+    if loop.acting:
+        loop.tables.make(optimizer)
 
 
 def _called(closure: Callable[[], Any]) -> Any:
@@ -106,19 +106,19 @@ def _called(closure: Callable[[], Any]) -> Any:
         return closure()
 
 
-def bind_zero_grad(thing: nn.Module | Optimizer, turns: TrainingLoop) -> None:
+def bind_zero_grad(thing: nn.Module | Optimizer, loop: TrainingLoop) -> None:
     """With micro-batches, `zero_grad` of a model or an optimizer acts on the first, or after the last."""
 
     def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return own(self, *args, **kwargs) if turns.clearing else None
+            return own(self, *args, **kwargs) if loop.clearing else None
 
         return zero_grad
 
-    rebind(thing, "zero_grad", clearing, turns)
+    rebind(thing, "zero_grad", clearing, loop)
 
 
-def bind_scheduler(scheduler: Any, turns: TrainingLoop) -> None:
+def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
     """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers.
 
     Out of lockstep quick workers have more turns than an epoch has batches: a schedule that has come to its end stays there.
@@ -126,11 +126,11 @@ def bind_scheduler(scheduler: Any, turns: TrainingLoop) -> None:
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (turns.acting or turns.broken):
+            if not (loop.acting or loop.broken):
                 return None
             if isinstance(self, ReduceLROnPlateau):
-                _same_metric(turns.scene.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
-            if turns.apart and isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
+                _same_metric(loop.context.agreement, float(kwargs["metrics"] if "metrics" in kwargs else args[0]))
+            if loop.apart and isinstance(self, OneCycleLR) and self.last_epoch >= self.total_steps - 1:
                 return None
             return own(self, *args, **kwargs)
 
@@ -143,8 +143,8 @@ def bind_scheduler(scheduler: Any, turns: TrainingLoop) -> None:
 
         return state_dict
 
-    rebind(scheduler, "step", stepping, turns)
-    rebind(scheduler, "state_dict", stating, turns)
+    rebind(scheduler, "step", stepping, loop)
+    rebind(scheduler, "state_dict", stating, loop)
 
 
 def _same_metric(agreement: Agreement, metric: float) -> None:
@@ -154,17 +154,17 @@ def _same_metric(agreement: Agreement, metric: float) -> None:
         raise UsageError(f"scheduler.step got different metrics ({sides}), and learning rates would part; give it run.mean(metric)")
 
 
-def bind_scaler(scaler: Any, turns: TrainingLoop) -> None:
+def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
     """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
-    turns.scalers.append(scaler)
+    loop.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):
 
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if name != "update":
-                    turns.ready(f"scaler.{name}")
-                return own(self, *args, **kwargs) if turns.acting else None
+                    loop.ready(f"scaler.{name}")
+                return own(self, *args, **kwargs) if loop.acting else None
 
             return act
 
-        rebind(scaler, name, acting, turns)
+        rebind(scaler, name, acting, loop)

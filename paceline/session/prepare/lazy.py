@@ -36,19 +36,19 @@ class LazyHook:
         return LazyHook, ()
 
 
-def announce(models: list[nn.Module], arriving: PendingParameters, turns: TrainingLoop) -> None:
+def announce(models: list[nn.Module], arriving: PendingParameters, loop: TrainingLoop) -> None:
     """Hook these models until the run ends; a second time is harmless."""
     for model in models:
-        _hook(model, LazyHook(arriving), turns)
+        _hook(model, LazyHook(arriving), loop)
         for module in model.modules():
             foreign = not type(module).__module__.startswith("torch.nn.")
             if module._parameters and foreign and not isinstance(module, torch.jit.ScriptModule):
-                _hook(module, LazyHook(arriving, own=True), turns)
-    if not any(undo == arriving.end for undo in turns.bound):
-        turns.bound.append(arriving.end)
+                _hook(module, LazyHook(arriving, own=True), loop)
+    if not any(undo == arriving.end for undo in loop.bound):
+        loop.bound.append(arriving.end)
 
 
-def _hook(module: nn.Module, user: LazyHook, turns: TrainingLoop) -> None:
+def _hook(module: nn.Module, user: LazyHook, loop: TrainingLoop) -> None:
     known = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LazyHook)]
     if not any(hook.arriving is user.arriving and hook.own is user.own for hook in known):
-        turns.bound.append(module.register_forward_pre_hook(user).remove)
+        loop.bound.append(module.register_forward_pre_hook(user).remove)

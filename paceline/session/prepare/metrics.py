@@ -34,7 +34,7 @@ def within(module: nn.Module) -> Iterator[nn.Module]:
             yield from within(child)
 
 
-def bind(metric: nn.Module, turns: TrainingLoop) -> None:
+def bind(metric: nn.Module, loop: TrainingLoop) -> None:
     """Let `update` and `forward` count nothing in a ghost turn; `forward` gives what the ghost alone comes to, for who logs it.
 
     Raises `UsageError` for a metric that would exchange in each step, where a ghost would count on the other workers.
@@ -47,18 +47,18 @@ def bind(metric: nn.Module, turns: TrainingLoop) -> None:
 
     def updating(own: Callable[..., Any]) -> Callable[..., Any]:
         def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return None if _ghost(turns) else own(self, *args, **kwargs)
+            return None if _ghost(loop) else own(self, *args, **kwargs)
 
         return update
 
     def running(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return type(self).forward(_fresh(self), *args, **kwargs) if _ghost(turns) else own(self, *args, **kwargs)
+            return type(self).forward(_fresh(self), *args, **kwargs) if _ghost(loop) else own(self, *args, **kwargs)
 
         return forward
 
-    rebind(metric, "update", updating, turns)
-    rebind(metric, "forward", running, turns)
+    rebind(metric, "update", updating, loop)
+    rebind(metric, "forward", running, loop)
 
 
 def _fresh(metric: nn.Module) -> nn.Module:
@@ -70,6 +70,6 @@ def _fresh(metric: nn.Module) -> nn.Module:
     return found
 
 
-def _ghost(turns: TrainingLoop) -> bool:
-    turn = turns.turn
+def _ghost(loop: TrainingLoop) -> bool:
+    turn = loop.turn
     return turn is not None and turn.ghost

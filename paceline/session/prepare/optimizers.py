@@ -46,21 +46,21 @@ class OptimizerWatch:
     `strange` is told once of each that was not prepared, and whether it has parameters of the run.
     """
 
-    def __init__(self, cast: Prepared, turns: TrainingLoop, by_hand: ManualGradients) -> None:
-        self._cast, self._turns, self._by_hand = cast, turns, by_hand
+    def __init__(self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients) -> None:
+        self._prepared, self._loop, self._by_hand = prepared, loop, by_hand
         self._alike = False  # all workers take the same steps
         self._known: dict[int, KnownOptimizer] = {}
         self._ours: set[int] = set()
         self._thread = threading.get_ident()
-        self.tally = StepCount(lambda: turns.steps)
+        self.tally = StepCount(lambda: loop.steps)
         self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
 
     def begin(self) -> None:
         """Be called from now on, and have counts compared where all take the same steps."""
-        sync = self._turns.backward.sync
+        sync = self._loop.backward.sync
         self._alike = sync.has_sync_points and not sync.replicas_diverge and not isinstance(sync, RemoteOptimizer)
         if self._alike:
-            self._cast.scene.agreement.tally = self.tally.told
+            self._prepared.context.agreement.tally = self.tally.told
         with _REGISTRY:
             hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)), None)
             if hook is None:
@@ -79,22 +79,22 @@ class OptimizerWatch:
     def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
         """An optimizer is about to step; `alone`: no other run is watched in this process; `closure`: its gradients are made inside."""
         known = self._known.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._cast.slots)):
+        if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots)):
             known = self._meet(optimizer, known, alone=alone)
         if not known.ours:
             return
-        self._turns.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
+        self._loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
         if not known.prepared:
             self._check(optimizer)
         self.tally.add()
-        if self._alike and not closure and self._turns.backward.taps and self._cast.scene.group.size > 1:
+        if self._alike and not closure and self._loop.backward.taps and self._prepared.context.group.size > 1:
             self._by_hand.look(optimizer)
 
     def _meet(self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool) -> KnownOptimizer:
-        self._ours = {id(slot.parameter) for slot in self._cast.slots}
-        prepared = any(optimizer is other for other in self._cast.optimizers)
+        self._ours = {id(slot.parameter) for slot in self._prepared.slots}
+        prepared = any(optimizer is other for other in self._prepared.optimizers)
         ours = prepared or any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"])
-        found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._cast.slots), ours, prepared)
+        found = KnownOptimizer(weakref.ref(optimizer), len(optimizer.param_groups), len(self._prepared.slots), ours, prepared)
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
@@ -103,15 +103,15 @@ class OptimizerWatch:
 
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
-        turns, name, turn = self._turns, type(optimizer).__qualname__, self._turns.training
-        sync, partial = turns.backward.sync, turn is not None and turn.train and not turn.last_micro
-        watched, handles = bool(turns.backward.taps), self._cast.tables.handles()
+        loop, name, turn = self._loop, type(optimizer).__qualname__, self._loop.training
+        sync, partial = loop.backward.sync, turn is not None and turn.train and not turn.last_micro
+        watched, handles = bool(loop.backward.taps), self._prepared.tables.handles()
         why = ""
         if partial:
             why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
         elif watched and isinstance(sync, RemoteOptimizer):
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
-        elif turns.undo is not None:
+        elif loop.undo is not None:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
@@ -125,7 +125,7 @@ class OptimizerWatch:
         frame = sys._getframe(2)
         while frame.f_back is not None:
             frame = frame.f_back
-            if any(frame.f_locals.get("self") is optimizer for optimizer in self._cast.optimizers):
+            if any(frame.f_locals.get("self") is optimizer for optimizer in self._prepared.optimizers):
                 return True
         return False
 

@@ -36,7 +36,7 @@ class Prepared:
     """All that was prepared. `survives`: whether the group may become another."""
 
     def __init__(
-        self, scene: SyncContext, backward: GradientTracker, turns: TrainingLoop, device: torch.device, subgroups: Subgroups
+        self, context: SyncContext, backward: GradientTracker, loop: TrainingLoop, device: torch.device, subgroups: Subgroups
     ) -> None:
         self.models: list[tuple[str, nn.Module]] = []
         self.optimizers: list[Optimizer] = []
@@ -44,14 +44,14 @@ class Prepared:
         self.slots: list[Slot] = []
         self.state = Versioned()
         self.survives = False
-        self.scene, self._backward, self._turns, self._device, self.subgroups = scene, backward, turns, device, subgroups
+        self.context, self._backward, self._loop, self._device, self.subgroups = context, backward, loop, device, subgroups
         self._synchronous: list[nn.Module] = []
         self._wishes = PrepareOptions()
         self.measured = False  # some metric was prepared
         self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
-        self.tables = turns.tables
+        self.tables = loop.tables
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
@@ -61,7 +61,7 @@ class Prepared:
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
         loaders, models = bool(by_kind["loader"]), bool(by_kind["model"])
-        options = self._wishes.hear(given, self.scene.group.size, loaders=loaders, models=models)
+        options = self._wishes.hear(given, self.context.group.size, loaders=loaders, models=models)
         if by_kind["model"] or by_kind["optimizer"]:
             self._replicate(by_kind["model"], by_kind["optimizer"], options["batchnorm"])
         for metric in [*by_kind["metric"], *(metric for model in by_kind["model"] for metric in metrics.within(model))]:
@@ -69,9 +69,9 @@ class Prepared:
         for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", hooks.bind_scaler)):
             for thing in self._fresh(by_kind[kind]):
                 checks.check_elsewhere(thing, self._backward.sync)
-                bind(thing, self._turns)
+                bind(thing, self._loop)
                 self._add(kind, thing)
-        if any(scaler.is_enabled() for scaler in self._turns.scalers):
+        if any(scaler.is_enabled() for scaler in self._loop.scalers):
             self.tables.check_scaler()
         ready = [
             self._deal(value, self._wishes.of(value.dataset, options, given)) if kind == "loader" else value
@@ -81,7 +81,7 @@ class Prepared:
         return ready
 
     def _replicate(self, models: list[nn.Module], optimizers: list[Optimizer], batchnorm: BatchNorm) -> None:
-        scene, fresh = self.scene, self._fresh(models)
+        context, fresh = self.context, self._fresh(models)
         for model in models if self._device.type == "cuda" else ():
             model.to(self._device)
         for model in fresh:
@@ -95,12 +95,12 @@ class Prepared:
         found = list(checks.unknown(slots, self.slots))
         checks.check_parameters(found)
         self.slots += found
-        if scene.group.size > 1:
+        if context.group.size > 1:
             tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in found]
             tensors += [(p + name, buffer) for p, model in self.models if model in fresh for name, buffer in model.named_buffers()]
-            checks.same_everywhere(scene.agreement, scene.group, tensors, optimizers, scene.announce)
+            checks.same_everywhere(context.agreement, context.group, tensors, optimizers, context.announce)
         if batchnorm == "sync" and any(isinstance(module, _BatchNorm) for model in models for module in model.modules()):
-            if self._desk is not None:
+            if self._sample_queue is not None:
                 raise UsageError(
                     "a model has BatchNorm layers, whose statistics are those of all workers in each step, and with staleness or "
                     "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
@@ -114,7 +114,7 @@ class Prepared:
             self.optimizers.append(optimizer)
             self._unstepped.add(id(optimizer))
         self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
-        self._turns.models += fresh
+        self._loop.models += fresh
         self._open_tables()
 
     def _count_in(self, metric: nn.Module) -> None:
@@ -125,7 +125,7 @@ class Prepared:
             )
         if self._device.type == "cuda":
             metric.to(self._device)
-        metrics.bind(metric, self._turns)
+        metrics.bind(metric, self._loop)
         self.measured = True
 
     def check_known(self) -> None:
@@ -152,14 +152,14 @@ class Prepared:
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
         found, sync = self.tables.find(self.models), self._backward.sync
-        if found and self.survives and self._desk is not None:
+        if found and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
                 "they aren't: leave those out, or leave out --min-workers"
             )
         handles = {id(module.weight) for _, module in found} | self.tables.handles()
         others = [slot for slot in self.slots if slot.optimizer is not None and id(slot.parameter) not in handles]
-        if found and self._desk is not None and not any(slot.parameter.requires_grad for slot in others):
+        if found and self._sample_queue is not None and not any(slot.parameter.requires_grad for slot in others):
             raise UsageError(
                 f"nothing but sparse tables ({found[0][0]}) is trained here, and with staleness or backup_workers the servers of other "
                 "parameters keep the clocks: leave those out, or train some other parameter with them"
@@ -169,55 +169,57 @@ class Prepared:
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, RemoteOptimizer) and sync.desk is not None else None)
+        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, RemoteOptimizer) and sync.sample_queue is not None else None)
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""
-        turns = self._turns
+        loop = self._loop
         accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
         for optimizer in self.optimizers:
-            hooks.bind_optimizer(optimizer, turns, self._begins, accumulate=accumulate)
-        if self.scene.group.size == 1 and not accumulate and not self.survives:
+            hooks.bind_optimizer(optimizer, loop, self._begins, accumulate=accumulate)
+        if self.context.group.size == 1 and not accumulate and not self.survives:
             return
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
-        turns.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
+        loop.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
         sync = self._backward.sync
         if isinstance(sync, RemoteOptimizer) and sync.arriving is not None:
-            lazy.announce([model for _, model in self.models], sync.arriving, turns)
+            lazy.announce([model for _, model in self.models], sync.arriving, loop)
         for _, model in self.models:
-            hooks.follow(model, turns)
-            forward_turn.remember(model, turns)
+            hooks.follow(model, loop)
+            forward_turn.remember(model, loop)
             if accumulate:
-                hooks.bind_zero_grad(model, turns)
+                hooks.bind_zero_grad(model, loop)
 
     def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
         local = self.subgroups.within_host() if options["readers"] == "host" else None
-        turns, say, move = self._turns, self.scene.announce, mover(self._device)
-        dealt = deal(loader, self.scene.agreement, local=local, hooks=turns, say=say, move=move, desk=self._desk, **options)
+        loop, say, move = self._loop, self.context.announce, mover(self._device)
+        dealt = deal(
+            loader, self.context.agreement, local=local, hooks=loop, say=say, move=move, sample_queue=self._sample_queue, **options
+        )
         self.loaders.append(dealt)
         self._add("loader", dealt)
         return dealt
 
     @property
-    def _desk(self) -> SampleQueue | None:
+    def _sample_queue(self) -> SampleQueue | None:
         sync = self._backward.sync
-        return sync.desk if isinstance(sync, RemoteOptimizer) else None
+        return sync.sample_queue if isinstance(sync, RemoteOptimizer) else None
 
     def _synchronise(self, models: list[nn.Module]) -> None:
         """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""
-        scene = self.scene
-        if scene.group.size == 1:
+        context = self.context
+        if context.group.size == 1:
             return
         self.subgroups.everyone()
         norms: Any = _WatchedGroup(self)
         for model in models:
-            synchronise(model, norms, ghost=lambda: scene.moment.ghost, scale=lambda: scene.moment.scale, copies=self._in_loop)
+            synchronise(model, norms, ghost=lambda: context.step_state.ghost, scale=lambda: context.step_state.scale, copies=self._in_loop)
 
     def _in_loop(self) -> bool:
         """Whether this is the loop over a prepared loader, which all workers run, each on its share."""
-        return self._turns.turn is not None
+        return self._loop.turn is not None
 
     def regroup(self) -> None:
         """The workers are others now: make those groups again that there were."""
@@ -247,19 +249,19 @@ class Prepared:
 class _WatchedGroup:
     """A group whose sums are seen from outside while they last, and survive the loss of a worker where losses are survived."""
 
-    def __init__(self, cast: Prepared) -> None:
-        self._cast = cast
-        self.size = cast.scene.group.size
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self.size = prepared.context.group.size
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
         """See `Group.all_reduce`."""
 
-        agreement, norms = self._cast.scene.agreement, self._cast.subgroups.norms
+        agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.norms
         if agreement.recovery is None and norms is not None:
             return Finished(agreement.wait(lambda: norms.all_reduce(x, op=op, name=name, out=out).wait(), name or "BatchNorm"))
 
         def act() -> Tensor:
-            norms = self._cast.subgroups.norms
+            norms = self._prepared.subgroups.norms
             return x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
 
         total = agreement.attempt(act, name or "BatchNorm")

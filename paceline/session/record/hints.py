@@ -21,10 +21,10 @@ _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
 
 
 class StartupHints:
-    """Says what `cast` is, and what it lacks where there are several workers; each thing once."""
+    """Says what `prepared` is, and what it lacks where there are several workers; each thing once."""
 
-    def __init__(self, cast: Prepared, turns: TrainingLoop) -> None:
-        self._cast, self._turns = cast, turns
+    def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
+        self._prepared, self._loop = prepared, loop
         self._said: set[str] = set()
         self._introduced = False
         self._before = self._together()
@@ -35,12 +35,12 @@ class StartupHints:
 
     def introduce(self, hosts: int, strategy: str) -> None:
         """Say in one line what was joined, once there is a loader to tell the global batch."""
-        loader = next((loader for loader in self._cast.loaders if loader.terms.train is not False), None)
+        loader = next((loader for loader in self._prepared.loaders if loader.terms.train is not False), None)
         if not self._introduced and loader is not None:
             self._introduced = True
             batch = loader.terms.loader.batch_size
             shares = None if batch is None else loader.terms.shares(batch)
-            self._cast.scene.announce(introduction(self._size, hosts, strategy, shares))
+            self._prepared.context.announce(introduction(self._size, hosts, strategy, shares))
 
     # ---- an optimizer's first step
 
@@ -48,7 +48,7 @@ class StartupHints:
         """One steps that wasn't prepared, and has parameters of the run (`ours`) or none."""
         if ours:
             self.ours()
-        elif not (self._cast.models or self._cast.optimizers):
+        elif not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
         else:
             self._say(
@@ -58,15 +58,15 @@ class StartupHints:
 
     def ours(self) -> None:
         """One steps on parameters that were prepared."""
-        training = [loader for loader in self._cast.loaders if loader.terms.train is not False]
+        training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
         count = f"each of the {self._size} workers takes batches of its own, whole, and counts as 1/{self._size} of a step"
         if not training:
             self._say(f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they take different samples")
-        elif self._turns.turn is None and not self._turns.steps:
+        elif self._loop.turn is None and not self._loop.steps:
             self._say(
                 f"an optimizer steps outside of a loop over the prepared loader: {count}; loop over what run.prepare gives back: {_PREPARE}"
             )
-        if self._cast.survives and HOME in sys.modules:
+        if self._prepared.survives and HOME in sys.modules:
             self._say(
                 f"with --min-workers torch.distributed has no default process group, so {HOME} sees one worker alone: use run.mean and "
                 "run.gather"
@@ -76,7 +76,7 @@ class StartupHints:
         """One steps that was prepared, and its gradients are there."""
         self.ours()
         mine = [p for group in optimizer.param_groups for p in group["params"]]
-        models = {id(p) for _, model in self._cast.models for p in model.parameters()}
+        models = {id(p) for _, model in self._prepared.models for p in model.parameters()}
         if models and not any(p.grad is not None or id(p) in models for p in mine):
             self._say(
                 f"the {type(optimizer).__qualname__} steps, and trains nothing: none of its {len(mine)} parameters has a gradient, or is "
@@ -87,7 +87,7 @@ class StartupHints:
 
     def haunted(self) -> None:
         """A step of training is over in which some workers had no samples."""
-        if HOME in sys.modules and not self._cast.measured:
+        if HOME in sys.modules and not self._prepared.measured:
             self._say(
                 f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
                 "use: a metric that is given batches of training counts that sample twice, unless it was given to run.prepare"
@@ -95,23 +95,23 @@ class StartupHints:
 
     def logged(self) -> None:
         """The script logs numbers, without a loader."""
-        if not (self._cast.models or self._cast.optimizers):
+        if not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
         self._say("run.log writes a line for each turn of a loader that was given to run.prepare, and there is none: all is one line")
 
     def ended(self) -> None:
         """An epoch, or the run, has ended."""
-        cast = self._cast
-        if not (cast.models or cast.optimizers or cast.loaders) and self._together() == self._before:
+        prepared = self._prepared
+        if not (prepared.models or prepared.optimizers or prepared.loaders) and self._together() == self._before:
             self._nothing()
 
     def _together(self) -> tuple[int, Traffic]:
         """What workers have made and sent together."""
-        scene = self._cast.scene
-        return scene.agreement.calls, scene.traffic
+        context = self._prepared.context
+        return context.agreement.calls, context.traffic
 
     def _nothing(self) -> None:
-        loader = "but a loader " if self._cast.loaders else ""
+        loader = "but a loader " if self._prepared.loaders else ""
         self._say(
             f"nothing {loader}was given to run.prepare: if this script trains, each of the {self._size} workers does it for itself; "
             f"write {_PREPARE}"
@@ -119,12 +119,12 @@ class StartupHints:
 
     @property
     def _size(self) -> int:
-        return self._cast.scene.group.size
+        return self._prepared.context.group.size
 
     def _say(self, text: str) -> None:
         if self._size > 1 and text not in self._said:
             self._said.add(text)
-            self._cast.scene.announce(text)
+            self._prepared.context.announce(text)
 
 
 def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:

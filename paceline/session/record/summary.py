@@ -34,7 +34,7 @@ class RunOutcome(NamedTuple):
 
     strategy: Strategy
     cluster: Topology
-    cast: Prepared
+    prepared: Prepared
     sent: Traffic  # by this worker, in all steps
     event: Callable[[str], None]
     events: list[dict[str, Any]]
@@ -55,39 +55,39 @@ class GatheredEnds(NamedTuple):
     codecs: list[Any]
 
 
-def conclude(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, log: MetricsLog) -> None:
+def conclude(outcome: RunOutcome, context: SyncContext, folder: RunFolder, log: MetricsLog) -> None:
     """Write the summary and the trace. Collective: where the disk refuses, all workers raise."""
-    found = _gather(outcome, scene)
-    scene.agreement.tell("the summary", lambda: _write(outcome, scene, folder, log.totals(), found))
+    found = _gather(outcome, context)
+    context.agreement.tell("the summary", lambda: _write(outcome, context, folder, log.totals(), found))
 
 
-def _gather(outcome: RunOutcome, scene: SyncContext) -> GatheredEnds:
-    agreement, cluster = scene.agreement, outcome.cluster
+def _gather(outcome: RunOutcome, context: SyncContext) -> GatheredEnds:
+    agreement, cluster = context.agreement, outcome.cluster
     mine = [outcome.sent.within, outcome.sent.between]
     sent = [msgpack.unpackb(body) for body in agreement.meet("bytes sent", msgpack.packb(mine))]
     ahead = timeline.compare(agreement, cluster.where())
-    spans = timeline.gather(agreement, scene.trace.spans())
-    digest = outcome.cast.tables.fingerprint(fingerprint(model for _, model in outcome.cast.models))
+    spans = timeline.gather(agreement, context.trace.spans())
+    digest = outcome.prepared.tables.fingerprint(fingerprint(model for _, model in outcome.prepared.models))
     different = [rank for rank, theirs in enumerate(agreement.meet("parameters", digest.encode())) if theirs != digest.encode()]
-    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in scene.accounts]))]
+    codecs = [msgpack.unpackb(body) for body in agreement.meet("codecs", msgpack.packb([account.facts() for account in context.accounts]))]
     return GatheredEnds(sent, ahead, spans, digest, different, codecs)
 
 
-def _write(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
+def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
     """What the first worker does."""
     assert totals is not None, "the first worker keeps the book"
     cluster = outcome.cluster
     if found.different:
         different = ", ".join(map(str, found.different))
-        text = f"replicas have parted: the parameters of rank {different} are not those of rank {scene.group.rank}"
+        text = f"replicas have parted: the parameters of rank {different} are not those of rank {context.group.rank}"
         outcome.event(text)
-        scene.announce(f"{text} at the end; was something changed on some workers only?")
+        context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
     step = sum(totals.step_seconds.values())
     verdicts = [judge(facts, step, totals.steps) for facts in zip(*found.codecs, strict=True)]
     RunSummary(
         sync=spell(outcome.strategy),
-        workers=scene.group.size,
+        workers=context.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
         bytes_sent={"within": sum(s[0] for s in found.sent) / steps, "between": sum(s[1] for s in found.sent) / steps},
@@ -96,14 +96,14 @@ def _write(outcome: RunOutcome, scene: SyncContext, folder: RunFolder, totals: R
         events=outcome.events,
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
-        loader=_dealt(outcome.cast.loaders),
+        loader=_dealt(outcome.prepared.loaders),
         results=outcome.results,
     ).write(folder)
     if any(found.spans.values()):
         events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
         timeline.write(folder.trace, events, offsets=found.ahead)
     if totals.steps and not (folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())):  # goes with who asked for it
-        scene.announce(told(folder.path, totals))
+        context.announce(told(folder.path, totals))
     return b""
 
 

@@ -114,7 +114,7 @@ class ComparisonVerdict(NamedTuple):
 class ReplicaComparer:
     """One worker's part in comparing. `event` notes what has happened, `conclude` writes that down: collective."""
 
-    def __init__(self, comparison: Comparison, scene: SyncContext, cast: Prepared, sync: Sync) -> None:
+    def __init__(self, comparison: Comparison, context: SyncContext, prepared: Prepared, sync: Sync) -> None:
         if comparison.asked and not sync.has_sync_points:
             raise UsageError(
                 f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
@@ -122,7 +122,7 @@ class ReplicaComparer:
             )
         every = USUAL if comparison.every == "auto" else comparison.every
         self._comparison, self._every = comparison, every if sync.has_sync_points else None
-        self._scene, self._mirrored, self._sync = scene, ReplicaContents(cast, apart=sync.replicas_diverge), sync
+        self._context, self._mirrored, self._sync = context, ReplicaContents(prepared, apart=sync.replicas_diverge), sync
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
         self._done: int | None = None  # comparisons that lie behind
@@ -155,32 +155,32 @@ class ReplicaComparer:
 
         Raises `ReplicasDiffer`, on all workers, if they are not what they ought to be and aren't healed.
         """
-        if self._every is not None and steps in EARLY and self._mirrored.watches and self._scene.group.size > 1:
+        if self._every is not None and steps in EARLY and self._mirrored.watches and self._context.group.size > 1:
             self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
         more = self._sync.replicated_state()
         if more is not None:
             self._done = self._due(steps)
-            if self._scene.group.size > 1:
+            if self._context.group.size > 1:
                 self._compare(steps, more)
 
     def _see_buffers(self) -> None:
         """Say once which buffers workers make of the samples that each of them sees."""
-        bodies = self._scene.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
+        bodies = self._context.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
         first, *others = map(msgpack.unpackb, bodies)
         names = [name for name in first if any(other.get(name) != first[name] for other in others)]
         if names and not self._said:
             self._said = True
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._scene.announce(
+            self._context.announce(
                 f"the buffer {names[0]}{more} differs between workers: its module makes it of the samples that it sees, which are one "
                 "worker's share. Each worker goes on with its own, in evaluation too, and checkpoints have the first one's; have the "
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
             )
 
     def _compare(self, steps: int, more: Mapping[str, Tensor]) -> None:
-        agreement = self._scene.agreement
+        agreement = self._context.agreement
         look = self._mirrored.look(more)
         if not suspicious(agreement.meet("comparing replicas", look.head())):
             return
@@ -201,9 +201,9 @@ class ReplicaComparer:
 
     def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
         """Find out who differs in what, and be given what I have to take over. Collective; changes nothing."""
-        host = self._scene.agreement.host
+        host = self._context.agreement.host
         mine = msgpack.packb([look.entries, host, _kind(next(iter(look.parts.values())).value)])
-        bodies = [msgpack.unpackb(body) for body in self._scene.agreement.meet("replicas that differ", mine)]
+        bodies = [msgpack.unpackb(body) for body in self._context.agreement.meet("replicas that differ", mine)]
         faces, hosts, kinds = ([body[place] for body in bodies] for place in range(3))
         found = differences(faces)
         values: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class ReplicaComparer:
 
     def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
         """What I take over, in memory of its own."""
-        group, hosts = self._scene.group, self._scene.hosts
+        group, hosts = self._context.group, self._context.hosts
         ways: dict[tuple[int, int], list[str]] = {}
         for difference in found:
             for rank in difference.wrong:
@@ -224,7 +224,7 @@ class ReplicaComparer:
         device = next(iter(values.values())).device
         sends = [(to, _bundle([values[name] for name in names], device)) for (source, to), names in ways.items() if source == group.rank]
         mine = {source: names for (source, to), names in ways.items() if to == group.rank}
-        sizes = {source: sum(_room(values[name]) for name in names) for source, names in mine.items()}
+        sizes = {source: sum(_endpoints(values[name]) for name in names) for source, names in mine.items()}
         rooms = {source: torch.empty(size, dtype=torch.uint8, device=device) for source, size in sizes.items()}
         group.exchange(sends, list(rooms.items())).wait()
         taken: dict[str, Tensor] = {}
@@ -235,7 +235,7 @@ class ReplicaComparer:
     def _heal(self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]) -> None:
         for name, value in verdict.values.items():
             look.parts[name].become(value)
-        if suspicious(self._scene.agreement.meet("comparing what was healed", self._mirrored.look(more).head())):
+        if suspicious(self._context.agreement.meet("comparing what was healed", self._mirrored.look(more).head())):
             self._stop(f"{text}; they still do after taking over what others have", verdict)
         whose = "what most workers have" if all(difference.decided for difference in verdict.found) else "what the first of them has"
         self._say(f"{text}; healed by {whose}")
@@ -254,7 +254,7 @@ class ReplicaComparer:
 
     def _say(self, text: str) -> None:
         self.event(text)
-        self._scene.announce(text)
+        self._context.announce(text)
 
 
 def _told(found: Sequence[Difference], hosts: Sequence[str]) -> str:
@@ -288,15 +288,15 @@ def _mixed(kinds: Sequence[str]) -> str:
     return "; ".join(sides) if len(by_kind) > 1 else ""
 
 
-def _room(tensor: Tensor) -> int:
+def _endpoints(tensor: Tensor) -> int:
     """Bytes that it takes in a message."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 
 def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Their bytes, one after the other."""
-    message = torch.zeros(sum(map(_room, tensors)), dtype=torch.uint8, device=device)
-    for tensor, place in zip(tensors, message.split([_room(tensor) for tensor in tensors]), strict=True):
+    message = torch.zeros(sum(map(_endpoints, tensors)), dtype=torch.uint8, device=device)
+    for tensor, place in zip(tensors, message.split([_endpoints(tensor) for tensor in tensors]), strict=True):
         data = flat(tensor)
         place[: data.numel()].copy_(data)
     return message
@@ -304,6 +304,6 @@ def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _unbundled(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that were put together, which are like these."""
-    places = message.split([_room(tensor) for tensor in like])
+    places = message.split([_endpoints(tensor) for tensor in like])
     sizes = [tensor.numel() * tensor.element_size() for tensor in like]
     return [place[:size].view(x.dtype).view(x.shape) for place, size, x in zip(places, sizes, like, strict=True)]

@@ -75,8 +75,8 @@ class _KnownBuffer:
 class ReplicaContents:
     """Looks at what was prepared. `apart`: whether replicas may differ between two steps."""
 
-    def __init__(self, cast: Prepared, *, apart: bool) -> None:
-        self._cast, self._apart = cast, apart
+    def __init__(self, prepared: Prepared, *, apart: bool) -> None:
+        self._prepared, self._apart = prepared, apart
         self._known: dict[str, _KnownBuffer] = {}
 
     def begin(self) -> None:
@@ -117,16 +117,16 @@ class ReplicaContents:
         return ReplicaDigest(parts, entries)
 
     def _parts(self, more: Mapping[str, Tensor]) -> Iterator[tuple[str, ReplicaPart]]:
-        for slot in self._cast.slots:
+        for slot in self._prepared.slots:
             if _dense(slot.parameter):
                 yield slot.name, _tensor(slot.parameter)
         for name, buffer in self._buffers(synchronous=True):
             yield name, _tensor(buffer)
         for name, tensor in more.items():
             yield name, _tensor(tensor)
-        names = {id(slot.parameter): slot.name for slot in self._cast.slots}
-        for number, optimizer in enumerate([] if self._apart else self._cast.optimizers):
-            kind = type(optimizer).__name__ + (f" {number}" if len(self._cast.optimizers) > 1 else "")
+        names = {id(slot.parameter): slot.name for slot in self._prepared.slots}
+        for number, optimizer in enumerate([] if self._apart else self._prepared.optimizers):
+            kind = type(optimizer).__name__ + (f" {number}" if len(self._prepared.optimizers) > 1 else "")
             for place, group in enumerate(optimizer.param_groups):
                 for key in group:
                     yield from _leaves(f"{key} of group {place} of {kind}", group, key) if key != "params" else ()
@@ -138,7 +138,7 @@ class ReplicaContents:
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
         """Those of synchronous BatchNorm, or all but those of any BatchNorm; each once."""
         seen: set[int] = set()
-        for prefix, model in self._cast.models:
+        for prefix, model in self._prepared.models:
             for place, module in model.named_modules():
                 for name, buffer in module._buffers.items():
                     if buffer is None or id(buffer) in seen or not _dense(buffer):

@@ -28,15 +28,15 @@ NEAR: Final = 1e-3  # relative difference of what replicas compute alike
 class ManualGradients:
     """Looks at the gradients of an optimizer that is about to step. `soon`: the step after which workers meet anyway."""
 
-    def __init__(self, turns: TrainingLoop, soon: Callable[[], int]) -> None:
-        self._turns, self._soon = turns, soon
+    def __init__(self, loop: TrainingLoop, soon: Callable[[], int]) -> None:
+        self._loop, self._soon = loop, soon
         self._calls = 0  # outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` on all workers if gradients were set that are not the same on all. Collective, where it is time."""
         if not self._due():
             return
-        backward, meet = self._turns.backward, self._turns.scene.agreement.meet
+        backward, meet = self._loop.backward, self._loop.context.agreement.meet
         mine = backward.foreign([p for group in optimizer.param_groups for p in group["params"]])
         found = [msgpack.unpackb(body) for body in meet("optimizer.step", msgpack.packb(mine) if mine else b"") if body]
         numbers = sorted({number for theirs in found for number in theirs})
@@ -53,11 +53,11 @@ class ManualGradients:
                 )
 
     def _due(self) -> bool:
-        turns = self._turns
-        if turns.led is not None:
-            return turns.steps < FIRST or turns.steps + 1 >= self._soon()
+        loop = self._loop
+        if loop.led is not None:
+            return loop.steps < FIRST or loop.steps + 1 >= self._soon()
         self._calls += 1
-        return turns.undo is None and (self._calls <= FIRST or self._calls % OFTEN == 0)
+        return loop.undo is None and (self._calls <= FIRST or self._calls % OFTEN == 0)
 
 
 def _figures(grad: Tensor | None) -> list[float] | None:

@@ -59,15 +59,15 @@ class Gossip:
         if isinstance(self.codec, exact) and self.gamma != 1:
             raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """See `Strategy.begin`."""
-        found = prove(self.graph, scene.group.size)
-        if scene.group.size > 1:
+        found = prove(self.graph, context.group.size)
+        if context.group.size > 1:
             shown = self.graph if isinstance(self.graph, str) else "this graph"
-            scene.announce(
-                f"gossip on {shown}: a mixing brings {scene.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})"
+            context.announce(
+                f"gossip on {shown}: a mixing brings {context.group.size} replicas nearer by {found:.0%} (spectral gap {found:.3f})"
             )
-        return GossipSync(scene, self)
+        return GossipSync(context, self)
 
 
 @dataclass
@@ -102,8 +102,8 @@ class GossipSync:
     replicas_diverge = True
     has_sync_points = False
 
-    def __init__(self, scene: SyncContext, plan: Gossip) -> None:
-        self._scene, self._plan = scene, plan
+    def __init__(self, context: SyncContext, plan: Gossip) -> None:
+        self._context, self._plan = context, plan
         self._slots: list[Slot] = []
         self._buckets: list[Bucket] = []
         self._equal: list[Tensor] = []  # of each bucket: what all were when replicas were equal
@@ -116,7 +116,7 @@ class GossipSync:
         self._graph = plan.graph
         self._account = None if isinstance(plan.codec, exact) else CodecAccount(repr(plan.codec), "what neighbours know")
         if self._account is not None:
-            scene.accounts.append(self._account)
+            context.accounts.append(self._account)
         self._turn = _MixingRound()
 
     @property
@@ -136,13 +136,13 @@ class GossipSync:
         if self._account is not None:
             for slot in slots:
                 if not slot.parameter.dtype.is_floating_point:
-                    self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+                    self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
         self._forget()
         self._measure()
 
     def _measure(self) -> None:
         """How fast the links to my neighbours are. Collective."""
-        group, account = self._scene.group, self._account
+        group, account = self._context.group, self._account
         if account is None or account.rate is not None or group.size == 1 or not self._buckets:
             return
         sources, targets = self._neighbours(0)
@@ -152,7 +152,7 @@ class GossipSync:
 
         before = group.traffic + Traffic()
         account.rate = measure(group, self._buckets[0].flat.device, send)
-        self._scene.probe_traffic += group.traffic - before
+        self._context.probe_traffic += group.traffic - before
 
     def _forget(self) -> None:
         """Replicas are equal: everybody knows everybody."""
@@ -174,7 +174,7 @@ class GossipSync:
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         """See `Sync.ready`."""
-        factor = scale * self._scene.group.size
+        factor = scale * self._context.group.size
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
@@ -194,14 +194,14 @@ class GossipSync:
         """See `Sync.commit`: a step is over; mix."""
         self._steps += 1
         self._open = False
-        if not self._equals and self._steps % self._plan.every == 0 and self._scene.group.size > 1:
+        if not self._equals and self._steps % self._plan.every == 0 and self._context.group.size > 1:
             begun = time.perf_counter_ns()
             self._mix(self._steps // self._plan.every - 1)
-            self._scene.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
+            self._context.trace.record("gossip", "exchange", begun, time.perf_counter_ns())
 
     def _mix(self, turn: int) -> None:
         begun, self._turn = time.perf_counter(), _MixingRound()
-        equal = self._scene.agreement.repeat(lambda: self._mixed(turn), what="mixing")
+        equal = self._context.agreement.repeat(lambda: self._mixed(turn), what="mixing")
         for bucket in self._buckets:
             self._write(bucket)
         if equal:
@@ -224,13 +224,13 @@ class GossipSync:
     def _means(self) -> None:
         for index, bucket in enumerate(self._buckets):
             flat = self._read(bucket)
-            self._scene.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
-            flat.div_(self._scene.group.size)
+            self._context.group.all_reduce(flat, out=flat, name=f"replicas {index}").wait()
+            flat.div_(self._context.group.size)
 
     def _neighbours(self, turn: int) -> tuple[Near, Near]:
         """(rank, weight) of those that I hear from, and of those that hear from me."""
-        me = self._scene.group.rank
-        w = weights(self._graph, self._scene.group.size, turn)
+        me = self._context.group.rank
+        w = weights(self._graph, self._context.group.size, turn)
         sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
         return sources, [(rank, float(w[rank, me])) for rank in range(len(w)) if rank != me and w[rank, me]]
 
@@ -238,7 +238,7 @@ class GossipSync:
         bucket = self._buckets[index]
         mine = self._read(bucket)
         theirs = {rank: torch.empty_like(mine) for rank, _ in sources}
-        self._scene.group.exchange([(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index).wait()
+        self._context.group.exchange([(rank, mine) for rank, _ in targets], list(theirs.items()), tag=TAG + index).wait()
         mine.mul_(1 - sum(weight for _, weight in sources))
         for rank, weight in sources:
             mine.add_(theirs[rank], alpha=weight)
@@ -250,7 +250,7 @@ class GossipSync:
         for rank, _ in targets:
             known = self._about(index, rank, own=True)
             whole, message = room(coding, mine.numel(), mine.device)
-            seed = (self._steps * 1_000_003 + index) * 65_537 + self._scene.group.rank * 256 + rank
+            seed = (self._steps * 1_000_003 + index) * 65_537 + self._context.group.rank * 256 + rank
             coding.encode((mine - known).float(), message, torch.Generator(device=mine.device).manual_seed(seed))
             _learn(coding, message, known)
             sends.append((rank, whole))
@@ -260,7 +260,7 @@ class GossipSync:
         for rank, _ in sources:
             receives.append((rank, torch.empty_like(room(coding, mine.numel(), mine.device)[0])))
         self._turn.coding += time.thread_time() - began
-        self._scene.group.exchange(sends, receives, tag=TAG + index).wait()
+        self._context.group.exchange(sends, receives, tag=TAG + index).wait()
         began = time.thread_time()
         for rank, whole in receives:
             _learn(coding, parts(coding, mine.numel(), whole), self._about(index, rank, own=False))
@@ -286,7 +286,7 @@ class GossipSync:
         """See `Sync.converge`: the mean of all."""
         if self._equals:
             return
-        self._scene.agreement.repeat(self._means, what="the mean of replicas")
+        self._context.agreement.repeat(self._means, what="the mean of replicas")
         for bucket in self._buckets:
             self._write(bucket)
         self._forget()
@@ -304,11 +304,13 @@ class GossipSync:
         rate = None if self._account is None else self._account.rate
         return None if rate is None else list(rate)
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
-        self._scene = scene
+        self._context = context
         if not isinstance(self._graph, str):
-            scene.announce("the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'")
+            context.announce(
+                "the graph was given as pairs of ranks, and the workers are others now: gossip goes on with graph='exponential'"
+            )
             self._graph = "exponential"
         if self._account is not None and self._account.rate is None and layout is not None:
             self._account.rate = ExactRate(*layout)

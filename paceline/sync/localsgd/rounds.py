@@ -33,12 +33,12 @@ class LocalSGDSync:
 
     replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
 
-    def __init__(self, scene: SyncContext, plan: LocalSGD) -> None:
-        self._scene, self._plan = scene, plan
+    def __init__(self, context: SyncContext, plan: LocalSGD) -> None:
+        self._context, self._plan = context, plan
         self._every = plan.every.first if isinstance(plan.every, adaptive) else plan.every
-        self._reducer = reducer("auto")(scene)
-        self._coded = None if isinstance(lift(plan.codec), plain) else CompressedExchange(scene, plan.codec, hosts=True)
-        self._warm = AllReduce().begin(scene) if plan.after else None
+        self._reducer = reducer("auto")(context)
+        self._coded = None if isinstance(lift(plan.codec), plain) else CompressedExchange(context, plan.codec, hosts=True)
+        self._warm = AllReduce().begin(context) if plan.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
         self._steps = 0  # taken in all
@@ -111,7 +111,7 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.ready(number, grad, scale)
             return
-        part = self._scene.moment.share_of_step
+        part = self._context.step_state.share_of_step
         factor = scale / part if part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
@@ -122,7 +122,7 @@ class LocalSGDSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
-        self._part, self._open = self._scene.moment.share_of_step, True
+        self._part, self._open = self._context.step_state.share_of_step, True
         if self._warm is not None:
             return self._warm.backward_done(where)
         found, self._grads = list(self._grads.items()), {}
@@ -140,7 +140,7 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.commit()
             if self._steps >= self._plan.after:
-                self._scene.agreement.attempt(self._end_warm_up)
+                self._context.agreement.attempt(self._end_warm_up)
             return
         self._count()
         self._part, self._open, self._counted = 0.0, False, False
@@ -185,7 +185,7 @@ class LocalSGDSync:
         self._launch(number, adapt=True) if self._plan.delay else None
 
     def _launch(self, number: int, *, adapt: bool) -> None:
-        turn, agreement = self._rounds[number], self._scene.agreement
+        turn, agreement = self._rounds[number], self._context.agreement
         mine = msgpack.packb([turn.mine, turn.lost / turn.length, self._drift])
         found = [msgpack.unpackb(body) for body in agreement.meet(f"round of {number}", mine)]
         turn.living = sum(weight for weight, _, _ in found)
@@ -234,7 +234,7 @@ class LocalSGDSync:
     def _land(self, number: int, alpha: float) -> None:
         """What all have changed is there: go on from it."""
         begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
-        changes, memories = self._scene.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
+        changes, memories = self._context.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
         for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
             change.div_(turn.weights)
@@ -251,7 +251,7 @@ class LocalSGDSync:
         turn.land(self._steps + self._open)
         turn.level = -1 if alpha else self._steps
         self._drift = (apart, moved)
-        self._scene.trace.record("round", "exchange", begun, time.perf_counter_ns())
+        self._context.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
         """The length of the next round, from how far apart all were at the end of the last one."""
@@ -316,10 +316,10 @@ class LocalSGDSync:
         coded = None if self._coded is None or not self._units else self._coded.join_info()
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
         layout = self.join_info() if layout is None else layout
-        self._scene, self._reducer = scene, reducer("auto")(scene)
+        self._context, self._reducer = context, reducer("auto")(context)
         self._steps, self._every = layout["steps"], layout["every"]
         if self._coded is not None:
             self._coded.regroup()
@@ -328,7 +328,7 @@ class LocalSGDSync:
         if self._warm is not None and self._steps >= self._plan.after:
             self._warm = None
         if self._warm is not None:
-            self._warm.regroup(scene, layout["warm"])
+            self._warm.regroup(context, layout["warm"])
             return
         kept = None if self._coded is None else self._coded.kept
         before = self._rounds

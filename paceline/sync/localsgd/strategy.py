@@ -72,6 +72,6 @@ class LocalSGD:
         if self.alpha and not self.delay:
             raise UsageError(f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out")
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """See `Strategy.begin`."""
-        return LocalSGDSync(scene, self)
+        return LocalSGDSync(context, self)

@@ -48,14 +48,14 @@ class ParameterServerSync:
 
     exchanges_in_backward = False  # backward waits for nobody
 
-    def __init__(self, scene: SyncContext, plan: ParameterServer) -> None:
-        if scene.servers is None:
+    def __init__(self, context: SyncContext, plan: ParameterServer) -> None:
+        if context.servers is None:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
-        self.scene, self._spec = scene, plan
-        self._room: ServerEndpoints | None = None
+        self.context, self._spec = context, plan
+        self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # to be told where servers are
         self.wires = ReplicaConnections()
-        scene.extra_groups.append(ServerTraffic(self.wires))
+        context.extra_groups.append(ServerTraffic(self.wires))
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self._dense = 0  # the first of them have parameters on servers, the others nothing but sparse tables
@@ -66,11 +66,11 @@ class ParameterServerSync:
         self._grads: dict[int, Tensor] = {}
         self._part = 0.0
         self._lost: PacelineError | None = None  # in a backward of this turn
-        self.workers = list(range(scene.group.size))
+        self.workers = list(range(context.group.size))
         self.clips: dict[int, PendingClip] = {}  # what was asked for, of those
         self.pace: Consistency = paced(self, plan)
         self.rows = UnlockedRows(self)  # what else these optimizers step, where workers are not in lockstep
-        self.wrapper = PushPullCodec(scene, plan.codec, apart=self.pace.free)
+        self.wrapper = PushPullCodec(context, plan.codec, apart=self.pace.free)
         self._leveled: list[int] = []  # steps taken when I had exactly what servers have
         self.coming = PendingPulls(self)
         self.arriving = self.coming if plan.pull == "forward" else None  # see `RemoteOptimizer.arriving`
@@ -88,12 +88,12 @@ class ParameterServerSync:
     @property
     def free(self) -> bool:
         """Whether workers are not in lockstep."""
-        return self.pace.free and (len(self.workers) > 1 or self.scene.survives)
+        return self.pace.free and (len(self.workers) > 1 or self.context.survives)
 
     @property
-    def desk(self) -> SampleQueue | None:
+    def sample_queue(self) -> SampleQueue | None:
         """See `RemoteOptimizer.desk`."""
-        return self.pace.desk if self.free and isinstance(self.pace, OutOfLockstep | ElasticConsistency) else None
+        return self.pace.sample_queue if self.free and isinstance(self.pace, OutOfLockstep | ElasticConsistency) else None
 
     @property
     def lasting(self) -> ElasticBulkSynchronous | ElasticConsistency | None:
@@ -113,7 +113,7 @@ class ParameterServerSync:
     @property
     def seconds(self) -> float:
         """How long anything is waited for."""
-        return self.scene.deadline
+        return self.context.deadline
 
     # ---- what lies where
 
@@ -133,30 +133,30 @@ class ParameterServerSync:
         self._dense = len(dense)
         self.optimizers = dense + [known for known in self.optimizers if self.rows.has(known) and all(known is not one for one in dense)]
         self.steps_taken = [0] * len(self.optimizers)
-        self.wires.dismiss(told=self.scene.group.rank == 0)
-        assert self.scene.servers is not None
-        room = self.scene.servers(self._spec.servers, self._spec.replicas)
-        if room.house is not None:
+        self.wires.dismiss(told=self.context.group.rank == 0)
+        assert self.context.servers is not None
+        endpoints = self.context.servers(self._spec.servers, self._spec.replicas)
+        if endpoints.pool is not None:
             self.pace = self.pace if isinstance(self.pace, ElasticConsistency) else ElasticBulkSynchronous(self)
             filled = partial(transfer.copy, self)
-            self.pace.copies = ServerReplication(self.scene, room.house, self.wires, self._spec.replicas, fill=filled)
+            self.pace.copies = ServerReplication(self.context, endpoints.pool, self.wires, self._spec.replicas, fill=filled)
         elif self._spec.replicas > 1:
             raise UsageError(
                 f"replicas={self._spec.replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
                 "N`, or leave it out"
             )
-        self._waiting = room.house is not None and not room.addresses
+        self._waiting = endpoints.pool is not None and not endpoints.addresses
         if not self._waiting:
-            self._enter(room)
+            self._enter(endpoints)
             self.wrapper.measure(self.wires, self.seconds)
             for server, plan in enumerate(self.plans):
                 self.wires.tell(server, "plan", {}, [packed(write(plan))], self.seconds)
             self._hand_over(None)
 
-    def _enter(self, room: ServerEndpoints) -> None:
-        self._room = room
-        self.wires.follow(self.scene.breaker if self.free else None)
-        self.wires.open(room, self.workers[self.scene.group.rank])
+    def _enter(self, endpoints: ServerEndpoints) -> None:
+        self._endpoints = endpoints
+        self.wires.follow(self.context.cancel_scope if self.free else None)
+        self.wires.open(endpoints, self.workers[self.context.group.rank])
         ways = [self.wrapper.ways(slot) for slot in self.slots]
         self._layout = UnitLayout(
             self.slots, self.optimizers[: self._dense], len(self.wires.of), int(self._spec.bucket_mb * 1e6), ways=ways
@@ -168,16 +168,16 @@ class ParameterServerSync:
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
         """Servers begin with the first worker's parameters, and with `memories` (None: what its optimizers remember). Collective."""
         mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in self.slots if slot.optimizer is not None]
-        if self.wires.of and self.scene.group.rank == 0:
+        if self.wires.of and self.context.group.rank == 0:
             transfer.fill(self, self._layout, mine if memories is None else memories)
-        self.scene.agreement.meet("servers")
+        self.context.agreement.meet("servers")
         self._leveled = [*self.steps_taken]
 
     # ---- backward: what is complete leaves
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         """See `Sync.ready`."""
-        self._part = self.scene.moment.share_of_step
+        self._part = self.context.step_state.share_of_step
         factor = scale / self._part if self._part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         at = self._at.get(number, ~number)  # what no optimizer steps stays here
@@ -193,7 +193,7 @@ class ParameterServerSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         """See `Sync.backward_done`."""
-        self._part = self.scene.moment.share_of_step
+        self._part = self.context.step_state.share_of_step
         found, self._grads = self._grads, {}
         return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
 
@@ -206,7 +206,7 @@ class ParameterServerSync:
         used = parcel.pack(self.slots, grads, weight)
         sent = self.wrapper.encode(parcel, used, counts=weight > 0 or not self.pace.free)
         step = self.steps_taken[parcel.optimizer] + 1
-        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "turn": self.scene.moment.step}
+        body = {"unit": parcel.number, "used": used, "step": step, "late": self.pace.drops, "turn": self.context.step_state.step}
         body |= {"keep": self.pace.free and not self.pace.drops}
         callers = self.wires.of[parcel.server]
         parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
@@ -269,7 +269,7 @@ class ParameterServerSync:
 
         `ask`: of the copies of a shard to one alone.
         """
-        body = {"optimizer": optimizer, "step": step, "turn": self.scene.moment.step, **body}
+        body = {"optimizer": optimizer, "step": step, "turn": self.context.step_state.step, **body}
         shards = sorted({parcel.server for parcel in self.units(optimizer)})
         callers = [caller for shard in shards for caller in self.wires.of[shard][: 1 if ask else None]]
         return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
@@ -311,7 +311,7 @@ class ParameterServerSync:
         try:
             return caller.wait(message, self.seconds)
         except DeadlineExceeded as error:
-            raise named(error, caller, what, who, ServerWait(self.scene.group.rank, self.workers, self.seconds)) from error
+            raise named(error, caller, what, who, ServerWait(self.context.group.rank, self.workers, self.seconds)) from error
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
@@ -350,43 +350,43 @@ class ParameterServerSync:
     def converge(self) -> None:
         """See `Sync.converge`."""
         self.coming.arrive()
-        if self.free and self.slots and isinstance(self.pace, OutOfLockstep | ElasticConsistency) and self.pace.desk.open:
-            self.pace.desk.open = False
-            self.scene.agreement.meet("servers rest")  # nobody pushes any more
-            self.scene.agreement.lasting(lambda: self.catch_up({}, exactly=True))
-            self.scene.agreement.meet("servers are read")  # and nobody again before all have read
+        if self.free and self.slots and isinstance(self.pace, OutOfLockstep | ElasticConsistency) and self.pace.sample_queue.open:
+            self.pace.sample_queue.open = False
+            self.context.agreement.meet("servers rest")  # nobody pushes any more
+            self.context.agreement.lasting(lambda: self.catch_up({}, exactly=True))
+            self.context.agreement.meet("servers are read")  # and nobody again before all have read
         elif self.wrapper.coded and self._leveled != self.steps_taken:
-            self.scene.agreement.repeat(self._level, what="servers tell all")
+            self.context.agreement.repeat(self._level, what="servers tell all")
             self._leveled = [*self.steps_taken]
 
     def _level(self) -> None:
         """In lockstep, through a codec: all have, and go on from, exactly what servers have. Collective."""
-        self.scene.agreement.meet("servers are read")  # nobody waits for what was told before
-        for caller in self.wires.callers if self.scene.group.rank == 0 else ():
+        self.context.agreement.meet("servers are read")  # nobody waits for what was told before
+        for caller in self.wires.callers if self.context.group.rank == 0 else ():
             caller.call("level", seconds=self.seconds)
-        self.scene.agreement.meet("servers tell all")
+        self.context.agreement.meet("servers tell all")
         with self.wrapper.uncounted():
             self._give(list(zip(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0), strict=True)))
 
     def join_info(self) -> Any:
         """See `Sync.join_info`."""
         assert self.lasting is not None
-        copies, times = self.lasting.copies, self.pace.desk.times + 1 if isinstance(self.pace, ElasticConsistency) else 0
-        return {"room": copies.house.join_info(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
+        copies, times = self.lasting.copies, self.pace.sample_queue.times + 1 if isinstance(self.pace, ElasticConsistency) else 0
+        return {"room": copies.pool.join_info(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
 
-    def regroup(self, scene: SyncContext, layout: Any = None) -> None:
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
-        self.scene, self.workers = scene, list(scene.agreement.origins)
-        scene.extra_groups.append(ServerTraffic(self.wires))
+        self.context, self.workers = context, list(context.agreement.origins)
+        context.extra_groups.append(ServerTraffic(self.wires))
         if not self.slots:
             return
         assert self.lasting is not None
         if self._waiting:
             self._waiting = False
-            self._enter(self.lasting.copies.house.join(layout["room"]))
+            self._enter(self.lasting.copies.pool.join(layout["room"]))
             self.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
             if isinstance(self.pace, ElasticConsistency):
-                self.pace.desk.times = layout["times"]
+                self.pace.sample_queue.times = layout["times"]
         self._lost = None
         self.lasting.regroup()
 
@@ -413,19 +413,19 @@ class ParameterServerSync:
 
     def detach(self) -> None:
         """See `Sync.detach`."""
-        left, house = self.wires.left, None if self._room is None else self._room.house
+        left, pool = self.wires.left, None if self._endpoints is None else self._endpoints.pool
         if self.copies is not None:
             self.copies.close()
-        self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
-        if house is not None and left:
-            house.leave()
-        elif self._room is not None:
-            self._room.close()
+        self.wires.dismiss(told=pool is not None and not left and self.context.group.rank == 0)
+        if pool is not None and left:
+            pool.leave()
+        elif self._endpoints is not None:
+            self._endpoints.close()
 
     @property
     def copies(self) -> ServerReplication | None:
         """See `RemoteOptimizer.copies`."""
-        return None if self.lasting is None or self._room is None else self.lasting.copies
+        return None if self.lasting is None or self._endpoints is None else self.lasting.copies
 
     def servers_begun(self) -> list[str]:
         """See `RemoteOptimizer.servers_begun`."""
@@ -433,16 +433,16 @@ class ParameterServerSync:
 
     def facts(self) -> list[dict[str, Any]]:
         """What each server has done so far, for the summary."""
-        return self.scene.agreement.lasting(lambda: self.wires.facts(self.seconds))
+        return self.context.agreement.lasting(lambda: self.wires.facts(self.seconds))
 
     def served(self) -> list[Served]:
         """See `RemoteOptimizer.served`."""
-        return self.wires.served(self.seconds) if self.scene.trace.kept else []
+        return self.wires.served(self.seconds) if self.context.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`: what optimizers on servers remember of each parameter, on the first worker."""
         kept = self.wrapper.state_dict(self.slots)
-        if not self.callers or self.scene.group.rank:
+        if not self.callers or self.context.group.rank:
             return {"memories": None, **kept}
         return {"memories": transfer.memories(self, len(self.slots)), **kept}
 

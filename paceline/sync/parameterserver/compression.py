@@ -60,8 +60,8 @@ class CodecCounts:
 class PushPullCodec:
     """The codec of one worker. `apart`: it is told something else than the others, as it isn't in lockstep with them."""
 
-    def __init__(self, scene: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
-        self._scene, self._codec, self._apart = scene, codec, apart
+    def __init__(self, context: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
+        self._context, self._codec, self._apart = context, codec, apart
         self._parcels: dict[Key, TransferUnit] = {}  # that are coded
         self._numbers: dict[Key, int] = {}  # of those
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
@@ -79,11 +79,11 @@ class PushPullCodec:
         """The codings of a parameter. What isn't real can't be coded."""
         found = phases(self._codec, slot.name, slot.parameter.shape)
         if found and not slot.parameter.dtype.is_floating_point:
-            self._scene.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
+            self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return ()
         if found and slot.parameter.dtype == torch.float64 and not self._narrowed:
             self._narrowed = True
-            self._scene.announce(NARROWED)
+            self._context.announce(NARROWED)
         return found
 
     def lay_out(self, parcels: Sequence[TransferUnit]) -> None:
@@ -93,16 +93,16 @@ class PushPullCodec:
         for kept in (self._kept, self._stepped, self._pushed, self._copies, self._has):
             kept.clear()
         self._every = max(1, sum(parcel.flat.numel() for parcel in self._parcels.values()) // SAMPLE)
-        if self._parcels and self.account not in self._scene.accounts:
-            self._scene.accounts.append(self.account)
+        if self._parcels and self.account not in self._context.accounts:
+            self._context.accounts.append(self.account)
 
     def measure(self, wires: ServerLinks, seconds: float) -> None:
         """How fast the way to servers is, if anything is coded. Collective."""
         if self._parcels and self.account.rate is None:
             before = wires.traffic + Traffic()
-            found = measure(self._scene.group, torch.device("cpu"), lambda x: LinkEcho(wires, x, seconds))
+            found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(wires, x, seconds))
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
-            self._scene.probe_traffic += wires.traffic - before
+            self._context.probe_traffic += wires.traffic - before
 
     @property
     def coded(self) -> list[TransferUnit]:
@@ -118,7 +118,7 @@ class PushPullCodec:
         """
         if not parcel.ways:
             return parcel.flat
-        began, key, turn = time.thread_time(), (parcel.server, parcel.number), self._scene.moment.step
+        began, key, turn = time.thread_time(), (parcel.server, parcel.number), self._context.step_state.step
         phase, base = at(parcel.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
         self._pushed.pop(key, None)
         held = None  # of what was kept: what stays here, as its piece is not used
@@ -143,10 +143,10 @@ class PushPullCodec:
 
     def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
         """The message; and what is not in it, if that is kept. `spare`: nobody needs `given` any more."""
-        coding, turn = phase.coding, self._scene.moment.step
+        coding, turn = phase.coding, self._context.step_state.step
         assert coding is not None
         whole, message = room(coding, given.numel())
-        draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._scene.group.rank)
+        draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._context.group.rank)
         coding.encode(given, message, draw)
         looked = index == turn % len(self._parcels)  # one unit in a turn
         if not phase.feedback and not looked:
@@ -166,7 +166,7 @@ class PushPullCodec:
         """What a request for the parameters of a unit says of what is here."""
         if not parcel.ways:
             return {}
-        mine = {"turn": self._scene.moment.step} if self._apart else {}
+        mine = {"turn": self._context.step_state.step} if self._apart else {}
         return {"has": self._has.get((parcel.server, parcel.number)), **mine}
 
     def decode(self, parcel: TransferUnit, message: RpcMessage) -> Tensor:
@@ -261,9 +261,9 @@ class PushPullCodec:
     def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker, in rank order: the sum of all residuals stays what it was."""
         written = next((state["codec"] for state in found if "codec" in state), None)
-        mine, group = repr(self._codec) if self._parcels else None, self._scene.group
+        mine, group = repr(self._codec) if self._parcels else None, self._context.group
         if written is not None and written != mine:
-            self._scene.announce(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
+            self._context.announce(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
             found = []
         self.take_over([state["residuals"] for state in found[group.rank :: group.size] if "residuals" in state])
 
@@ -285,7 +285,7 @@ class PushPullCodec:
         if rate is None or not found.exact:
             return
         pushes, half = found.pushes, rate.per_byte / 2
-        ready, each = [push.when for push in pushes], self._scene.group.size / servers  # a server decodes what all have pushed
+        ready, each = [push.when for push in pushes], self._context.group.size / servers  # a server decodes what all have pushed
         coded = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.sent, each * push.decoding) for push in pushes], needed)
         exact = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
         encoding = sum(push.encoding for push in pushes)

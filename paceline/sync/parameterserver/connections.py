@@ -69,7 +69,7 @@ class ReplicaConnections(ServerLinks):
     def __init__(self) -> None:
         super().__init__()
         self.of: list[list[RpcClient]] = []
-        self.breaker: CancelScope | None = None  # ends all waits when the workers become others
+        self.cancel_scope: CancelScope | None = None  # ends all waits when the workers become others
         self._by_number: dict[int, RpcClient] = {}
 
     @property
@@ -77,13 +77,13 @@ class ReplicaConnections(ServerLinks):
         """Who is asked, by shard."""
         return [copies[0] for copies in self.of]
 
-    def open(self, room: ServerEndpoints, me: int) -> None:
+    def open(self, endpoints: ServerEndpoints, me: int) -> None:
         """See `ServerLinks.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
         self._by_number.clear()
-        if room.house is None:
-            super().open(room, me)
+        if endpoints.pool is None:
+            super().open(endpoints, me)
             self._by_number = dict(enumerate(self.callers))
-        self.reach(room, me)
+        self.reach(endpoints, me)
 
     def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor], seconds: float) -> None:
         """Tell all copies of a shard."""
@@ -98,33 +98,33 @@ class ReplicaConnections(ServerLinks):
                 return caller.call(kind, seconds=seconds)
         return last.call(kind, seconds=seconds)
 
-    def reach(self, room: ServerEndpoints, me: int) -> None:
+    def reach(self, endpoints: ServerEndpoints, me: int) -> None:
         """The servers are these: who is new is called, who is not among them any more is left."""
-        numbers = room.numbers or tuple(range(len(room.addresses)))
+        numbers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
         for place, number in enumerate(numbers):
             if number not in self._by_number:
-                self._by_number[number] = self.call(room, me, place)
+                self._by_number[number] = self.call(endpoints, me, place)
         for number in self._by_number.keys() - {*numbers}:
             caller = self._by_number.pop(number)
             caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # what it was asked for is asked of another
             self._hang_up(caller)
-        shards = room.shards or numbers
+        shards = endpoints.shards or numbers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
         for number, shard in sorted(zip(numbers, shards, strict=True)):
             self.of[shard].append(self._by_number[number])
         self.callers = list(self._by_number.values())
 
-    def call(self, room: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
+    def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """An end to the server at this place of a room."""
-        found = RpcClient(room.addresses[place], room.keys, sender=me, who=room.names[place], alert=SILENT_SECONDS)
-        found.breaker = self.breaker
+        found = RpcClient(endpoints.addresses[place], endpoints.keys, sender=me, who=endpoints.names[place], alert=SILENT_SECONDS)
+        found.cancel_scope = self.cancel_scope
         return found
 
-    def follow(self, breaker: CancelScope | None) -> None:
+    def follow(self, cancel_scope: CancelScope | None) -> None:
         """All waits end when this one trips."""
-        self.breaker = breaker
+        self.cancel_scope = cancel_scope
         for caller in self.callers:
-            caller.breaker = breaker
+            caller.cancel_scope = cancel_scope
 
     def know(self, number: int, caller: RpcClient | None) -> None:
         """This end is there already, if it is, for when that server comes to be reached."""

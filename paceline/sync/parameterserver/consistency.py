@@ -131,7 +131,7 @@ class OutOfLockstep:
 
     def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
-        self.desk = LockstepSampleQueue(client)
+        self.sample_queue = LockstepSampleQueue(client)
         self.going: int | None = None  # which I have not waited for yet
 
     def begin(self) -> None:
@@ -141,7 +141,7 @@ class OutOfLockstep:
         """See `Consistency`."""
 
     def _check(self) -> None:
-        if not self.desk.open and len(self._client.workers) > 1:
+        if not self.sample_queue.open and len(self._client.workers) > 1:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
                 "whoever is ready for them: prepare the loader too, or leave both out"
@@ -150,7 +150,10 @@ class OutOfLockstep:
     def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
         client = self._client
-        said = {"part": client.scene.moment.share_of_step, "settings": list(enumerate(optimizers.settings(client.optimizers[number])))}
+        said = {
+            "part": client.context.step_state.share_of_step,
+            "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
+        }
         began = time.perf_counter()
         asked = {"optimizer": number, "said": said, **body}
         sent = client.callers[0].send(kind, step=step, body=asked, seconds=client.seconds)
@@ -187,11 +190,11 @@ class OutOfLockstep:
 
     def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
         """My turn is over. `going` is the message that is answered when I may go on."""
-        client, desk = self._client, self.desk
+        client, sample_queue = self._client, self.sample_queue
         if self.going is not None:
             client.callers[0].wait(self.going, client.seconds)
-        desk.clock += 1
-        body = {"clock": desk.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
+        sample_queue.clock += 1
+        body = {"clock": sample_queue.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
         self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
 
 
@@ -215,7 +218,7 @@ class Asynchronous(OutOfLockstep):
         step = client.steps_taken[number] + 1
         body = {
             "factor": client.factors.pop(number, 1.0),
-            "part": client.scene.moment.share_of_step,
+            "part": client.context.step_state.share_of_step,
             "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
         }
         sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
@@ -232,7 +235,7 @@ class Asynchronous(OutOfLockstep):
 
     def commit(self) -> None:
         """See `Consistency`."""
-        if self.desk.open:
+        if self.sample_queue.open:
             self._tick()
 
 
@@ -320,21 +323,21 @@ class StaleSynchronous(OutOfLockstep):
 
     def commit(self) -> None:
         """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
-        if not self.desk.open:
+        if not self.sample_queue.open:
             return
         client = self._client
         self._tick("", self._bound)
         known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
-        if self.desk.clock - known > self._bound:
+        if self.sample_queue.clock - known > self._bound:
             began = time.perf_counter()
             assert self.going is not None
-            told = client.wait(client.callers[0], self.going, f"turn {self.desk.clock + 1}", ("behind", {})).body["made"]
+            told = client.wait(client.callers[0], self.going, f"turn {self.sample_queue.clock + 1}", ("behind", {})).body["made"]
             self.going = None
             client.wires.waited += time.perf_counter() - began
             client.catch_up(dict(told))
             for number, step in told:
                 client.rows.go(number, step)
-            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - self._bound)
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.sample_queue.clock - self._bound)
 
 
 class BackupWorkers(OutOfLockstep):
@@ -397,7 +400,7 @@ class BackupWorkers(OutOfLockstep):
 
     def commit(self) -> None:
         """See `Consistency`."""
-        if not self.desk.open:
+        if not self.sample_queue.open:
             return
         dropped = "again" if self._again else "dropped" if self._late else ""
         self._late = self._made = False

@@ -52,7 +52,7 @@ class ElasticConsistency:
         self.drops = spec.backup_workers > 0
         self._alone = spec.staleness == math.inf
         self._bound = spec.staleness if spec.staleness and not self._alone else math.inf
-        self.desk = SampleQueueClient(client, self._bound)
+        self.sample_queue = SampleQueueClient(client, self._bound)
         self._begun: list[str] = []  # copies that have begun, as they are called
         self._count: dict[int, int] = {}  # by optimizer: my gradients that are in steps
         self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
@@ -77,18 +77,18 @@ class ElasticConsistency:
     def step(self, number: int) -> None:
         """See `Consistency`."""
         client = self._client
-        if not self.desk.open:
+        if not self.sample_queue.open:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
         gradient = self._gradient(number)
-        client.scene.agreement.lasting(lambda: self._step(number))
+        client.context.agreement.lasting(lambda: self._step(number))
         self._count[number] = gradient
         self._decided.pop(number, None)
         for known in (client.factors, client.clips):
             known.pop(number, None)
-        self.desk.stepped()
+        self.sample_queue.stepped()
 
     def _gradient(self, number: int) -> int:
         """The number of the gradient that I come with; with backup workers that of the step."""
@@ -130,7 +130,12 @@ class ElasticConsistency:
     def _ask(self, number: int) -> Mapping[str, Any]:
         client, gradient, began = self._client, self._gradient(number), time.perf_counter()
         settings = list(enumerate(optimizers.settings(client.optimizers[number])))
-        said = {"part": client.scene.moment.share_of_step, "settings": settings, "number": gradient, "pieces": self.desk.pieces()}
+        said = {
+            "part": client.context.step_state.share_of_step,
+            "settings": settings,
+            "number": gradient,
+            "pieces": self.sample_queue.pieces(),
+        }
         asked: dict[str, Any] = {"optimizer": number, "said": said}
         if self.drops:
             step = 0 if self._again else gradient  # 0: late
@@ -138,9 +143,9 @@ class ElasticConsistency:
         else:
             bound = -1 if self._alone else int(self._bound)
             kind, step, more = "gather", 0, {"number": gradient, "bound": bound, "alone": self._alone, "part": False}
-        keeper = client.callers[0]
-        sent = keeper.send(kind, step=step, body=asked | more, seconds=client.seconds)
-        found = client.wait(keeper, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
+        scheduler = client.callers[0]
+        sent = scheduler.send(kind, step=step, body=asked | more, seconds=client.seconds)
+        found = client.wait(scheduler, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
         client.wires.waited += time.perf_counter() - began
         return found
 
@@ -152,7 +157,7 @@ class ElasticConsistency:
         client, parcels, step = self._client, self._client.units(number), self._number(number, found)
         factor = client.factors.get(number, 1.0) / (1.0 if self._alone else found["parts"])
         body = {"workers": found["workers"], "factor": factor, "settings": found["said"]["settings"], "decided": True}
-        body |= {"came": found["came"], "of": self.desk.part}
+        body |= {"came": found["came"], "of": self.sample_queue.part}
         body |= {} if self.drops else {"part": found["parts"], "keep": True}
         closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
         for caller, message in closes:
@@ -163,12 +168,12 @@ class ElasticConsistency:
 
     def _skip(self, number: int, step: int) -> None:
         """I am too late: go on from this step, once all copies have made it."""
-        client, parcels, pieces = self._client, self._client.units(number), self.desk.pieces()
+        client, parcels, pieces = self._client, self._client.units(number), self.sample_queue.pieces()
         made, reads = client.everywhere("taken", number, step, {}), client.ask_for(parcels, step)
         for caller, message in made:
             caller.wait(message, client.seconds)
         if pieces and not self._again:
-            body = {"epoch": self.desk.part[0], "pieces": pieces}
+            body = {"epoch": self.sample_queue.part[0], "pieces": pieces}
             told = [(caller, caller.send("drop", body=body, seconds=client.seconds)) for caller in client.wires.callers]
             for caller, message in told:
                 caller.wait(message, client.seconds)
@@ -180,7 +185,7 @@ class ElasticConsistency:
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Consistency`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
-        return self._client.scene.agreement.lasting(lambda: self._ask_norms(numbers, kind))
+        return self._client.context.agreement.lasting(lambda: self._ask_norms(numbers, kind))
 
     def _clip_again(self, number: int) -> None:
         """Who makes the step may be others now: clip by their norm. What has stepped since with this clip has the norm that it had."""
@@ -209,18 +214,18 @@ class ElasticConsistency:
 
     def commit(self) -> None:
         """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
-        if not self.desk.open:
+        if not self.sample_queue.open:
             return
         client, dropped = self._client, "again" if self._again else "dropped" if self._late else ""
         self._late = self._stepped = False
-        self.desk.tick(dropped)
+        self.sample_queue.tick(dropped)
         known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
-        if self.desk.clock - known > self._bound:
-            self.desk.go()
-            client.scene.agreement.lasting(lambda: client.catch_up({}))
-            self._known = dict.fromkeys(range(len(client.optimizers)), self.desk.clock - int(self._bound))
+        if self.sample_queue.clock - known > self._bound:
+            self.sample_queue.go()
+            client.context.agreement.lasting(lambda: client.catch_up({}))
+            self._known = dict.fromkeys(range(len(client.optimizers)), self.sample_queue.clock - int(self._bound))
         if self.copies.waits and self.copies.begun():
-            client.scene.agreement.call_all(ServerLost("a copy of a server has begun"))
+            client.context.agreement.call_all(ServerLost("a copy of a server has begun"))
 
     # ---- losses
 
@@ -229,13 +234,13 @@ class ElasticConsistency:
 
         Raises `StateLost` where nobody has a shard any more.
         """
-        client, group = self._client, self._client.scene.group
-        client.wires.follow(client.scene.breaker)
+        client, group = self._client, self._client.context.group
+        client.wires.follow(client.context.cancel_scope)
         client.release()
         self._decided.clear()
         client.factors.clear()
-        self.copies.survey(client.scene)
-        mine = {"report": asdict(self.desk.report()), "begun": self.copies.begun()}
+        self.copies.survey(client.context)
+        mine = {"report": asdict(self.sample_queue.report()), "begun": self.copies.begun()}
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]
         reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
@@ -246,9 +251,11 @@ class ElasticConsistency:
         self._begun += self.copies.take_in(begun, filled)
         me = self.copies.me
         self._counted = {optimizer: numbers.get(me, 0) for optimizer, numbers in enumerate(gradients)}
-        self.desk.resume(clocks[me])
+        self.sample_queue.resume(clocks[me])
         if nobodys and group.rank == 0:
-            client.scene.announce(f"{nobodys} samples of epoch {self.desk.part[0]} were lost with a worker, when all others had ended it")
+            client.context.announce(
+                f"{nobodys} samples of epoch {self.sample_queue.part[0]} were lost with a worker, when all others had ended it"
+            )
 
     def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
         """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""
@@ -258,9 +265,9 @@ class ElasticConsistency:
         for optimizer in range(len(client.optimizers)):
             self._even(optimizer, steps)
         ledgers = self._tell_all(client.wires.callers, "void", {})
-        ledger = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in client.callers)
+        journal = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in client.callers)
         made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(client.optimizers))]
-        standing = stand(reports, self.desk.sizes, ledger, made, gathers=not self.drops)
+        standing = stand(reports, self.sample_queue.sizes, journal, made, gathers=not self.drops)
         client.callers[0].call("resume", tensors=[packed(standing.dump())], seconds=client.seconds)
         filled = self.copies.fill(begun)
         return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
@@ -292,7 +299,7 @@ class ElasticConsistency:
 
 def paced(client: ParameterServerSync, plan: ParameterServer) -> Consistency:
     """The pace that a plan asks for, here."""
-    if client.scene.survives and (plan.backup_workers or plan.staleness):
+    if client.context.survives and (plan.backup_workers or plan.staleness):
         return ElasticConsistency(client, plan)
     kind = (
         BackupWorkers

@@ -57,12 +57,12 @@ class LockstepSampleQueue:
 
     def together(self) -> AbstractContextManager[None]:
         """See `Desk`."""
-        return self._client.scene.agreement.entered()
+        return self._client.context.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         """See `Desk`."""
         client = self._client
-        asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had}
+        asked = {"stop": stop, "collect": client.context.group.rank == 0, "had": self._had}
         found = client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
         self._had = len(found.tensors)
         return letters(found)

@@ -184,7 +184,7 @@ class PendingPulls:
     def _take(self, key: tuple[int, int], seconds: float) -> None:
         client, pull, began = self._client, self._pulls[key], time.perf_counter()
         try:
-            answer = client.scene.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
+            answer = client.context.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
         except DeadlineExceeded as error:
             names = ", ".join(sorted(client.slots[slot].name for slot in pull.slots))
             raise DeadlineExceeded(f"{error}, and {names} is on its way from there", error.missing) from error
@@ -196,9 +196,9 @@ class PendingPulls:
             if not self._units[slot]:
                 self._free(slot)
         ended = time.perf_counter()
-        client.scene.pulling += ended - began
+        client.context.pulling += ended - began
         self._shown += ended - began
-        client.scene.trace.record("parameters", "exchange", int(began * 1e9), int(ended * 1e9))
+        client.context.trace.record("parameters", "exchange", int(began * 1e9), int(ended * 1e9))
         self._conclude()
 
     def _free(self, slot: int) -> None:
@@ -212,13 +212,13 @@ class PendingPulls:
 
     def step(self, optimizer: int, act: Callable[[int], None]) -> None:
         """A step of an optimizer: `act`, once what its last one has left on its way is there."""
-        scene = self._client.scene
-        pulling = scene.pulling
+        context = self._client.context
+        pulling = context.pulling
         self.check(optimizer)
         self.arrive(optimizer)
         began = time.perf_counter()
         act(optimizer)
-        scene.pulling = pulling  # whoever asked for the step counts its time
+        context.pulling = pulling  # whoever asked for the step counts its time
         self._needed = began if self._needed is None else self._needed
         self._shown += time.perf_counter() - began
         self._conclude()
@@ -238,7 +238,7 @@ class PendingPulls:
                     self._take(key, max(until - time.monotonic(), 0.0))
             if self._units:
                 names = ", ".join(sorted(self._client.slots[slot].name for slot in self._units))
-                self._client.scene.announce(f"what the last step made of {names} has not come: there are older values in the model")
+                self._client.context.announce(f"what the last step made of {names} has not come: there are older values in the model")
             self._pulls.clear()
             for slot in list(self._units):
                 self._free(slot)

@@ -21,23 +21,23 @@ SLICE_SECONDS = 1.0  # between two meetings while copies are filled
 def renew(copies: ServerReplication) -> None:
     """Take in the copies that have begun since. Collective, if there are any about to be."""
     if copies.waits:
-        copies.take_in(*copies.scene.agreement.repeat(lambda: _begun(copies), what=f"{copies.kind}s begin"))
+        copies.take_in(*copies.context.agreement.repeat(lambda: _begun(copies), what=f"{copies.kind}s begin"))
 
 
 def _begun(copies: ServerReplication) -> tuple[list[Any], list[int]]:
     """Those that have begun, with what all have to know of them, and the numbers of those that were filled."""
-    answers = copies.scene.agreement.meet(f"{copies.kind}s begin", json.dumps(copies.begun()).encode())
+    answers = copies.context.agreement.meet(f"{copies.kind}s begin", json.dumps(copies.begun()).encode())
     told = sorted(found for answer in answers for found in json.loads(answer))
     return told, [number for number, found in told if found and _filled(copies, found)]
 
 
 def _filled(copies: ServerReplication, told: Any) -> bool:
     """Whether the first worker could give this one what it is to keep. Collective."""
-    first = copies.scene.group.rank == 0
+    first = copies.context.group.rank == 0
     filling = copies.filling(told) if first else iter(())
     while True:
-        word = _slice(filling, copies.scene.deadline) if first else b""
-        answer = copies.scene.agreement.meet(f"{copies.kind}s are filled", word)[0]
+        word = _slice(filling, copies.context.deadline) if first else b""
+        answer = copies.context.agreement.meet(f"{copies.kind}s are filled", word)[0]
         if answer != b"on":
             return answer == b"filled"
 

@@ -45,15 +45,15 @@ def gone(names: Collection[str]) -> StateLost:
 
 
 class ServerReplication:
-    """One worker's part in that. `house` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
+    """One worker's part in that. `pool` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
 
     `kind`: what one is called in messages.
     """
 
     def __init__(
-        self, scene: SyncContext, house: ServerPool, wires: ReplicaConnections, copies: int, *, fill: Fill, kind: str = "server"
+        self, context: SyncContext, pool: ServerPool, wires: ReplicaConnections, copies: int, *, fill: Fill, kind: str = "server"
     ) -> None:
-        self.scene, self.house, self.kind = scene, house, kind
+        self.context, self.pool, self.kind = context, pool, kind
         self._wires, self._copies, self._fill = wires, copies, fill
         self._lost: list[str] = []  # servers, as they are called
         self._left: set[int] = set()  # servers that went with their hosts
@@ -65,12 +65,12 @@ class ServerReplication:
     @property
     def workers(self) -> list[int]:
         """What workers are called, by rank."""
-        return list(self.scene.agreement.origins)
+        return list(self.context.agreement.origins)
 
     @property
     def me(self) -> int:
         """What I am called."""
-        return self.workers[self.scene.group.rank]
+        return self.workers[self.context.group.rank]
 
     @property
     def waits(self) -> bool:
@@ -79,34 +79,34 @@ class ServerReplication:
 
     # ---- who is left
 
-    def survey(self, scene: SyncContext) -> None:
+    def survey(self, context: SyncContext) -> None:
         """The workers are others, or servers were lost: go on with those that are left, and begin to start what is missing. Collective.
 
         Raises `StateLost` where nobody has a shard any more.
         """
-        self.scene, wires, house = scene, self._wires, self.house
+        self.context, wires, pool = context, self._wires, self.pool
         anew = [[number, list(found)] for number, found in sorted(self._anew.items()) if found.starter == self.me]
-        mine = {"lost": wires.lost(min(scene.deadline, ALIVE_SECONDS)), "left": sorted(self._left), "anew": anew, "taken": self._taken}
-        mine |= {"here": house.here, "next": house.next}
-        told = [json.loads(body) for body in scene.group.agree(json.dumps(mine).encode())]
+        mine = {"lost": wires.lost(min(context.deadline, ALIVE_SECONDS)), "left": sorted(self._left), "anew": anew, "taken": self._taken}
+        mine |= {"here": pool.here, "next": pool.next}
+        told = [json.loads(body) for body in context.group.agree(json.dumps(mine).encode())]
         lost = {number for each in told for number in each["lost"]}
-        house.next = max(each["next"] for each in told)
+        pool.next = max(each["next"] for each in told)
         self._anew = {number: StartingReplica(*found) for each in told for number, found in each["anew"]}
         for number, found in [taken for each in told for taken in each["taken"]]:
             self._count(number, found)
         self._left |= {number for each in told for number in each["left"]}
         shards = len(wires.of)
         self._lost += (names := wires.names(lost - self._left))
-        room = house.lose(lost | self._left)
-        if {*range(shards)} - {*room.shards}:
+        endpoints = pool.lose(lost | self._left)
+        if {*range(shards)} - {*endpoints.shards}:
             raise gone(names or [f"a {self.kind}"])
-        wires.reach(room, self.me)
-        self._taken = [[number, found] for number, found in self._taken if number in room.numbers]
-        self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, room)
+        wires.reach(endpoints, self.me)
+        self._taken = [[number, found] for number, found in self._taken if number in endpoints.numbers]
+        self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, endpoints)
 
-    def _replace(self, hosts: Mapping[int, str], room: ServerEndpoints) -> None:
+    def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
         """Begin to start what is missing; `hosts` of the workers that live."""
-        wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - room.shards.count(shard))]
+        wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - endpoints.shards.count(shard))]
         for _, found in sorted(self._anew.items()):
             if found.shard in wanted:
                 wanted.remove(found.shard)
@@ -114,7 +114,7 @@ class ServerReplication:
 
     def _start(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
         """Begin to start copies of these: on hosts that have none of the shard, those with the fewest servers first."""
-        homes, all_of_them = self.house.homes(), [*hosts.values()]
+        homes, all_of_them = self.pool.homes(), [*hosts.values()]
         homes += [(hosts[found.starter], found.shard) for _, found in sorted(self._anew.items()) if found.starter in hosts]
         for shard in shards:
             free = [host for host in dict.fromkeys(all_of_them) if (host, shard) not in homes]
@@ -123,7 +123,7 @@ class ServerReplication:
             home = min(free or all_of_them, key=lambda host: sum(host == other for other, _ in homes))
             homes.append((home, shard))
             starter = next(worker for worker, host in hosts.items() if host == home)
-            self._anew[self.house.spawn(shard, mine=starter == self.me)] = StartingReplica(shard, starter)
+            self._anew[self.pool.spawn(shard, mine=starter == self.me)] = StartingReplica(shard, starter)
 
     # ---- who leaves
 
@@ -133,30 +133,30 @@ class ServerReplication:
         `hosts` of all workers, of which some stay. Within a call of all.
         """
         staying = {worker: host for worker, host in hosts.items() if host not in leaving}
-        kept = {shard for home, shard in self.house.homes() if home not in leaving}
+        kept = {shard for home, shard in self.pool.homes() if home not in leaving}
         bare = {*range(len(self._wires.of))} - kept
         self._start(sorted(bare - {found.shard for found in self._anew.values() if found.starter in staying}), staying)
         return not bare
 
     def part(self, leaving: Collection[str]) -> None:
         """The servers on these hosts, which go, don't count any more. On all workers, when nobody tells servers anything."""
-        numbers = self.house.on(leaving)
+        numbers = self.pool.on(leaving)
         self._left |= {*numbers}
-        self._wires.reach(self.house.lose(numbers), self.me)
+        self._wires.reach(self.pool.lose(numbers), self.me)
 
     # ---- who comes
 
     def begun(self) -> list[Any]:
         """Of those that I start: which have begun, or failed to, with what the others have to know of them."""
-        mine = {number: self.house.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
+        mine = {number: self.pool.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
         return [[number, found] for number, found in mine.items() if found is not None]
 
     def filling(self, told: Any) -> Iterator[bool]:
         """Give one that has begun what the others of its shard have; gives True after each piece, False where it is lost already."""
-        room = self.house.at(told)
-        number, shard = room.numbers[0], room.shards[0]
-        caller = self._early.get(number) or self._wires.call(room, self.me)
-        self._early[number], caller.breaker = caller, self._wires.breaker
+        endpoints = self.pool.at(told)
+        number, shard = endpoints.numbers[0], endpoints.shards[0]
+        caller = self._early.get(number) or self._wires.call(endpoints, self.me)
+        self._early[number], caller.cancel_scope = caller, self._wires.cancel_scope
         try:
             for _ in self._fill(shard, caller):
                 yield True
@@ -176,17 +176,17 @@ class ServerReplication:
             self._anew.pop(number, None)
             if (early := self._early.pop(number, None)) is not None:
                 early.close()
-            self.scene.announce(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
+            self.context.announce(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
         return self._wires.names(filled)
 
     def _count(self, number: int, found: Any) -> None:
         """It counts, if it doesn't yet, nor has been lost since."""
         self._anew.pop(number, None)
-        known = self._seen | {*self.house.lose(()).numbers}  # who has just come was told where servers are
+        known = self._seen | {*self.pool.lose(()).numbers}  # who has just come was told where servers are
         self._seen.add(number)
         if number not in known:
             self._wires.know(number, self._early.pop(number, None))
-            self._wires.reach(self.house.add(found), self.me)
+            self._wires.reach(self.pool.add(found), self.me)
 
     # ---- for others
 

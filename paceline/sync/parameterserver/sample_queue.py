@@ -50,11 +50,11 @@ class SampleQueueClient:
         self._owes = False  # a turn is over, and I have not been told that I may begin the next
         self._tick: dict[str, Any] = {}
         self._going: int | None = None  # the message that is answered then
-        self._keeper: RpcClient | None = None
+        self._scheduler: RpcClient | None = None
         self._had = self._letters = 0  # letters that came last; that I have sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
-        return self._client.scene.agreement.lasting(act)
+        return self._client.context.agreement.lasting(act)
 
     def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> RpcMessage:
         client = self._client
@@ -158,7 +158,7 @@ class SampleQueueClient:
 
     def together(self) -> AbstractContextManager[None]:
         """See `Desk`."""
-        return self._client.scene.agreement.entered()
+        return self._client.context.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         """See `Desk`."""
@@ -167,7 +167,7 @@ class SampleQueueClient:
         self._stopped = self._stopped or stop
 
         def act() -> RpcMessage:
-            asked = {"stop": stop, "collect": client.scene.group.rank == 0, "had": self._had, "number": self._letters}
+            asked = {"stop": stop, "collect": client.context.group.rank == 0, "had": self._had, "number": self._letters}
             return client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
 
         found = self._lasting(act)
@@ -185,8 +185,8 @@ class SampleQueueClient:
 
     def resume(self, clock: int) -> None:
         """The keeper knows where all stand, me at this clock: go on."""
-        if self._keeper is not self._client.callers[0]:
-            self._keeper, self._had = self._client.callers[0], 0
+        if self._scheduler is not self._client.callers[0]:
+            self._scheduler, self._had = self._client.callers[0], 0
         self.clock, self._going = clock, None
         if self._owes:
             self._tick["clock"] = clock

@@ -55,14 +55,14 @@ class ElasticBulkSynchronous:
         if number in self._makers:
             client.settle(number)  # raises if p.grad has been changed since
             return
-        if client.scene.moment.exchange_closed:
+        if client.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
             client.settle(number)
             return list(client.workers)
 
-        self._makers[number] = client.scene.agreement.settle(act, "optimizer.step", apart=True)
+        self._makers[number] = client.context.agreement.settle(act, "optimizer.step", apart=True)
 
     def step(self, number: int) -> None:
         """See `Consistency`. Raises `CallDiscarded` where the turn comes again."""
@@ -80,13 +80,13 @@ class ElasticBulkSynchronous:
                 caller.wait(message, client.seconds)
             client.take_in(parcels, reads)
 
-        client.scene.agreement.repeat(act, what="optimizer.step")
+        client.context.agreement.repeat(act, what="optimizer.step")
         self._made.append(number)
         del self._makers[number]
         client.factors.pop(number, None)
         client.steps_taken[number] = step
         if self.copies.waits:
-            client.scene.agreement.repeat(self._quieten, what="optimizer.step")
+            client.context.agreement.repeat(self._quieten, what="optimizer.step")
         renew(self.copies)
 
     def _quieten(self) -> None:
@@ -107,7 +107,7 @@ class ElasticBulkSynchronous:
                 asked += client.everywhere("norm", number, client.steps_taken[number] + 1, body, ask=True)
             return [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in asked]
 
-        return client.scene.agreement.repeat(act, what="run.clip")
+        return client.context.agreement.repeat(act, what="run.clip")
 
     def commit(self) -> None:
         """See `Consistency`."""
@@ -136,4 +136,4 @@ class ElasticBulkSynchronous:
 
     def regroup(self) -> None:
         """The workers are others, or servers were lost. Collective. Raises `StateLost` where nobody has a shard any more."""
-        self.copies.survey(self._client.scene)
+        self.copies.survey(self._client.context)

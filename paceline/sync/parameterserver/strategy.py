@@ -82,13 +82,13 @@ class ParameterServer:
         if self.requeue and not self.backup_workers:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
-    def begin(self, scene: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> Sync:
         """See `Strategy.begin`."""
-        if self.backup_workers >= max(scene.group.size, 2):
-            raise UsageError(f"backup_workers={self.backup_workers} of {scene.group.size} workers leaves none to wait for; give fewer")
-        if self.pull == "forward" and scene.survives:
+        if self.backup_workers >= max(context.group.size, 2):
+            raise UsageError(f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none to wait for; give fewer")
+        if self.pull == "forward" and context.survives:
             raise UsageError(
                 "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
                 "parameters where steps are settled"
             )
-        return ParameterServerSync(scene, self)
+        return ParameterServerSync(context, self)

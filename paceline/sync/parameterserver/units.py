@@ -125,12 +125,13 @@ class ServerLinks:
         """See `SideGroup`."""
         return sum((_sent(caller) for caller in self.callers), self._past)
 
-    def open(self, room: ServerEndpoints, me: int) -> None:
+    def open(self, endpoints: ServerEndpoints, me: int) -> None:
         """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
         self.callers = [
-            RpcClient(address, room.keys, sender=me, who=name) for address, name in zip(room.addresses, room.names, strict=True)
+            RpcClient(address, endpoints.keys, sender=me, who=name)
+            for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
         ]
-        room.watch(self.end)
+        endpoints.watch(self.end)
 
     def close(self) -> None:
         """See `SideGroup`."""

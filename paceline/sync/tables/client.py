@@ -58,22 +58,22 @@ Step = tuple["TableClient", TableGradient, dict[str, Any]]  # of one table, with
 class TableServers:
     """The servers of all tables of a run, as this worker reaches them: each shard of rows on a primary, and copies of it perhaps."""
 
-    def __init__(self, scene: SyncContext, servers: int | None, replicas: int = 1) -> None:
-        if scene.table_servers is None:
+    def __init__(self, context: SyncContext, servers: int | None, replicas: int = 1) -> None:
+        if context.table_servers is None:
             raise UsageError("sparse tables need servers, and nobody starts any here: start the workers with `paceline run`")
-        self.scene, self.replicas = scene, replicas
+        self.context, self.replicas = context, replicas
         self.wires = ReplicaConnections()
-        scene.extra_groups.append(ServerTraffic(self.wires))
-        self.room = scene.table_servers(servers, replicas)
-        if self.room.house is None and replicas > 1:
-            self.room.close()
+        context.extra_groups.append(ServerTraffic(self.wires))
+        self.endpoints = context.table_servers(servers, replicas)
+        if self.endpoints.pool is None and replicas > 1:
+            self.endpoints.close()
             raise UsageError(
                 f"SparseEmbedding(replicas={replicas}) is for runs that go on when a server is lost: start them with `paceline run "
                 "--min-workers N`, or leave it out"
             )
-        self.waiting = self.room.house is not None and not self.room.addresses  # to be told where servers are
+        self.waiting = self.endpoints.pool is not None and not self.endpoints.addresses  # to be told where servers are
         if not self.waiting:
-            self.wires.open(self.room, self.me)
+            self.wires.open(self.endpoints, self.me)
         self.free = ""  # workers are not in lockstep: each steps tables "alone", or "together" with those who make a step (`freerows`)
         self._given: list[SentMessage] = []  # what was not acknowledged yet
         self.tables: list[TableClient] = []
@@ -81,7 +81,7 @@ class TableServers:
     @property
     def me(self) -> int:
         """What this worker is called."""
-        return self.scene.agreement.origins[self.scene.group.rank]
+        return self.context.agreement.origins[self.context.group.rank]
 
     @property
     def shards(self) -> int:
@@ -101,15 +101,15 @@ class TableServers:
         """A message to the one of its copies that is asked. Raises `StateLost` where none is left."""
         for caller in self.wires.of[shard]:
             try:
-                return SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline))
+                return SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.context.deadline))
             except LOSSES:
-                if self.room.house is None or self.wires.left:
+                if self.endpoints.pool is None or self.wires.left:
                     raise
         raise gone([caller.who for caller in self.wires.of[shard]])
 
     def wait(self, sent: SentMessage) -> RpcMessage:
         """The answer to this one."""
-        return sent.caller.wait(sent.number, self.scene.deadline)
+        return sent.caller.wait(sent.number, self.context.deadline)
 
     def answer(self, sent: SentMessage, again: Callable[[], SentMessage]) -> RpcMessage:
         """The answer to this question; where who was asked is lost, another is asked `again`."""
@@ -117,7 +117,7 @@ class TableServers:
             try:
                 return self.wait(sent)
             except LOSSES:
-                if self.room.house is None or self.wires.left:
+                if self.endpoints.pool is None or self.wires.left:
                     raise
             sent = again()
 
@@ -127,7 +127,7 @@ class TableServers:
 
     def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Tell all copies of a shard."""
-        self.wires.tell(shard, kind, body, tensors, self.scene.deadline)
+        self.wires.tell(shard, kind, body, tensors, self.context.deadline)
 
     def split(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Each shard that has some of these rows, and which."""
@@ -141,7 +141,7 @@ class TableServers:
     def give(self, found: Sequence[Step]) -> None:
         """My part of the next step of these tables, which is made once all have given theirs. Waits for nobody."""
         self.settle()
-        self._given = self.spread("rows.give", found, {"workers": list(range(self.scene.group.size))})
+        self._given = self.spread("rows.give", found, {"workers": list(range(self.context.group.size))})
         for lookup, _, _ in found:
             lookup.advance()
 
@@ -157,7 +157,7 @@ class TableServers:
                 where = part.get(shard, nothing)
                 tensors += [gradient.ids[where], gradient.values[where]]
             for caller in self.wires.of[shard]:
-                sent.append(SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.scene.deadline)))
+                sent.append(SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.context.deadline)))
         return sent
 
     def settle(self) -> None:
@@ -167,12 +167,12 @@ class TableServers:
 
     def close(self, *, left: bool) -> None:
         """Hang up, and end the servers that this worker has started; where losses are survived, all, unless others go on (`left`)."""
-        house = self.room.house
-        self.wires.dismiss(told=house is not None and not left and self.scene.group.rank == 0)
-        if house is not None and left:
-            house.leave()
+        pool = self.endpoints.pool
+        self.wires.dismiss(told=pool is not None and not left and self.context.group.rank == 0)
+        if pool is not None and left:
+            pool.leave()
         else:
-            self.room.close()
+            self.endpoints.close()
 
 
 class TableClient:
@@ -194,7 +194,7 @@ class TableClient:
         if found is None:
             self.waits += 1
             asked = self._ask(ids, self.steps)
-            found = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+            found = self._library.context.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
         self.seconds += time.perf_counter() - began
         return found
 
@@ -219,7 +219,7 @@ class TableClient:
         if not same and not torch.equal(asked.ids[places], ids):
             return None
         self._ahead = [other for other in self._ahead if other is not asked]
-        values = self._library.scene.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
+        values = self._library.context.agreement.wait(lambda: self._take(asked), f"the rows of {self.name}")
         return values if same else values[places]
 
     def _ask(self, ids: Tensor, step: int) -> PendingRows:
@@ -242,7 +242,7 @@ class TableClient:
             try:
                 answers.append((where, self._library.answer(sent, again).tensors[0]))
             except DeadlineExceeded as error:
-                lockstep = self._library.room.house is None and not self._library.free
+                lockstep = self._library.endpoints.pool is None and not self._library.free
                 raise self._named(error, shard) if lockstep else error from error
         if len(answers) == 1:
             return answers[0][1]
@@ -254,7 +254,7 @@ class TableClient:
     def _named(self, error: DeadlineExceeded, shard: int) -> DeadlineExceeded:
         """The error with the names of those who are waited for."""
         given = self._library.call(shard, "rows.given", {"table": self.number}).body["workers"]
-        missing = tuple(rank for rank in range(self._library.scene.group.size) if rank not in given)
+        missing = tuple(rank for rank in range(self._library.context.group.size) if rank not in given)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return DeadlineExceeded(f"{error}: the rows of {self.name} wait for step {self.steps} of {ranks}", missing)
 
@@ -263,7 +263,7 @@ class TableClient:
     def entry(self, gradient: TableGradient, settings: dict[str, Any]) -> dict[str, Any]:
         """What is told of the next step, beside the gradient. What was told may be void where losses are survived, or workers not in
         lockstep: so all of it again."""
-        changed = settings != self._told or self._library.room.house is not None or bool(self._library.free)
+        changed = settings != self._told or self._library.endpoints.pool is not None or bool(self._library.free)
         self._told = settings
         return {"table": self.number, "step": self.steps + 1, "used": gradient.used, "settings": settings if changed else None}
 
@@ -278,7 +278,7 @@ class TableClient:
 
     def _drop(self, asked: PendingRows) -> None:
         for _, _, sent in asked.parts:
-            with contextlib.suppress(*LOSSES if self._library.room.house is not None else ()):
+            with contextlib.suppress(*LOSSES if self._library.endpoints.pool is not None else ()):
                 self._library.wait(sent)
 
     def void(self) -> None:

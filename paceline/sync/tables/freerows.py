@@ -52,7 +52,7 @@ class UnlockedRows:
         client = self._client
         self._library, self._owned = library, owned
         library.free = "alone" if isinstance(client.pace, Asynchronous) else "together"
-        library.wires.follow(client.scene.breaker)
+        library.wires.follow(client.context.cancel_scope)
         for optimizer in optimizers:
             if owned(optimizer) and all(known is not optimizer for known in client.optimizers):
                 client.optimizers.append(optimizer)
@@ -104,7 +104,7 @@ class UnlockedRows:
 
     def apply(self, number: int) -> list[tuple[RpcClient, int]]:
         """Step with what I come with alone, by my part of the learning rate; gives the messages."""
-        tables, library, part = self._tables(number), self._library, self._client.scene.moment.share_of_step
+        tables, library, part = self._tables(number), self._library, self._client.context.step_state.share_of_step
         if not tables or library is None:
             return []
         body = {"part": part, "factor": 1.0 / part if part else 0.0}

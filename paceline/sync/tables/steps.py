@@ -26,11 +26,11 @@ from paceline.sync.tables.client import SentMessage, Step, TableClient, TableSer
 
 
 class RowSteps:
-    """The steps of a library's tables, and what becomes of its servers. `house` is where they are."""
+    """The steps of a library's tables, and what becomes of its servers. `pool` is where they are."""
 
-    def __init__(self, library: TableServers, house: ServerPool) -> None:
+    def __init__(self, library: TableServers, pool: ServerPool) -> None:
         self._library = library
-        self.copies = ServerReplication(library.scene, house, library.wires, library.replicas, fill=self._fill, kind="table server")
+        self.copies = ServerReplication(library.context, pool, library.wires, library.replicas, fill=self._fill, kind="table server")
         self._workers: list[int] = []  # whose gradients make the next step
         self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
         self._me = -1 if library.waiting else library.me  # what servers know me by
@@ -40,8 +40,8 @@ class RowSteps:
 
     def settle(self, found: Sequence[Step]) -> None:
         """Tell all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
-        library, agreement = self._library, self._library.scene.agreement
-        if library.scene.moment.exchange_closed:
+        library, agreement = self._library, self._library.context.agreement
+        if library.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
@@ -66,7 +66,7 @@ class RowSteps:
     def _everywhere(self, kind: str, body: dict[str, Any]) -> None:
         """Tell all servers; one that is lost shows it in the next call of all workers, or when nobody else is there to be asked."""
         library, sent = self._library, list[SentMessage]()
-        agreement, seconds = library.scene.agreement, library.scene.deadline
+        agreement, seconds = library.context.agreement, library.context.deadline
         body = {**body, "calls": agreement.calls}
 
         def act() -> None:
@@ -106,33 +106,33 @@ class RowSteps:
 
     def layout(self) -> Any:
         """What who has just come has to know: JSON."""
-        return {"room": self.copies.house.join_info(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
+        return {"room": self.copies.pool.join_info(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
 
-    def regroup(self, scene: SyncContext, layout: Any) -> None:
+    def regroup(self, context: SyncContext, layout: Any) -> None:
         """The workers are others now. Collective; see `Sync.regroup`."""
         library = self._library
-        scene.extra_groups.append(ServerTraffic(library.wires))
+        context.extra_groups.append(ServerTraffic(library.wires))
         if layout is not None:
             self._enter(layout)
-        self.copies.survey(scene)
+        self.copies.survey(context)
         for lookup in library.tables:
             lookup.void()
 
     def _enter(self, layout: Any) -> None:
         """Somebody has come, I perhaps: stand where all do. Who came in vain before may be called otherwise now."""
         library = self._library
-        library.room = self.copies.house.join(layout["room"])
+        library.endpoints = self.copies.pool.join(layout["room"])
         if library.me != self._me:
             library.wires.close()
-            library.wires.open(library.room, library.me)
+            library.wires.open(library.endpoints, library.me)
         else:
-            library.wires.reach(library.room, library.me)
+            library.wires.reach(library.endpoints, library.me)
         self._me, library.waiting = library.me, False
         for lookup, (steps, seed) in zip(library.tables, layout["tables"], strict=True):
             lookup.place(steps, seed)
 
     def _fill(self, shard: int, caller: RpcClient) -> Iterator[None]:
-        library, seconds = self._library, self._library.scene.deadline
+        library, seconds = self._library, self._library.context.deadline
         for lookup in library.tables:
             stand = {"table": lookup.number, **library.call(shard, "rows.stand", {"table": lookup.number}).body}
             caller.call("rows.become", body={**stand, "server": shard, "servers": library.shards}, seconds=seconds)

@@ -144,7 +144,7 @@ def test_the_loader_stops_before_the_step_asked_for(tmp_path: Path) -> None:
         page.release()
 
     def train(run: Any) -> None:
-        run._turns._page = Page(tmp_path / "page")
+        run._loop._page = Page(tmp_path / "page")
         for _ in run.prepare(batches(40, 8), train=True):
             seen.append(run.steps)
 
@@ -163,7 +163,7 @@ def test_micro_batches_are_not_steps(tmp_path: Path) -> None:
     page.reach = lambda step: reached.append(step) or 0.0  # type: ignore[method-assign, func-returns-value]
 
     def train(run: Any) -> None:
-        run._turns._page = page
+        run._loop._page = page
         loader = run.prepare(batches(16, 8), train=True, accumulate=2)
         for _ in loader:
             pass

@@ -28,7 +28,7 @@ TINY = 16 << 10  # bytes of a block, so that small tensors have many
 def join(store: Store, rank: int, size: int, *, block: int = TINY, **options: Any) -> SharedGroup:
     """A group; `block` makes its blocks small."""
     group = SharedGroup.from_store(store, rank, size, **({"deadline": 20.0} | options))
-    group.board.block = block // (64 * size) * (64 * size)
+    group.segment.block = block // (64 * size) * (64 * size)
     return group
 
 
@@ -88,10 +88,10 @@ def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
         group = SharedGroup.from_store(store, rank, size, deadline=20)
         dice = random.Random(5)
         for length in [1, 8191, 8192, 8193, 65_536 * size, 700_001, *(dice.randrange(1, 100_000) for _ in range(4))]:
-            for block in (group.board.block, 64 * size, 4096 * size):
+            for block in (group.segment.block, 64 * size, 4096 * size):
                 if length * 4 > 500 * block:
                     continue
-                before, group.board.block = group.board.block, block
+                before, group.segment.block = group.segment.block, block
                 parts = [mine(r, (length,), torch.float32) for r in range(size)]
                 wanted = reduce("sum", parts)
                 out = torch.full((length + 2,), 7.0)
@@ -99,7 +99,7 @@ def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
                 assert torch.equal(out[1:-1], wanted) and out[0] == out[-1] == 7, (length, block)
                 group.all_reduce(parts[rank], out=parts[rank]).wait()
                 assert torch.equal(parts[rank], wanted), (length, block)
-                group.board.block = before
+                group.segment.block = before
         group.close()
 
     fork(size, body)
@@ -726,7 +726,7 @@ def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Pa
         with pytest.raises(ResourceError, match=r"MiB of shared memory can't be had \(No space left on device; .*small has 1 MiB free\)"):
             join(store.sub("a"), rank, size, folder=str(small))
         group = join(store.sub("b"), rank, size, folder=str(tmp_path))
-        group.board.folder = str(small)
+        group.segment.folder = str(small)
         with pytest.raises(ResourceError, match="shm-size"):
             group.empty((10**6,), torch.float32)
         with pytest.raises(ResourceError, match="shm-size"):

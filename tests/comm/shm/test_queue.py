@@ -19,24 +19,24 @@ def queues(size: int, body: Any) -> list[Any]:
     """`body(queue, board)` on threads, one a rank."""
 
     def run(rank: int, size: int, store: Store) -> Any:
-        board = ControlSegment.from_store(store, rank, range(size), deadline=10)
-        return body(WorkQueue(board, []), board)
+        segment = ControlSegment.from_store(store, rank, range(size), deadline=10)
+        return body(WorkQueue(segment, []), segment)
 
     return threads(size, run)
 
 
-def counting(board: ControlSegment, phases: int, log: list[Any], name: Any) -> Steps:
+def counting(segment: ControlSegment, phases: int, log: list[Any], name: Any) -> Steps:
     for phase in range(phases):
         log.append((name, phase))
-        board.post()
-        yield board.posted
+        segment.post()
+        yield segment.posted
     return name
 
 
 def test_operations_run_one_after_the_other_and_only_when_pushed() -> None:
-    def body(queue: WorkQueue, board: ControlSegment) -> None:
+    def body(queue: WorkQueue, segment: ControlSegment) -> None:
         log: list[Any] = []
-        works = [queue.start(CALL, counting(board, 3, log, name)) for name in "ab"]
+        works = [queue.start(CALL, counting(segment, 3, log, name)) for name in "ab"]
         assert works[1].wait() == "b" and works[0].done() and works[0].wait() == "a" and works[0].exception() is None
         assert log == [(name, phase) for name in "ab" for phase in range(3)]
 
@@ -49,46 +49,46 @@ def test_an_error_found_by_all_ends_one_operation_and_one_found_alone_ends_all()
         raise error
         yield 0
 
-    def body(queue: WorkQueue, board: ControlSegment) -> None:
+    def body(queue: WorkQueue, segment: ControlSegment) -> None:
         log: list[Any] = []
         first = queue.start(CALL, raising(Mismatch("apart")))
-        second = queue.start(CALL, counting(board, 2, log, "b"))
+        second = queue.start(CALL, counting(segment, 2, log, "b"))
         with pytest.raises(Mismatch):
             first.wait()
         assert second.wait() == "b"
-        third = queue.start(CALL, counting(board, 2, log, "c"))
-        fourth = queue.start(CALL, raising(RuntimeError("of torch") if board.rank == 0 else Mismatch("apart")))
-        fifth = queue.start(CALL, counting(board, 2, log, "e"))
+        third = queue.start(CALL, counting(segment, 2, log, "c"))
+        fourth = queue.start(CALL, raising(RuntimeError("of torch") if segment.rank == 0 else Mismatch("apart")))
+        fifth = queue.start(CALL, counting(segment, 2, log, "e"))
         assert third.wait() == "c"
-        with pytest.raises(RuntimeError if board.rank == 0 else Mismatch):
+        with pytest.raises(RuntimeError if segment.rank == 0 else Mismatch):
             fourth.wait()
         with pytest.raises(WorkerLost, match=r"rank 0 broke off .*RuntimeError: of torch") as caught:
             fifth.wait()
         assert caught.value.ranks == (0,)
         with pytest.raises(WorkerLost):
-            queue.start(CALL, counting(board, 2, log, "f"))
+            queue.start(CALL, counting(segment, 2, log, "f"))
 
     queues(2, body)
 
 
 def test_an_interrupt_in_an_operation_is_raised_and_never_a_result() -> None:
-    def body(queue: WorkQueue, board: ControlSegment) -> None:
+    def body(queue: WorkQueue, segment: ControlSegment) -> None:
         def interrupted() -> Steps:
-            yield board.posted
+            yield segment.posted
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             queue.start(CALL, interrupted())
         with pytest.raises(WorkerLost, match="KeyboardInterrupt"):
-            queue.start(CALL, counting(board, 1, [], "b"))
+            queue.start(CALL, counting(segment, 1, [], "b"))
 
     queues(1, body)
 
 
 def test_several_threads_may_wait() -> None:
-    def body(queue: WorkQueue, board: ControlSegment) -> None:
+    def body(queue: WorkQueue, segment: ControlSegment) -> None:
         log: list[Any] = []
-        works = [queue.start(CALL, counting(board, 20, log, name)) for name in range(8)]
+        works = [queue.start(CALL, counting(segment, 20, log, name)) for name in range(8)]
         found: list[Any] = []
         crew = [threading.Thread(target=lambda work=work: found.append(work.wait())) for work in works]
         for thread in crew:
@@ -104,7 +104,7 @@ def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=10) for name in "ab"]
         relatives: list[Any] = []
-        one, other = (WorkQueue(board, relatives) for board in boards)
+        one, other = (WorkQueue(segment, relatives) for segment in boards)
         log: list[Any] = []
         work = one.start(CALL, counting(boards[0], 5, log, "a"))
         if rank == 0:

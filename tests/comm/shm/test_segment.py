@@ -18,10 +18,10 @@ def join(store: Store, rank: int, size: int) -> ControlSegment:
 
 def test_payloads_of_any_length_are_exchanged() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        board = join(store, rank, size)
+        segment = join(store, rank, size)
         for length in (0, 1, MAIL - 17, MAIL - 16, MAIL - 15, 2 * MAIL, 100_000):
             wanted = [os.urandom(0) + bytes([r + length & 255]) * (length * (r + 1) // size) for r in range(size)]
-            assert board.agree(wanted[rank]) == wanted
+            assert segment.agree(wanted[rank]) == wanted
 
     for size in (1, 2, 5):
         threads(size, body)
@@ -30,23 +30,23 @@ def test_payloads_of_any_length_are_exchanged() -> None:
 
 def test_other_calls_of_agree_are_told_apart_and_the_lane_goes_on() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        board = join(store, rank, size)
+        segment = join(store, rank, size)
         for payload in (b"", b"x" * 3 * MAIL * rank):
             with pytest.raises(Mismatch, match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_board.py:\d+\)"):
-                board.agree(payload, CallFingerprint("that", "w") if rank else CallFingerprint("this"))
+                segment.agree(payload, CallFingerprint("that", "w") if rank else CallFingerprint("this"))
             with pytest.raises(UsageError, match=r"that: it is wrong \(rank 2\)"):
-                board.agree(payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else ""))
-            assert board.agree(bytes([rank])) == [b"\0", b"\1", b"\2"]
+                segment.agree(payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else ""))
+            assert segment.agree(bytes([rank])) == [b"\0", b"\1", b"\2"]
 
     threads(3, body)
 
 
-def run(board: ControlSegment, call: CallFingerprint, meta: object = None) -> list[object]:
-    steps = board.meet(call, meta)
+def run(segment: ControlSegment, call: CallFingerprint, meta: object = None) -> list[object]:
+    steps = segment.meet(call, meta)
     try:
         while True:
             target = next(steps)
-            while not board.reached(target):
+            while not segment.reached(target):
                 os.sched_yield()
     except StopIteration as stop:
         found: list[object] = stop.value
@@ -55,38 +55,38 @@ def run(board: ControlSegment, call: CallFingerprint, meta: object = None) -> li
 
 def test_meetings_give_every_ranks_meta() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        board = join(store, rank, size)
+        segment = join(store, rank, size)
         for turn in range(50):
-            assert run(board, CallFingerprint("turn", str(turn)), [rank, turn]) == [[r, turn] for r in range(size)]
-            assert run(board, CallFingerprint("turn")) == []
+            assert run(segment, CallFingerprint("turn", str(turn)), [rank, turn]) == [[r, turn] for r in range(size)]
+            assert run(segment, CallFingerprint("turn")) == []
         big = "x" * (META - 50)
-        assert run(board, CallFingerprint("big"), big) == [big] * size
+        assert run(segment, CallFingerprint("big"), big) == [big] * size
         with pytest.raises(
             UsageError, match=rf"big: {META} bytes describe it and {META - 8} fit; exchange fewer tensors at a time \(rank 1\)"
         ):
-            run(board, CallFingerprint("big"), "x" * (META - 3) if rank == 1 else "")
+            run(segment, CallFingerprint("big"), "x" * (META - 3) if rank == 1 else "")
         with pytest.raises(Mismatch, match=r"rank 0 at one \(\S+\); rank 1 at other"):
-            run(board, CallFingerprint("other" if rank else "one"), big)
-        assert run(board, CallFingerprint("again"), rank) == [0, 1]
+            run(segment, CallFingerprint("other" if rank else "one"), big)
+        assert run(segment, CallFingerprint("again"), rank) == [0, 1]
 
     fork(2, body)
 
 
 def test_every_place_of_the_segment_has_one_writer() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        board = join(store, rank, size)
-        board.agree(b"")
+        segment = join(store, rank, size)
+        segment.agree(b"")
         for slot in range(SLOTS):
-            board.stage(rank, slot, 0, STAGE, torch.uint8).fill_(10 * rank + slot)
+            segment.stage(rank, slot, 0, STAGE, torch.uint8).fill_(10 * rank + slot)
         for half in range(2):
-            board.small(rank, half, 8192, torch.float32).fill_(rank - half)
-        board.agree(b"y" * MAIL)
-        run(board, CallFingerprint("call"), ["z" * 1000])
+            segment.small(rank, half, 8192, torch.float32).fill_(rank - half)
+        segment.agree(b"y" * MAIL)
+        run(segment, CallFingerprint("call"), ["z" * 1000])
         for r in range(size):
-            assert all(bool((board.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all()) for slot in range(SLOTS))
-            assert all(bool((board.small(r, half, 8192, torch.float32) == r - half).all()) for half in range(2))
-            assert board.stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr() == board.stage_at(r, 1) + 64
-        board.agree(b"")
+            assert all(bool((segment.stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all()) for slot in range(SLOTS))
+            assert all(bool((segment.small(r, half, 8192, torch.float32) == r - half).all()) for half in range(2))
+            assert segment.stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr() == segment.stage_at(r, 1) + 64
+        segment.agree(b"")
 
     fork(3, body)
 

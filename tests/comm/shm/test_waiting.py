@@ -52,7 +52,7 @@ def test_a_rank_killed_in_the_middle_of_a_sum_is_named() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         if rank == 1:
-            group.board.stage_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+            group.segment.stage_at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
         works = [group.all_reduce(torch.ones(3_000_000)) for _ in range(3)]
         for work in works:
             with pytest.raises(WorkerLost, match="rank 1 has died"):

@@ -57,9 +57,9 @@ class Training:
     @classmethod
     def begin(cls, run: Run, replicate: Replicate) -> Training:
         said: list[str] = []
-        run._scene.announce = said.append
-        buddies = BuddyReplication(run._scene, run._own.sync, run._turns, replicate)
-        run._turns.committed = buddies.committed
+        run._context.announce = said.append
+        buddies = BuddyReplication(run._context, run._own.sync, run._loop, replicate)
+        run._loop.committed = buddies.committed
         return cls(run, model(), buddies, said)
 
     def steps(self, count: int, at: Callable[[int], None] = lambda step: None, meets: Sequence[int] = (1,), **options: Any) -> None:
@@ -86,17 +86,17 @@ class Training:
 
     def regroup(self, ranks: Sequence[int]) -> str:
         """Go on with these ranks; gives what is said of the others."""
-        scene = self.run._scene
+        context = self.run._context
         before = self.buddies._names
         names = tuple(self.buddies._names[rank] for rank in ranks)
         layout = self.run._own.sync.layout()
-        group = scene.group.sub(ranks)
+        group = context.group.sub(ranks)
         if group is None:
             return ""
-        scene.leave()
-        scene.group, scene.hosts = group, tuple(scene.hosts[rank] for rank in ranks)
-        scene.agreement.regroup(group, ("here",) * len(ranks), tuple(range(len(ranks))))
-        self.run._own.sync.regroup(scene, layout)
+        context.leave()
+        context.group, context.hosts = group, tuple(context.hosts[rank] for rank in ranks)
+        context.agreement.regroup(group, ("here",) * len(ranks), tuple(range(len(ranks))))
+        self.run._own.sync.regroup(context, layout)
         self.buddies.regroup(names)
         return self.buddies.fates(before)
 
@@ -204,7 +204,7 @@ def test_two_that_are_no_buddies_may_be_lost_at_once_and_a_pair_may_not() -> Non
 def test_one_who_had_taken_something_over_is_lost_before_it_was_copied_again() -> None:
     def body(each: Training) -> list[str]:
         each.steps(4)
-        return [each.regroup((0, 1, 3)), each.regroup((0, 1)) if each.run._scene.group.size == 3 else ""]
+        return [each.regroup((0, 1, 3)), each.regroup((0, 1)) if each.run._context.group.size == 3 else ""]
 
     found = trained(4, body, LOSSY)
     assert found[0] == [
@@ -223,10 +223,10 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         each.steps(5, shares=cut(*ratios))
         start, change = sync._units[0].start.clone(), sync._changed(sync._units[0], sync._units[0].bucket.flat).clone()  # type: ignore[attr-defined]
         told = each.regroup(tuple(rank for rank in range(3) if rank != lost))
-        if each.run._scene.group.size == 2:
+        if each.run._context.group.size == 2:
             for turn in sync._rounds:  # type: ignore[attr-defined]
                 turn.steps, turn.parts = turn.steps + 3, turn.parts + 3 / 2  # three more steps, of equal shares, that change nothing
-            each.run._scene.group.barrier().wait()
+            each.run._context.group.barrier().wait()
             sync.converge()
         return start, change, told, sync._units[0].start  # type: ignore[attr-defined]
 
@@ -273,7 +273,7 @@ def test_who_carries_something_has_that_copied_too() -> None:
     def body(each: Training, *lefts: tuple[int, ...]) -> Tensor:
         each.steps(5)
         for left in lefts:
-            inside = each.run._scene.group.rank in left
+            inside = each.run._context.group.rank in left
             each.regroup(left)
             if not inside:
                 return parameters(each.net)
@@ -382,7 +382,7 @@ def test_who_leaves_lets_its_last_copy_come(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_a_copy_sends_counts_as_sent() -> None:
     def body(each: Training) -> int:
         each.steps(9)
-        sent = each.run._turns.sent
+        sent = each.run._loop.sent
         return sent.within + sent.between
 
     with_copies, without = (trained(2, body, LOSSY, replicate=replicate) for replicate in (2, "off"))

@@ -112,17 +112,17 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
         said.append(number)
         os.write(told, Roster(number + 1, tuple(view), broken=number == 3).dump())
 
-    survival = object.__new__(Recovery)
-    survival.__dict__.update(
-        worker=10, view=1, orders=CommandPipe(heard), _around=SimpleNamespace(place=None), _agreement=None, _heart=None
+    recovery = object.__new__(Recovery)
+    recovery.__dict__.update(
+        worker=10, view=1, orders=CommandPipe(heard), _worker_context=SimpleNamespace(place=None), _agreement=None, _heart=None
     )
-    survival.orders.arm(1, frozenset({10}), lambda: None)
+    recovery.orders.arm(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.report, "broken", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)
     for name, answer in {"_open": MagicMock(), "_meet": {}, "_regroup": None, "_say": None}.items():
-        monkeypatch.setattr(survival, name, lambda *given, answer=answer: answer)
-    monkeypatch.setattr(survival, "_armed", lambda roster, members: met.append(roster.number))
-    survival.recover(ServerLost("server 0 is gone"))
+        monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
+    monkeypatch.setattr(recovery, "_armed", lambda roster, members: met.append(roster.number))
+    recovery.recover(ServerLost("server 0 is gone"))
     assert (said, met) == ([1, 2, 3], [4])
     os.close(told)
 

@@ -67,7 +67,7 @@ def test_samples_of_such_an_evaluation_count_once(mode: str, stream: bool, tmp_p
             model.train(mode == "train")
             before = run.steps
             total, count = evaluate(model, test)
-            assert run.steps == before == run._scene.moment.step
+            assert run.steps == before == run._context.step_state.step
             found.append((run.group.all_reduce(total).wait().item(), int(run.group.all_reduce(torch.tensor([count])).wait())))
             model.train()
         return [*found, run.steps]
@@ -231,7 +231,7 @@ def test_where_losses_are_survived_nothing_is_followed() -> None:
 
     def body(run: Run) -> int:
         model, _, _, test = prepared(run)
-        run._turns.undo = SimpleNamespace(begin=lambda passes: None)  # type: ignore[assignment]
+        run._loop.undo = SimpleNamespace(begin=lambda passes: None)  # type: ignore[assignment]
         evaluate(model, test)
         return run.steps
 

@@ -57,11 +57,11 @@ def same(body: Callable[[Run, Any], Tensor], ways: list[tuple[int, Any]] | None 
 
 def test_scale_and_weight_of_each_turn() -> None:
     def body(run: Run) -> list[tuple[float, float, bool, bool]]:
-        moment = run._scene.moment
-        assert (moment.scale, moment.ghost, moment.defer_exchange) == (1 / run.size, False, False)
+        step_state = run._context.step_state
+        assert (step_state.scale, step_state.ghost, step_state.defer_exchange) == (1 / run.size, False, False)
         _, _, loader = ready(run, batches(18, 8), shares=[1, 7])
-        seen = [(moment.scale, run.weight, moment.ghost, moment.defer_exchange) for _ in loader]
-        assert (moment.scale, moment.ghost, run.turn) == (1 / run.size, False, None) and run.weight == 1.0
+        seen = [(step_state.scale, run.weight, step_state.ghost, step_state.defer_exchange) for _ in loader]
+        assert (step_state.scale, step_state.ghost, run.turn) == (1 / run.size, False, None) and run.weight == 1.0
         return seen
 
     first, second = workers(2, body)
@@ -75,7 +75,7 @@ def test_micro_batches_are_silent_until_the_last() -> None:
         seen = []
         for x, y in loader:
             advance(model, opt, x, y)
-            seen.append((run._scene.moment.defer_exchange, run._scene.moment.scale))
+            seen.append((run._context.step_state.defer_exchange, run._context.step_state.scale))
         assert run.steps == 1
         return seen
 
@@ -614,7 +614,7 @@ def test_seconds_of_a_step_add_up() -> None:
     def body(run: Run) -> None:
         model, opt, loader = ready(run)
         seen: list[dict[str, float]] = []
-        run._turns.beat.step_ended = lambda turn, seconds: seen.append(seconds)  # type: ignore[method-assign]
+        run._loop.beat.step_ended = lambda turn, seconds: seen.append(seconds)  # type: ignore[method-assign]
         for x, y in loader:
             advance(model, opt, x, y)
         assert len(seen) == 5 and all(set(s) == {"data", "wait", "exchange", "compute"} and min(s.values()) >= 0 for s in seen)

@@ -478,7 +478,7 @@ def test_local_batchnorm_differs_from_it_and_exchanges_nothing() -> None:
         model, opt, loader = run.prepare(model, sgd(model), batches(), batchnorm=batchnorm)
         for x, y in loader:
             advance(model, opt, x, y)
-        return parameters(model), model[1].running_mean.clone(), len(run._scene.extra_groups)
+        return parameters(model), model[1].running_mean.clone(), len(run._context.extra_groups)
 
     first, second = workers(2, lambda run: body(run, "local"))
     assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1]) and first[2] == 0

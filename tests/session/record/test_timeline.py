@@ -25,9 +25,9 @@ def meet(truth: list[int], rounds: int, slack: int, seed: int) -> list[list[tupl
     draw = random.Random(seed)
     times: list[list[tuple[int, int]]] = [[] for _ in truth]
     for k in range(rounds):
-        moment = 10**9 * (k + 1)
+        step_state = 10**9 * (k + 1)
         for rank, ahead in enumerate(truth):
-            times[rank].append((moment - draw.randrange(slack) + ahead, moment + draw.randrange(slack) + ahead))
+            times[rank].append((step_state - draw.randrange(slack) + ahead, step_state + draw.randrange(slack) + ahead))
     return times
 
 

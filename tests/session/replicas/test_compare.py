@@ -326,9 +326,9 @@ def test_strategies_whose_replicas_differ_always(sync: Strategy) -> None:
 
 def test_who_comes_later_knows_what_is_owed() -> None:
     def body(run: Run) -> Trained:
-        run._comparing.learn([5, -1, 0])  # the others are about to compare
+        run._comparer.learn([5, -1, 0])  # the others are about to compare
         found = train(run, {(1, 1): flipping("scale", 0)})
-        assert run._comparing.facts() == [5, 0, 0]
+        assert run._comparer.facts() == [5, 0, 0]
         return found
 
     assert "after step 1: rank 1" in workers(2, body, comparison=STOP)[0].error

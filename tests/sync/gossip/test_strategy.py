@@ -103,7 +103,7 @@ def test_one_neighbour_a_step_sends_one_payload() -> None:
     def sent(strategy: Strategy) -> int:
         def body(run: Run) -> int:
             train(run, epochs=2)
-            return run._scene.traffic.within
+            return run._context.traffic.within
 
         return workers(4, body, strategy=strategy)[0]
 
@@ -159,7 +159,7 @@ def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:
                 opt.step()
                 opt.zero_grad()
         before = parameters(net)
-        run._turns.finish()
+        run._loop.finish()
         return before, parameters(net)
 
     (one, together), (other, also), *_ = workers(5, body, strategy=Gossip("ring"))

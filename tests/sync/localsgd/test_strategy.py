@@ -57,7 +57,7 @@ def train(run: Run, *, each: Each = lambda net: None, make: Made = sgd, epochs: 
             opt.step()
             opt.zero_grad()
             each(net)
-    run._turns.finish()  # replicas are looked at
+    run._loop.finish()  # replicas are looked at
     return parameters(net)
 
 
@@ -217,7 +217,7 @@ def test_momentum_kept_and_averaged() -> None:
 def test_it_sends_only_at_rounds() -> None:
     def body(run: Run) -> int:
         train(run)
-        return run._scene.traffic.within
+        return run._context.traffic.within
 
     every = {h: workers(2, body, strategy=LocalSGD(h))[0] for h in (1, 4)}
     assert 3 < every[1] / every[4] < 5
@@ -332,7 +332,7 @@ def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:
                 opt.step()
                 opt.zero_grad()
         before = parameters(net)
-        run._turns.finish()
+        run._loop.finish()
         return before, parameters(net)
 
     (one, together), (other, also), _ = workers(3, body, strategy=LocalSGD(3))

@@ -159,7 +159,7 @@ def settled(run: Run, some: Any = None, steps: int = 20, **options: Any) -> tupl
             out = model(x) if some is None else model(x, some=some(run.rank, taken))
             (F.mse_loss(out, y) * 0.02).backward()
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-            given = given + torch.cat([g.reshape(-1) for g in grads]).double() * client(run).scene.moment.share_of_step
+            given = given + torch.cat([g.reshape(-1) for g in grads]).double() * client(run).context.step_state.share_of_step
             optimizer.step()
             optimizer.zero_grad()
             taken += 1

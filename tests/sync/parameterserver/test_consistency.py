@@ -179,7 +179,7 @@ class TestTheBound:
 
     def test_a_worker_that_never_comes_is_named(self) -> None:
         def body(run: Run) -> str:
-            run._scene.deadline = 0.5
+            run._context.deadline = 0.5
             model, optimizer, loader = table(run)
             try:
                 for ids in loader:
@@ -239,7 +239,7 @@ class TestStepsTogether:
                     optimizer.zero_grad()
                 schedule.step()
             run.barrier()
-            return parameters(model), [*run._turns.backward.sync.facts(), {}][0]  # type: ignore[attr-defined]
+            return parameters(model), [*run._loop.backward.sync.facts(), {}][0]  # type: ignore[attr-defined]
 
         return workers(size, body, strategy=strategy)[0]
 
@@ -440,7 +440,7 @@ class TestTheRestOfARun:
                     if run.rank == 1 and turns == 3:
                         run.stop()
                     turn(model, optimizer, ids)
-                    run._handing.next = 0  # hand over in each step
+                    run._collector.next = 0  # hand over in each step
                     turns += 1
             return turns
 

@@ -536,8 +536,8 @@ def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def body(run: Run) -> tuple[float, list[float]]:
         train(run, "adam", epochs=2)
-        spans = [span for span in run._scene.trace.spans() if span.name == "parameters" and span.kind == "exchange"]
-        return run._scene.pulling, [(span.end - span.start) / 1e9 for span in spans]
+        spans = [span for span in run._context.trace.spans() if span.name == "parameters" and span.kind == "exchange"]
+        return run._context.pulling, [(span.end - span.start) / 1e9 for span in spans]
 
     monkeypatch.setattr(RpcClient, "wait", waiting)
     monkeypatch.setattr(tests.runs, "Server", Awaiting)
@@ -579,7 +579,7 @@ def test_a_wait_that_passes_its_deadline_says_for_what(mute: threading.Event) ->
             run.barrier()  # all have what was asked for before
             mute.set()
         else:
-            sync.scene.deadline = 0.3
+            sync.context.deadline = 0.3
             with pytest.raises(DeadlineExceeded, match=r"server 0 on here has not answered .* is on its way from there"):
                 model(x)
             with pytest.raises(DeadlineExceeded):

@@ -27,14 +27,14 @@ class Town:
         self.here, self.servers, self.next = here, list(servers), 1 + max(number for number, _, _ in servers)
         self.started: dict[int, Server] = {}
 
-    def _room(self, servers: list[Server]) -> ServerEndpoints:
+    def _endpoints(self, servers: list[Server]) -> ServerEndpoints:
         numbers, shards, _ = zip(*servers, strict=True) if servers else ((), (), ())
         names = tuple(f"server {shard}" for shard in shards)
         return ServerEndpoints(names, names, keys(b"k" * 32, "job"), lambda told: None, lambda: None, numbers, shards)
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
         self.servers = [each for each in self.servers if each[0] not in numbers]
-        return self._room(self.servers)
+        return self._endpoints(self.servers)
 
     def spawn(self, shard: int, *, mine: bool) -> int:
         self.next += 1
@@ -47,10 +47,10 @@ class Town:
 
     def add(self, told: Any) -> ServerEndpoints:
         self.servers.append(tuple(told))
-        return self._room(self.servers)
+        return self._endpoints(self.servers)
 
     def at(self, told: Any) -> ServerEndpoints:
-        return self._room([tuple(told)])
+        return self._endpoints([tuple(told)])
 
     def homes(self) -> list[tuple[str, int]]:
         return [(host, shard) for _, shard, host in self.servers]
@@ -62,7 +62,7 @@ class Town:
 class Ends:
     """What `ReplicaConnections` is here: numbers instead of connections, of which some answer no more."""
 
-    breaker = None
+    cancel_scope = None
 
     def __init__(self, shards: int) -> None:
         self.of: list[list[int]] = [[] for _ in range(shards)]
@@ -74,16 +74,16 @@ class Ends:
     def names(self, numbers: Collection[int]) -> list[str]:
         return [f"server {number}" for number in sorted(numbers)]
 
-    def reach(self, room: ServerEndpoints, me: int) -> None:
+    def reach(self, endpoints: ServerEndpoints, me: int) -> None:
         self.of = [[] for _ in self.of]
-        for number, shard in zip(room.numbers, room.shards, strict=True):
+        for number, shard in zip(endpoints.numbers, endpoints.shards, strict=True):
             self.of[shard].append(number)
 
     def know(self, number: int, end: Any) -> None:
         pass
 
-    def call(self, room: ServerEndpoints, me: int) -> Any:
-        return type("End", (), {"number": room.numbers[0], "close": lambda self: None})()
+    def call(self, endpoints: ServerEndpoints, me: int) -> Any:
+        return type("End", (), {"number": endpoints.numbers[0], "close": lambda self: None})()
 
 
 HOSTS = ["a", "a", "b", "c"]  # of each worker
@@ -96,36 +96,36 @@ def play(
     """What each worker found."""
 
     def work(group: Group) -> Any:
-        house, ends = Town(hosts[group.rank], servers), Ends(len({shard for _, shard, _ in servers}))
-        ends.reach(house.lose(()), 0)
+        pool, ends = Town(hosts[group.rank], servers), Ends(len({shard for _, shard, _ in servers}))
+        ends.reach(pool.lose(()), 0)
 
         def fill(shard: int, end: Any) -> Iterator[None]:
             yield
             if end.number in ends.dead:
                 raise ServerLost("gone")
 
-        scene = SyncContext(group, Agreement(group), say=lambda text: None)
-        return act(ServerReplication(scene, house, ends, copies, fill=fill), house, ends)  # type: ignore[arg-type]
+        context = SyncContext(group, Agreement(group), say=lambda text: None)
+        return act(ServerReplication(context, pool, ends, copies, fill=fill), pool, ends)  # type: ignore[arg-type]
 
     return spawn(len(hosts), work)
 
 
 def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
-    told = [found for answer in replacing.scene.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+    told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
     replacing.take_in(told, replacing.fill(told))
 
 
 @pytest.mark.parametrize("leaving", [["a"], ["c"], ["a", "b"], ["b", "c"]])
 def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]) -> None:
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
         assert not replacing.relieve(hosts, leaving) and replacing.waits
-        assert not replacing.relieve(hosts, leaving) and house.next == 3 + len(leaving)  # they are under way
+        assert not replacing.relieve(hosts, leaving) and pool.next == 3 + len(leaving)  # they are under way
         all_in(replacing)
         assert replacing.relieve(hosts, leaving) and not replacing.waits
         replacing.part(leaving)
-        return house.servers, ends.of
+        return pool.servers, ends.of
 
     found = play(act, SERVERS)
     servers, ends = found[0]
@@ -139,10 +139,10 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
 def test_where_others_have_copies_nothing_is_started() -> None:
     twice = [*SERVERS, *((3 + shard, shard, "bca"[shard]) for shard in range(3))]
 
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         assert replacing.relieve(dict(enumerate(HOSTS)), ["a"]) and not replacing.waits
         replacing.part(["a"])
-        return house.servers
+        return pool.servers
 
     assert play(act, twice, copies=2)[0] == [each for each in twice if each[2] != "a"]
 
@@ -150,9 +150,9 @@ def test_where_others_have_copies_nothing_is_started() -> None:
 def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
     twice = [(0, 0, "a"), (1, 0, "b")]
 
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         ends.dead.append(0)
-        replacing.survey(replacing.scene)  # the new one is started on the first of two free hosts
+        replacing.survey(replacing.context)  # the new one is started on the first of two free hosts
         (first,) = replacing._anew.values()
         leaving = [HOSTS[first.starter], "b"]
         assert not replacing.relieve(dict(enumerate(HOSTS)), leaving)
@@ -165,12 +165,12 @@ def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
 def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None:
     """The next is lost when some have gone on from there, and others have not."""
 
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         assert replacing.relieve(dict(enumerate(HOSTS)), ["b"])
-        if replacing.scene.group.rank % 2:
+        if replacing.context.group.rank % 2:
             replacing.part(["b"])
-        replacing.survey(replacing.scene)
-        return house.servers, ends.of, dict(replacing._anew), replacing.take_lost()
+        replacing.survey(replacing.context)
+        return pool.servers, ends.of, dict(replacing._anew), replacing.take_lost()
 
     found = play(act, [(0, 0, "a"), (1, 0, "b")], copies=2)
     assert all(each == found[0] for each in found)
@@ -182,17 +182,17 @@ def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None
 def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, ...]) -> None:
     """The same for copies that have been filled: also where who has started one is among the quick ones, or isn't."""
 
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["a"])
-        told = [found for answer in replacing.scene.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
+        told = [found for answer in replacing.context.group.agree(json.dumps(replacing.begun()).encode()) for found in json.loads(answer)]
         filled = replacing.fill(told)
-        if replacing.scene.group.rank in quick:
+        if replacing.context.group.rank in quick:
             replacing.take_in(told, filled)
         ends.dead.append(0)  # or this would be the only one
-        replacing.survey(replacing.scene)
-        if replacing.scene.group.rank not in quick:
+        replacing.survey(replacing.context)
+        if replacing.context.group.rank not in quick:
             replacing.take_in(told, filled)
-        return sorted(house.servers), ends.of, replacing.waits
+        return sorted(pool.servers), ends.of, replacing.waits
 
     found = play(act, SERVERS)
     assert all(each == found[0] for each in found) and not found[0][2]
@@ -204,31 +204,31 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
 
     where = ["c", "c", "a", "b"]
 
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
-        if replacing.scene.group.rank < 2:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
+        if replacing.context.group.rank < 2:
             replacing.relieve(dict(enumerate(where)), ["c"])
-        replacing.survey(replacing.scene)
+        replacing.survey(replacing.context)
         assert not replacing.waits
         replacing.relieve(dict(enumerate(where)), ["c"])
         all_in(replacing)
-        return house.next, sorted(house.servers), ends.of
+        return pool.next, sorted(pool.servers), ends.of
 
     found = play(act, SERVERS, hosts=where)
     assert all(each == found[0] for each in found), found
 
 
 def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         replacing.relieve(dict(enumerate(HOSTS)), ["b"])
         ends.dead.append(1)
         with pytest.raises(StateLost, match="server 1: gone, and nobody else has what was kept there"):
-            replacing.survey(replacing.scene)
+            replacing.survey(replacing.context)
 
     play(act, SERVERS)
 
 
 def test_a_copy_that_dies_while_it_is_filled_is_started_again() -> None:
-    def act(replacing: ServerReplication, house: Town, ends: Ends) -> Any:
+    def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
         replacing.relieve(hosts, ["c"])
         ends.dead.append(3)

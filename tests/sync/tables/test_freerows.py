@@ -240,7 +240,7 @@ def test_nothing_but_tables_is_refused() -> None:
 
 def test_where_losses_are_survived_it_is_refused() -> None:
     def body(run: Run) -> None:
-        run._cast.survives = True
+        run._prepared.survives = True
         begun(run, SGD)
 
     with pytest.raises(UsageError, match="leave out --min-workers"):
