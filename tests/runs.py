@@ -156,12 +156,16 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def cut(*ratios: int) -> Callable[[int], tuple[int, ...]]:
+class cut:
     """Shares that are these numbers of a batch of their sum, and in proportion for others (the last takes the rest)."""
-    whole = sum(ratios)
 
-    def shares(batch: int) -> tuple[int, ...]:
-        edges = [batch * sum(ratios[:i]) // whole for i in range(len(ratios) + 1)]
+    def __init__(self, *ratios: int) -> None:
+        self._ratios = ratios
+
+    def __repr__(self) -> str:
+        return f"cut{self._ratios}"  # names of tests are made of it: the same in every process
+
+    def __call__(self, batch: int) -> tuple[int, ...]:
+        whole = sum(self._ratios)
+        edges = [batch * sum(self._ratios[:i]) // whole for i in range(len(self._ratios) + 1)]
         return tuple(b - a for a, b in pairwise(edges))
-
-    return shares

@@ -227,7 +227,7 @@ def train(during: Callable[[list[str]], Callable[[float], None]]) -> list[Tensor
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Receiver", Known)
+        patch.setattr(runs, "RpcServer", Known)
         return runs.workers(2, body, strategy=ParameterServer(), deadline=300.0)
 
 

@@ -90,9 +90,7 @@ class Codec(Protocol):
 class Summing(Protocol):
     """What tells a codec from a coding."""
 
-    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
-        ...
+    def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way: ...
 
 
 def lift(given: Codec | Coding) -> Codec:
@@ -110,11 +108,9 @@ class _Simple:
     """What codecs without choice and without state share."""
 
     def choose(self, name: str, shape: Size) -> Any:
-        """See `Codec.choose`."""
         return self
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """See `Codec.init`."""
         return {}
 
 
@@ -126,7 +122,6 @@ class plain(_Simple):
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         start = wire.group.all_reduce_agreed if isinstance(wire.group, UncheckedAllReduce) else wire.group.all_reduce
         total = yield start(x)
         return Sum(total, lambda y: _take(y, x), state)
@@ -142,7 +137,6 @@ class gathered(_Simple):
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         whole, message = room(self.coding, x.numel(), x.device)
         self.coding.encode(x, message, wire.draw)
         everyones = yield wire.group.all_gather(whole)
@@ -165,7 +159,6 @@ class scattered(_Simple):
     stages = 2
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         me, size = wire.group.rank, wire.group.size
         if size <= 2:  # gathering costs no more, and loses less
             return (yield from gathered(self.coding).sum(x, shapes, state, wire))
@@ -211,21 +204,17 @@ class error_feedback:
 
     @property
     def stages(self) -> int:
-        """See `Codec.stages`."""
         return lift(self.codec).stages
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """See `Codec.choose`."""
         chosen = lift(self.codec).choose(name, shape)
         return chosen if isinstance(chosen, plain) else error_feedback(chosen)
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """See `Codec.init`."""
         numel = sum(map(math.prod, shapes))
         return {"residual": torch.zeros(numel, dtype=torch.float32, device=device), "inner": lift(self.codec).init(shapes, device)}
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         left = torch.add(x, state["residual"], alpha=wire.scale)
         found = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
         if not finite(found.total):
@@ -258,7 +247,6 @@ class smaller:
     __repr__ = spell
 
     def holds(self, name: str, shape: Size) -> bool:
-        """See `Predicate.holds`."""
         return math.prod(shape) < self.numel
 
 
@@ -271,7 +259,6 @@ class named:
     __repr__ = spell
 
     def holds(self, name: str, shape: Size) -> bool:
-        """See `Predicate.holds`."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
@@ -292,19 +279,15 @@ class where:
 
     @property
     def stages(self) -> int:
-        """See `Codec.stages`."""
         return max(lift(self.then).stages, lift(self.otherwise).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """See `Codec.choose`."""
         return lift(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(name, shape)
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """See `Codec.init`."""
         raise AssertionError("where has to choose first")
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         raise AssertionError("where has to choose first")
 
 
@@ -325,19 +308,15 @@ class after:
 
     @property
     def stages(self) -> int:
-        """See `Codec.stages`."""
         return max(lift(self.codec).stages, lift(self.before).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """See `Codec.choose`."""
         return after(self.steps, lift(self.codec).choose(name, shape), lift(self.before).choose(name, shape))
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """See `Codec.init`."""
         return {"codec": lift(self.codec).init(shapes, device), "before": lift(self.before).init(shapes, device)}
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         part, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
         found = yield from lift(codec).sum(x, shapes, state[part], wire)
         return found._replace(state=state | {part: found.state})

@@ -97,19 +97,15 @@ class exact:
     __repr__ = spell
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         return (WirePart(torch.float32, numel, values=True),)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         message[0].copy_(x)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """See `Coding.decode`."""
         out.copy_(message[0])
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         (out.sub_ if minus else out.add_)(message[0])
 
 
@@ -130,25 +126,21 @@ class compose:
             raise UsageError(f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; put it last")
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         found: list[WirePart] = []
         for part in self.outer.layout(numel):
             found += self.inner.layout(part.numel) if part.values else [part]
         return tuple(found)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         given, between = self._between(x.numel(), message)
         self.outer.encode(x, between, draw)
         for values, inside in given:
             self.inner.encode(values, inside, draw)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """See `Coding.decode`."""
         self.outer.decode(self._opened(message, out.numel()), out)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         self.outer.add(self._opened(message, out.numel()), out, minus=minus)
 
     def _between(self, numel: int, message: Message) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:

@@ -35,15 +35,12 @@ class _NarrowFloat:
     kind: torch.dtype
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         return (WirePart(self.kind, numel),)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """See `Coding.decode`."""
         out.copy_(message[0])
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         (out.sub_ if minus else out.add_)(message[0])
 
 
@@ -55,7 +52,6 @@ class half(_NarrowFloat):
     kind = torch.float16
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         limit = torch.finfo(torch.float16).max
         for start, stop in spans(x):
             into = message[0][start:stop].copy_(x[start:stop])
@@ -72,7 +68,6 @@ class bfloat16(_NarrowFloat):
     kind = torch.bfloat16
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         message[0].copy_(x)
 
 
@@ -83,22 +78,18 @@ class _Blocks:
     packed: int = 1  # levels in a byte
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         kind = torch.int8 if self.packed == 1 else torch.uint8
         return WirePart(torch.float32, -(-numel // self.block)), WirePart(kind, -(-numel // self.packed))
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         for rows, scales, levels in self._rows(x, message):
             self._write(rows, scales, levels, draw)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """See `Coding.decode`."""
         for rows, scales, levels in self._rows(out, message):
             self._read(scales, levels, rows)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         spare: Tensor | None = None
         for rows, scales, levels in self._rows(out, message):
             if spare is None or spare.numel() < rows.numel():

@@ -57,15 +57,12 @@ class powersgd:
 
     @property
     def stages(self) -> int:
-        """See `Codec.stages`."""
         return 2 * lift(self.inner).stages
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """See `Codec.choose`."""
         return self
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """See `Codec.init`."""
         cuts = self._cuts(shapes)
         generator = torch.Generator().manual_seed(SEED)
         numel = sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank
@@ -74,7 +71,6 @@ class powersgd:
         return {"q": q, "inner p": inner.init(self._thin(cuts, 0), device), "inner q": inner.init(self._thin(cuts, 1), device)}
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        """See `Codec.sum`."""
         cuts, inner = self._cuts(shapes), lift(self.inner)
         whole = [x[cut.start : cut.stop] for cut in cuts]
         q = self._views(cuts, state["q"], 1)

@@ -40,11 +40,9 @@ class _Picked:
         raise NotImplementedError
 
     def decode(self, message: Message, out: Tensor) -> None:
-        """See `Coding.decode`."""
         self.add(message, out.zero_())
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         if out.numel():
             out.index_add_(0, self._where(message, out.numel()), message[0].neg() if minus else message[0])
 
@@ -68,12 +66,10 @@ class topk(_Picked):
             raise UsageError(f"threshold={self.threshold!r} is unknown; {choices(str(self.threshold), THRESHOLDS)}")
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         count = self._count(numel)
         return WirePart(torch.float32, count, values=True), WirePart(torch.int32, count)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         values, indices = message
         if not x.numel():
             return
@@ -112,17 +108,14 @@ class randomk(_Picked):
     __repr__ = spell
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """See `Coding.layout`."""
         return WirePart(torch.int64, 1), WirePart(torch.float32, self._count(numel), values=True)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """See `Coding.encode`."""
         seed, values = message
         seed.random_(generator=draw)
         torch.index_select(x, 0, self._where(message, x.numel()), out=values)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        """See `Coding.add`."""
         values = message[1]
         out.index_add_(0, self._where(message, out.numel()), values.neg() if minus else values)
 

@@ -49,53 +49,43 @@ class SoloGroup:
         return Finished(x.detach().reshape(-1).clone())
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_gather`."""
         _check(rows("all_gather", x, name).flaw)
         return Finished([x.detach().clone(memory_format=torch.contiguous_format)])
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """See `Group.broadcast`."""
         _check(rooted(x, root, 1, name).flaw)
         return Finished(x)
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_to_all`."""
         _check(dealing(xs, 1, name).flaw)
         return Finished([xs[0].detach().clone(memory_format=torch.contiguous_format)])
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """See `Group.barrier`."""
         return Finished()
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """See `Group.gather_objects`."""
         text, call = objects(obj, name)
         compare([(str(call), call.flaw)])
         return [json.loads(text)]
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """See `Group.agree`."""
         return [payload]
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """See `Group.sub`."""
         call = choosing(ranks, 1)
         compare([(str(call), call.flaw)])
         return SoloGroup(view=self.view, rank=self._global)
 
     def global_rank(self, rank: int) -> int:
-        """See `Group.global_rank`."""
         return self._global
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See `Group.empty`: ordinary memory."""
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def close(self) -> None:
-        """See `Group.close`."""
+    def close(self) -> None: ...
 
-    def abort(self) -> None:
-        """See `Group.abort`."""
+    def abort(self) -> None: ...
 
 
 def _check(flaw: str) -> None:

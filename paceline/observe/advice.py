@@ -110,7 +110,6 @@ def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
 
 
 def servers(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
-    """See `serving.advise`."""
     return serving.advise(facts.servers, facts.seconds or 0.0, facts.samples)
 
 

@@ -76,11 +76,9 @@ class DirectIndex:
         self._slots = np.zeros(count, dtype=np.int32)
 
     def find(self, ids: Any) -> Any:
-        """See `RowIndex`."""
         return self._slots[ids].astype(np.int64) - 1
 
     def add(self, ids: Any, first: int) -> None:
-        """See `RowIndex`."""
         self._slots[ids] = np.arange(first + 1, first + 1 + len(ids))
 
 
@@ -93,7 +91,6 @@ class HashedIndex:
         self._used = 0
 
     def find(self, ids: Any) -> Any:
-        """See `RowIndex`."""
         found = np.full(len(ids), -1, dtype=np.int64)
         open_, places = np.arange(len(ids)), self._begin(ids)
         while len(open_):
@@ -105,7 +102,6 @@ class HashedIndex:
         return found
 
     def add(self, ids: Any, first: int) -> None:
-        """See `RowIndex`."""
         while 2 * (self._used + len(ids)) > len(self._keys):
             kept = self._keys != -1
             keys, slots = self._keys[kept], self._slots[kept]

@@ -339,7 +339,6 @@ class Run:
     # ---- after each step
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
-        """See `Beat`."""
         for account in self._context.accounts:
             self._log.log(self.steps, account.take())
         self._log.step(self.steps, turn.global_batch, seconds)

@@ -171,7 +171,6 @@ class ServerStarter:
     # ---- where losses are survived (`House`)
 
     def leave(self) -> None:
-        """See `House`."""
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
@@ -179,11 +178,9 @@ class ServerStarter:
         self._processes = []
 
     def join_info(self) -> Any:
-        """See `House`."""
         return [self._job, self._secret if self._worker_context.place.secret is None else "", self.next, self._known]
 
     def join(self, told: Any) -> ServerEndpoints:
-        """See `House`."""
         self._job, shown, self.next, known = told
         own = self._worker_context.place.secret
         self._secret = shown if own is None else own.hex()
@@ -191,19 +188,16 @@ class ServerStarter:
         return self._endpoints()
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
-        """See `House`."""
         self._known = [each for each in self._known if each.number not in numbers]
         return self._endpoints()
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        """See `House`."""
         number, self.next = self.next, self.next + 1
         if mine:
             self._beginning[number] = shard, self._start()
         return number
 
     def spawned(self, number: int) -> Any:
-        """See `House`."""
         shard, process = self._beginning[number]
         assert process.stdout is not None
         poll = select.poll()
@@ -217,20 +211,16 @@ class ServerStarter:
         return self._found.get(number)
 
     def add(self, told: Any) -> ServerEndpoints:
-        """See `House`."""
         self._known.append(_known(told))
         return self._endpoints()
 
     def at(self, told: Any) -> ServerEndpoints:
-        """See `House`."""
         return self._endpoints([_known(told)])
 
     def homes(self) -> list[tuple[str, int]]:
-        """See `House`."""
         return [(each.host, each.shard) for each in self._known]
 
     def on(self, hosts: Collection[str]) -> list[int]:
-        """See `House`."""
         return [each.number for each in self._known if each.host in hosts]
 
 

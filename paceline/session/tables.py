@@ -44,16 +44,13 @@ class TableView:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
-        """See `Source`."""
         with _exchanging(self._backward, "rows"):
             return self._lookup.pull(ids, train=train)
 
     def prefetch(self, ids: Tensor) -> None:
-        """See `Source`."""
         self._lookup.prefetch(ids)
 
     def weigh(self) -> float:
-        """See `Source`."""
         if self._frozen:
             raise UsageError(
                 f"the sparse table {self._lookup.name} was frozen when it was prepared, and nothing steps it: thaw it before that"
@@ -244,7 +241,6 @@ class RunTables:
 
     @property
     def copies(self) -> ServerReplication | None:
-        """See `RemoteOptimizer.copies`."""
         return None if self.lasting is None else self.lasting.copies
 
     def facts(self) -> list[dict[str, Any]]:

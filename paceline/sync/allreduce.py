@@ -78,7 +78,6 @@ class AllReduce:
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
     def begin(self, context: SyncContext) -> Sync:
-        """See `Strategy.begin`."""
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
@@ -118,13 +117,11 @@ class AllReduceSync:
 
     @property
     def exchanges_in_backward(self) -> bool:
-        """See `Sync.exchanges_in_backward`."""
         return True
 
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """See `Sync.attach`."""
         self._release()
         self._slots = list(slots)
         self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
@@ -166,7 +163,6 @@ class AllReduceSync:
     # ---- while backward runs
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """See `Sync.ready`."""
         if grad.is_sparse:
             self._take_sparse(number, grad, scale)
             return
@@ -196,7 +192,6 @@ class AllReduceSync:
             work.done()  # pushes it forward
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `LendsGradients.overwrites`."""
         self._write()
         home = self._home[number] if self._shelves is not None else None
         return home is not None and home[1] is grad
@@ -258,7 +253,6 @@ class AllReduceSync:
     # ---- at its end
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """See `Sync.backward_done`."""
         flags = self._meet(where)
         self._write()
         used = [number for number, flag in enumerate(flags) if flag & USED]
@@ -358,7 +352,6 @@ class AllReduceSync:
         """See `Sync.stepped`: nothing to do, the gradient was the mean already."""
 
     def commit(self) -> None:
-        """See `Sync.commit`."""
         if self._coded is not None:
             self._coded.commit()
 
@@ -370,7 +363,6 @@ class AllReduceSync:
         """See `Sync.converge`: replicas are always equal."""
 
     def abort(self) -> None:
-        """See `Sync.abort`."""
         self._held.clear()
         self._sparse.clear()
         self._late.clear()
@@ -408,7 +400,6 @@ class AllReduceSync:
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """See `Sync.has_unreplicated_state`."""
         return self._coded is not None and self._coded.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
@@ -416,11 +407,9 @@ class AllReduceSync:
         return None if self._coded is None else self._coded.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.load_unreplicated_state`."""
         return self._coded is not None and self._coded.load_unreplicated_state(state)
 
     def detach(self) -> None:
-        """See `Sync.detach`."""
         self._release()
         self._reducer.close()
         if self._coded is not None:
@@ -434,7 +423,6 @@ class AllReduceSync:
         return {"order": order, "coded": self._coded.state_dict()}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("coded" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than AllReduce; resume with that one")

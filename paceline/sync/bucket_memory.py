@@ -28,13 +28,9 @@ from paceline.comm.buckets import Bucket
 class MemoryMaker(Protocol):
     """Who makes memory that stands in for other memory, and is told of what isn't used any more (a `Reducer`)."""
 
-    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Reducer.beside`."""
-        ...
+    def beside(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
-    def release(self, flat: Tensor) -> None:
-        """See `Reducer.release`."""
-        ...
+    def release(self, flat: Tensor) -> None: ...
 
 
 @functools.cache

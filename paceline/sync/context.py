@@ -34,22 +34,14 @@ class SideGroup(Protocol):
     """Whatever sends on behalf of a strategy."""
 
     @property
-    def traffic(self) -> Traffic:
-        """See `Group.traffic`."""
-        ...
+    def traffic(self) -> Traffic: ...
 
     @property
-    def waited(self) -> float:
-        """See `Group.waited`."""
-        ...
+    def waited(self) -> float: ...
 
-    def close(self) -> None:
-        """See `Group.close`."""
-        ...
+    def close(self) -> None: ...
 
-    def abort(self) -> None:
-        """See `Group.abort`."""
-        ...
+    def abort(self) -> None: ...
 
 
 @dataclass

@@ -47,7 +47,6 @@ class Sequence:
             raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
 
     def begin(self, context: SyncContext) -> Sync:
-        """See `Strategy.begin`."""
         if context.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
         inside = _inside(context)
@@ -73,20 +72,16 @@ class PerAxisSync:
         self.has_sync_points = outer.has_sync_points
 
     def attach(self, slots: Rows[Slot]) -> None:
-        """See `Sync.attach`."""
         self._inner.attach(slots)
         self._outer.attach(slots)
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """See `Sync.ready`."""
         self._inner.ready(number, grad, scale)
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `LendsGradients.overwrites`."""
         return isinstance(self._inner, LendsGradients) and self._inner.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """See `Sync.backward_done`."""
         found = self._inner.backward_done(where)
         part = float(
             self._inside.group.all_reduce(torch.tensor([self._context.step_state.share_of_step], dtype=torch.float64), name="part").wait()
@@ -97,12 +92,10 @@ class PerAxisSync:
         return found
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """See `Sync.stepped`."""
         self._inner.stepped(optimizer)
         self._outer.stepped(optimizer)
 
     def commit(self) -> None:
-        """See `Sync.commit`."""
         self._inner.commit()
         self._outer.commit()
 
@@ -111,33 +104,27 @@ class PerAxisSync:
         return self._outer.replicated_state()
 
     def converge(self) -> None:
-        """See `Sync.converge`."""
         self._outer.converge()
 
     def abort(self) -> None:
-        """See `Sync.abort`."""
         self._inner.abort()
         self._outer.abort()
 
     def join_info(self) -> Any:
-        """See `Sync.join_info`."""
         return {"inner": self._inner.join_info(), "outer": self._outer.join_info()}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """See `Sync.regroup`."""
         layout = self.join_info() if layout is None else layout
         self._context, self._inside = context, _inside(context)
         self._inner.regroup(self._inside, layout["inner"])
         self._outer.regroup(context, layout["outer"])
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_from_peer`."""
         self._inner.load_from_peer(state["inner"])
         self._outer.load_from_peer(state["outer"])
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """See `Sync.has_unreplicated_state`."""
         return self._outer.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
@@ -145,16 +132,13 @@ class PerAxisSync:
         return self._outer.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.load_unreplicated_state`."""
         return self._outer.load_unreplicated_state(state, step)
 
     def detach(self) -> None:
-        """See `Sync.detach`."""
         self._inner.detach()
         self._outer.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Sync.state_dict`."""
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:

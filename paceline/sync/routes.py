@@ -48,7 +48,6 @@ class GroupReducer:
         self._group, self._say, self._owned = group, say, owned
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Reducer.empty`."""
         try:
             return self._group.empty((numel,), dtype)
         except ResourceError as error:
@@ -56,7 +55,6 @@ class GroupReducer:
             return torch.empty(numel, dtype=dtype)
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Reducer.beside`."""
         flat = fresh((numel,), dtype)
         stand_in = getattr(self._group, "stand_in", None)
         if stand_in is not None:
@@ -64,19 +62,16 @@ class GroupReducer:
         return flat
 
     def release(self, flat: Tensor) -> None:
-        """See `Reducer.release`."""
         release = getattr(self._group, "release", None)
         if release is not None:
             release(flat)
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        """See `Reducer.all_reduce`."""
         if isinstance(self._group, UncheckedAllReduce):
             return self._group.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
 
     def close(self) -> None:
-        """See `Reducer.close`."""
         if self._owned:
             self._group.close()
 
@@ -93,7 +88,6 @@ class ScheduledReducer(GroupReducer):
         return torch.empty(numel, dtype=dtype)
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        """See `Reducer.all_reduce`."""
         return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
 
 

@@ -16,9 +16,9 @@ import psutil
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import json, sys
-from paceline.cluster.launch import Job, run
+from paceline.cluster.launcher.launch import LaunchRequest, run
 job = json.loads(sys.argv[1])
-code = run(Job(**{**job, "args": tuple(job.get("args", ()))}))
+code = run(LaunchRequest(**{**job, "args": tuple(job.get("args", ()))}))
 assert "torch" not in sys.modules, "the launcher has imported torch"
 sys.exit(code)
 """

@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from paceline.cluster.secret import derive
-from paceline.comm.rpc import HEAD_BYTES, WAITING, Refused, RpcClient, RpcKeys, RpcMessage, RpcServer, keys
+from paceline.comm.rpc import HEAD_BYTES, WAITING, MalformedMessage, RpcClient, RpcKeys, RpcMessage, RpcServer, keys
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import DeadlineExceeded, Mismatch, ViewChanged
 
@@ -269,7 +269,7 @@ class TestStrangers:
             def leave(self) -> None: ...
             def join(self) -> None: ...
 
-        monkeypatch.setattr("paceline.comm.rpc.Guard", Gone)
+        monkeypatch.setattr("paceline.comm.rpc.ConnectionGuard", Gone)
         self.refused(serve(), KEYS)
 
     def test_socket_files_are_of_their_owner_alone(self, serve: Any, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ BAD = {
 class TestRubbish:
     @pytest.mark.parametrize("name", BAD)
     def test_is_refused(self, name: str) -> None:
-        with pytest.raises(Refused):
+        with pytest.raises(MalformedMessage):
             RpcMessage.load(BAD[name])
 
     def test_a_header_that_is_good(self) -> None:

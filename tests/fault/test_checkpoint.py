@@ -354,7 +354,7 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> No
 KILLED = """
 import sys, tests.brisk, torch
 from pathlib import Path
-from paceline.cluster.snapshot import pack
+from paceline.state.snapshot import pack
 from paceline.fault.checkpoint import save
 for step in range(1, 100_000):
     save(Path(sys.argv[1]), pack({"x": torch.full((50_000,), float(step))}), step, keep=2)

@@ -64,7 +64,7 @@ class Paper:
 WORKER = """
 import sys, time
 from pathlib import Path
-from paceline.cluster.progress import Page
+from paceline.cluster.control.progress import Page
 page = Page(Path(sys.argv[1]), deadline=20)
 for step in range(int(sys.argv[2])):
     page.reach(step)

@@ -86,6 +86,9 @@ def test_what_is_no_coding(found: Any) -> None:
 class Own:
     """A coding of the user's."""
 
+    def __repr__(self) -> str:
+        return "Own()"
+
     def layout(self, numel: int) -> Any:
         return ()
 

@@ -67,7 +67,7 @@ class Own(torch.optim.SGD):
 
 
 def test_what_can_t_be_made_elsewhere_is_refused():
-    with pytest.raises(UsageError, match=r"test_recipe\.Own, and a server makes its own .* AllReduce"):
+    with pytest.raises(UsageError, match=r"test_optimizers\.Own, and a server makes its own .* AllReduce"):
         optimizers.describe(Own(parameters(), lr=0.1))
     hooked = torch.optim.SGD(parameters(), lr=0.1)
     hooked.register_step_post_hook(lambda *_: None)

@@ -114,7 +114,7 @@ def recorded() -> list[list[RpcMessage]]:
             optimizer.zero_grad()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Receiver", Recorder)
+        patch.setattr(runs, "RpcServer", Recorder)
         for text in WAYS.values():
             runs.workers(2, body, strategy=parse(text))
     return heard

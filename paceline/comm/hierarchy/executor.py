@@ -58,7 +58,6 @@ class StagedJob:
             self._ended.set()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See `Work.wait`."""
         seconds = self.deadline if timeout is None else timeout
         limit = time.monotonic() + seconds
         while not self._ended.wait(min(TICK, max(0.0, limit - time.monotonic()))):
@@ -69,11 +68,9 @@ class StagedJob:
         return self._result
 
     def done(self) -> bool:
-        """See `Work.done`."""
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
         return self._error if self._ended.is_set() else None
 
 

@@ -113,7 +113,6 @@ class HostsGroup:
     # ---- reductions
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """See `Group.all_reduce`."""
         call = fingerprint.reducing("all_reduce", x, op, name, out)
         if isinstance(self.flat, ComparesCalls):
             self.flat.check(call)
@@ -182,7 +181,6 @@ class HostsGroup:
         return tensor
 
     def stand_in(self, x: Tensor) -> None:
-        """See `SharedGroup.stand_in`."""
         stand_in = getattr(self.inner, "stand_in", None)
         if stand_in is not None:
             self._in_turn(lambda: stand_in(x), "stand in")
@@ -206,11 +204,9 @@ class HostsGroup:
     # ---- everything else goes over all ranks at once
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """See `Group.reduce_scatter`."""
         return self.flat.reduce_scatter(x, op=op, name=name)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """See `Group.exchange`."""
         return self.flat.exchange(sends, recvs, tag=tag)
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
@@ -219,27 +215,21 @@ class HostsGroup:
         return exchange(sends, recvs, tag=tag)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_gather`."""
         return self.flat.all_gather(x, name=name)
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """See `Group.broadcast`."""
         return self.flat.broadcast(x, root=root, name=name)
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_to_all`."""
         return self.flat.all_to_all(xs, name=name)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """See `Group.barrier`."""
         return self.flat.barrier(name=name)
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """See `Group.gather_objects`."""
         return self.flat.gather_objects(obj, name=name)
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """See `Group.agree`."""
         return self.flat.agree(payload)
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
@@ -247,15 +237,12 @@ class HostsGroup:
         return self.flat.sub(ranks)
 
     def global_rank(self, rank: int) -> int:
-        """See `Group.global_rank`."""
         return self.flat.global_rank(rank)
 
     def close(self) -> None:
-        """See `Group.close`."""
         self._end(ViewChanged("this group has been closed"), lambda group: group.close())
 
     def abort(self) -> None:
-        """See `Group.abort`."""
         self._end(ViewChanged("this group has been aborted"), lambda group: group.abort())
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:

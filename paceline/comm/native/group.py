@@ -166,14 +166,12 @@ class TorchGroup:
         return TransportWork(self._fabric, awaited, ("data", number, text), finish)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """See `Group.reduce_scatter`."""
         self.check(fingerprint.reducing("reduce_scatter", x, op, name))
         return collectives.reduce_scatter(self, x, op, tag=self._tag())
 
     # ---- messages
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """See `Group.exchange`."""
         call = fingerprint.exchanging(sends, recvs, tag, self.size)
         mine = [[[peer, fingerprint.parcel(x)] for peer, x in side] for side in (sends, recvs)]
         tables = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(mine))]
@@ -229,13 +227,11 @@ class TorchGroup:
         return TransportWork(self._fabric, StreamWait(work), ("exchange", number, "exchange"), finish)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_gather`."""
         rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))
         shapes = [(struct.unpack("<q", row)[0], *x.shape[1:]) if x.dim() else () for row in rows]
         return collectives.all_gather(self, x, shapes, tag=self._tag())
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_to_all`."""
         call = fingerprint.dealing(xs, self.size, name)
         counts = [] if call.flaw else [x.shape[0] if x.dim() else 0 for x in xs]
         table = [msgpack.unpackb(extra) for extra in self.check(call, msgpack.packb(counts))]
@@ -243,7 +239,6 @@ class TorchGroup:
         return collectives.all_to_all(self, xs, shapes, tag=self._tag())
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """See `Group.broadcast`."""
         self.check(fingerprint.rooted(x, root, self.size, name))
         if not x.numel() or self.size == 1:
             return Finished(x)
@@ -265,18 +260,15 @@ class TorchGroup:
     # ---- agreeing
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """See `Group.gather_objects`."""
         text, call = fingerprint.objects(obj, name)
         return [json.loads(answer) for answer in self.check(call, text.encode())]
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """See `Group.agree`."""
         return self._fabric.table("agree", payload, "agree")
 
     # ---- groups within, memory, ends
 
     def sub(self, ranks: Sequence[int]) -> TorchGroup | None:
-        """See `Group.sub`."""
         self.check(fingerprint.choosing(ranks, self.size))
         self._subs += 1
         if self.rank not in ranks:
@@ -295,7 +287,6 @@ class TorchGroup:
         )
 
     def global_rank(self, rank: int) -> int:
-        """See `Group.global_rank`."""
         return self._fabric.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,6 @@ class SharedGroup:
     # ---- reductions
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """See `Group.all_reduce`."""
         call = _here(reducing("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         self.traffic.within += 2 * nbytes * (self.size - 1) // self.size
@@ -127,7 +126,6 @@ class SharedGroup:
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """See `Group.reduce_scatter`."""
         call = _here(reducing("reduce_scatter", x, op, name), x)
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
 
@@ -141,7 +139,6 @@ class SharedGroup:
     # ---- messages
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """See `Group.exchange`."""
         call = _here(exchanging(sends, recvs, tag, self.size), *(x for _, x in (*sends, *recvs)))
         outgoing = self._outgoing(call, sends)
         sides = [[[peer, parcel(x)] for peer, x in side] for side in (sends, recvs)] if not call.flaw else None
@@ -159,7 +156,6 @@ class SharedGroup:
         return self._queue.start(call, steps())
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_gather`."""
         call = _here(rows("all_gather", x, name), x)
         outgoing = self._outgoing(call, [(ALL, x)])
         outs: list[Tensor] = []
@@ -176,7 +172,6 @@ class SharedGroup:
         return self._queue.start(call, steps())
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """See `Group.broadcast`."""
         call = _here(rooted(x, root, self.size, name), x)
         outgoing = self._outgoing(call, [(ALL, x)] if self.rank == root else [])
         nbytes = x.numel() * x.element_size()
@@ -205,7 +200,6 @@ class SharedGroup:
         return self._queue.start(call, steps())
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """See `Group.all_to_all`."""
         call = _here(dealing(xs, self.size, name), *xs)
         outgoing = self._outgoing(call, [(to, x) for to, x in enumerate(xs) if to != self.rank])
         outs: list[Tensor] = []
@@ -229,7 +223,6 @@ class SharedGroup:
         return messages
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """See `Group.barrier`."""
         call = CallFingerprint("barrier", name)
 
         def steps() -> Steps:
@@ -240,7 +233,6 @@ class SharedGroup:
     # ---- the control channel, groups within, memory
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """See `Group.agree`."""
         return self._agree(payload, CallFingerprint("agree"))
 
     def _agree(self, payload: bytes, call: CallFingerprint) -> list[bytes]:
@@ -249,12 +241,10 @@ class SharedGroup:
         return self.segment.agree(payload, call)
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """See `Group.gather_objects`."""
         text, call = objects(obj, name)
         return [json.loads(answer) for answer in self._agree(text.encode(), call)]
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """See `Group.sub`."""
         call = choosing(ranks, self.size)
         self._agree(b"", call)
         segment = self.segment.sub(list(ranks), call)
@@ -265,7 +255,6 @@ class SharedGroup:
         return SharedGroup(segment, view=self.view, relatives=self._queue.relatives, registered=registered)
 
     def global_rank(self, rank: int) -> int:
-        """See `Group.global_rank`."""
         return self.segment.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -287,7 +276,6 @@ class SharedGroup:
         self._registered.forget(x)
 
     def close(self) -> None:
-        """See `Group.close`."""
         self.segment.watch.close(ViewChanged("this group has been closed"))
         self._void()
 

@@ -31,7 +31,6 @@ class QueuedWork:
         self.error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
-        """See `Work.wait`."""
         if not self.ended:
             self.queue.finish(self, timeout)
         if self.error is not None:
@@ -39,13 +38,11 @@ class QueuedWork:
         return self.result
 
     def done(self) -> bool:
-        """See `Work.done`."""
         if not self.ended:
             self.queue.push()
         return self.ended
 
     def exception(self) -> BaseException | None:
-        """See `Work.exception`."""
         return self.error if self.done() else None
 
 

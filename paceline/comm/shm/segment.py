@@ -47,11 +47,9 @@ class RankNotes:
         self._cells, self._bytes, self._rank = cells, cells.cast("B"), rank
 
     def leave(self) -> None:
-        """See `Notes.leave`."""
         self._cells[self._rank * SPAN // 8 + LEFT] = 1
 
     def left(self, rank: int) -> bool:
-        """See `Notes.left`."""
         return bool(self._cells[rank * SPAN // 8 + LEFT])
 
     def tell(self, text: bytes) -> None:
@@ -64,7 +62,6 @@ class RankNotes:
         self._cells[turn] += 1
 
     def told(self, rank: int) -> bytes:
-        """See `Notes.told`."""
         at, turn = rank * SPAN + CELLS + TEXT, rank * SPAN // 8 + NOTE
         for _ in range(100):
             before = self._cells[turn]

@@ -59,7 +59,6 @@ class ElasticRun:
         return self._own.sync
 
     def regroup(self, founded: ViewGroups) -> None:
-        """See `SurvivingRun.regroup`."""
         worker_context, context = founded.worker_context, self._context
         old = [*context.extra_groups, context.group]
         context.leave()
@@ -82,24 +81,19 @@ class ElasticRun:
         reap(old)
 
     def turn(self) -> int:
-        """See `SurvivingRun.turn`."""
         return self._loop.steps + 1 if self._loop.led is not None else 0
 
     def figures(self) -> Any:
-        """See `SurvivingRun.figures`."""
         return [self.buddies.figures(), self.leaving.wish]
 
     def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
-        """See `SurvivingRun.hear`."""
         self.buddies.hear([figures for figures, _ in told], members)
         self.leaving.hear([wish for _, wish in told])
 
     def depart(self) -> None:
-        """See `SurvivingRun.depart`."""
         self.buddies.depart()
 
     def fates(self, before: tuple[int, ...]) -> str:
-        """See `SurvivingRun.fates`."""
         return self.buddies.fates(before)
 
     def keepers(self) -> list[ServerReplication]:
@@ -108,19 +102,15 @@ class ElasticRun:
         return [copies for copies in found if copies is not None]
 
     def servers_lost(self) -> list[str]:
-        """See `SurvivingRun.servers_lost`."""
         return [name for keeper in self.keepers() for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
-        """See `SurvivingRun.servers_begun`."""
         return self._sync.servers_begun() if isinstance(self._sync, RemoteOptimizer) else []
 
     def join_info(self) -> Any:
-        """See `SurvivingRun.join_info`."""
         return {"sync": self._sync.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self.leaving.join_info()}
 
     def form(self) -> str:
-        """See `SurvivingRun.form`."""
         digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode())
         digest.update(self._prepared.tables.form().encode())
         for slot in self._prepared.slots:
@@ -128,7 +118,6 @@ class ElasticRun:
         return digest.hexdigest()
 
     def give(self) -> tuple[bytes, str]:
-        """See `SurvivingRun.give`."""
         snapshot = self._prepared.state.snapshot(copy=False)
         facts = {"facts": self.facts(), "compared": self._comparer.facts()}
         kept = {} if isinstance(self._sync, RemoteOptimizer) else self._sync.state_dict()  # lies on servers
@@ -136,7 +125,6 @@ class ElasticRun:
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
 
     def take(self, state: bytes) -> str:
-        """See `SurvivingRun.take`."""
         whole, mine = msgpack.unpackb(state)
         snapshot = loads(whole)
         self._prepared.state.restore(snapshot)

@@ -122,16 +122,13 @@ class TrainingLoop:
     # ---- the loader's calls
 
     def epoch_asked(self, loader: ShareLoader) -> None:
-        """See `LoaderObserver`."""
         self.asked(loader)
         self.idle_epochs.asked(loader)
 
     def generation(self, loader: ShareLoader) -> int:
-        """See `LoaderObserver`."""
         return self.generation_of(loader)
 
     def epoch_begins(self, loader: ShareLoader) -> None:
-        """See `LoaderObserver`."""
         self._calls += 1
         if not loader.terms.training:
             self.backward.sync.converge()  # replicas are evaluated as one
@@ -147,7 +144,6 @@ class TrainingLoop:
         self._clock.ask()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
-        """See `LoaderObserver`."""
         now = time.perf_counter()
         self._calls += 1
         course = self._courses[id(loader)]
@@ -180,7 +176,6 @@ class TrainingLoop:
                 self._clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
-        """See `LoaderObserver`."""
         course = self._courses[id(loader)]
         turn, course.turn = course.turn, None
         if turn is None:
@@ -223,7 +218,6 @@ class TrainingLoop:
         self.tables.back()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
-        """See `LoaderObserver`."""
         course = self._courses[id(loader)]
         if self._leader is course:
             self._leader = None
@@ -309,7 +303,6 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
-        """See `Run.no_sync`."""
         self.quiet += 1
         self.idle_epochs.acted = True
         self.backward.silenced = self.backward.owing = True
@@ -353,7 +346,6 @@ class TrainingLoop:
             self.undo.stepped()
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """See `Run.clip`."""
         sync = self.backward.sync
         if not isinstance(sync, RemoteOptimizer) or not sync.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

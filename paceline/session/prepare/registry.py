@@ -254,7 +254,6 @@ class _WatchedGroup:
         self.size = prepared.context.group.size
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """See `Group.all_reduce`."""
 
         agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.norms
         if agreement.recovery is None and norms is not None:

@@ -60,7 +60,6 @@ class Gossip:
             raise UsageError(f"{self!r}: gamma is for codecs that lose something; leave it out")
 
     def begin(self, context: SyncContext) -> Sync:
-        """See `Strategy.begin`."""
         found = prove(self.graph, context.group.size)
         if context.group.size > 1:
             shown = self.graph if isinstance(self.graph, str) else "this graph"
@@ -121,13 +120,11 @@ class GossipSync:
 
     @property
     def exchanges_in_backward(self) -> bool:
-        """See `Sync.exchanges_in_backward`."""
         return False
 
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """See `Sync.attach`."""
         self.converge()
         self._slots = list(slots)
         shapes = [BucketShape.of(slot.parameter)._replace(kind="gossip") for slot in slots]
@@ -173,19 +170,16 @@ class GossipSync:
     # ---- backward: nothing travels
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """See `Sync.ready`."""
         factor = scale * self._context.group.size
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """See `Sync.backward_done`."""
         self._open, self._equals = True, False
         found, self._grads = list(self._grads.items()), {}
         return found
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """See `Sync.stepped`."""
         self._equals = False
 
     # ---- mixing
@@ -295,12 +289,10 @@ class GossipSync:
     # ---- the rest of the life of a strategy
 
     def abort(self) -> None:
-        """See `Sync.abort`."""
         self._grads.clear()
         self._open = False
 
     def join_info(self) -> Any:
-        """See `Sync.join_info`."""
         rate = None if self._account is None else self._account.rate
         return None if rate is None else list(rate)
 
@@ -317,12 +309,10 @@ class GossipSync:
         self._others, self._equals = True, False
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_from_peer`."""
         self._steps = state["gossip"]
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """See `Sync.has_unreplicated_state`."""
         return False
 
     def unreplicated_state(self) -> dict[str, Any] | None:
@@ -330,11 +320,9 @@ class GossipSync:
         return None
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.load_unreplicated_state`."""
         return False
 
     def detach(self) -> None:
-        """See `Sync.detach`."""
         self._buckets, self._known = [], {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -342,7 +330,6 @@ class GossipSync:
         return {"gossip": self._steps + self._open}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("gossip" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than Gossip; resume with that one")

@@ -35,11 +35,9 @@ class average:
     __repr__ = spell
 
     def begin(self, like: Tensor) -> Tensor | None:
-        """See `Outer.begin`."""
         return None
 
     def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
-        """See `Outer.move`."""
         start.add_(change)
 
 
@@ -57,11 +55,9 @@ class nesterov:
             raise UsageError(f"{self!r}: lr has to be above 0 and momentum from 0 to below 1")
 
     def begin(self, like: Tensor) -> Tensor | None:
-        """See `Outer.begin`."""
         return torch.zeros_like(like) if self.momentum else None
 
     def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:
-        """See `Outer.move`."""
         if memory is None:
             start.add_(change, alpha=self.lr)
             return

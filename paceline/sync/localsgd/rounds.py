@@ -56,7 +56,6 @@ class LocalSGDSync:
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """See `Sync.attach`."""
         self.converge()
         self._release()
         self._slots = list(slots)
@@ -107,7 +106,6 @@ class LocalSGDSync:
     # ---- backward: nothing travels
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """See `Sync.ready`."""
         if self._warm is not None:
             self._warm.ready(number, grad, scale)
             return
@@ -117,11 +115,9 @@ class LocalSGDSync:
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        """See `LendsGradients.overwrites`."""
         return isinstance(self._warm, LendsGradients) and self._warm.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """See `Sync.backward_done`."""
         self._part, self._open = self._context.step_state.share_of_step, True
         if self._warm is not None:
             return self._warm.backward_done(where)
@@ -129,7 +125,6 @@ class LocalSGDSync:
         return found
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """See `Sync.stepped`."""
         self._counted = False
 
     # ---- rounds
@@ -302,7 +297,6 @@ class LocalSGDSync:
     # ---- the rest of the life of a strategy
 
     def abort(self) -> None:
-        """See `Sync.abort`."""
         self._grads.clear()
         self._part, self._open = 0.0, False
         if self._warm is not None:
@@ -311,7 +305,6 @@ class LocalSGDSync:
             self._coded.abort()
 
     def join_info(self) -> Any:
-        """See `Sync.join_info`."""
         warm = None if self._warm is None else self._warm.join_info()
         coded = None if self._coded is None or not self._units else self._coded.join_info()
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
@@ -345,7 +338,6 @@ class LocalSGDSync:
             self._coded.keep(kept)
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_from_peer`."""
         for unit, memory in zip(self._units, state["memory"], strict=True):
             unit.memory = memory
             self._read(unit.bucket, unit.start)
@@ -355,7 +347,6 @@ class LocalSGDSync:
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """See `Sync.has_unreplicated_state`."""
         return self._warm is None and bool(self._units)
 
     def unreplicated_state(self) -> dict[str, Any] | None:
@@ -381,7 +372,6 @@ class LocalSGDSync:
         return True
 
     def detach(self) -> None:
-        """See `Sync.detach`."""
         self._release()
         self._reducer.close()
         for part in (self._warm, self._coded):
@@ -403,7 +393,6 @@ class LocalSGDSync:
         }
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """See `Sync.load_state_dicts`."""
         found = [state for state in states if state]
         if any("every" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than LocalSGD; resume with that one")

@@ -73,5 +73,4 @@ class LocalSGD:
             raise UsageError(f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out")
 
     def begin(self, context: SyncContext) -> Sync:
-        """See `Strategy.begin`."""
         return LocalSGDSync(context, self)

@@ -77,12 +77,10 @@ class ParameterServerSync:
 
     @property
     def replicas_diverge(self) -> bool:
-        """See `Sync.replicas_diverge`."""
         return self.free
 
     @property
     def has_sync_points(self) -> bool:
-        """See `Sync.has_sync_points`."""
         return not self.free
 
     @property
@@ -92,7 +90,6 @@ class ParameterServerSync:
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """See `RemoteOptimizer.desk`."""
         return self.pace.sample_queue if self.free and isinstance(self.pace, OutOfLockstep | ElasticConsistency) else None
 
     @property
@@ -118,7 +115,6 @@ class ParameterServerSync:
     # ---- what lies where
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        """See `Sync.attach`."""
         self.coming.arrive()
         if any(self.steps_taken):
             raise UsageError(
@@ -176,7 +172,6 @@ class ParameterServerSync:
     # ---- backward: what is complete leaves
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """See `Sync.ready`."""
         self._part = self.context.step_state.share_of_step
         factor = scale / self._part if self._part else 0.0
         value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
@@ -192,7 +187,6 @@ class ParameterServerSync:
                         raise
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """See `Sync.backward_done`."""
         self._part = self.context.step_state.share_of_step
         found, self._grads = self._grads, {}
         return [(number, found[at]) for number, at in self._at.items() if at in found] + [(~at, x) for at, x in found.items() if at < 0]
@@ -245,7 +239,6 @@ class ParameterServerSync:
 
     @property
     def attached(self) -> bool:
-        """See `RemoteOptimizer.attached`."""
         return bool(self.slots)
 
     def steps(self, optimizer: Optimizer) -> bool:
@@ -325,18 +318,15 @@ class ParameterServerSync:
         self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
         return total
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """See `Sync.stepped`."""
+    def stepped(self, optimizer: Optimizer) -> None: ...
 
     def commit(self) -> None:
-        """See `Sync.commit`."""
         self.wrapper.commit()
         self.pace.commit()
 
     # ---- the rest of the life of a strategy
 
     def abort(self) -> None:
-        """See `Sync.abort`."""
         self._grads.clear()
         self.wrapper.forget()
         if isinstance(self.pace, ElasticBulkSynchronous):
@@ -348,7 +338,6 @@ class ParameterServerSync:
         return None if self.free else {}
 
     def converge(self) -> None:
-        """See `Sync.converge`."""
         self.coming.arrive()
         if self.free and self.slots and isinstance(self.pace, OutOfLockstep | ElasticConsistency) and self.pace.sample_queue.open:
             self.pace.sample_queue.open = False
@@ -369,7 +358,6 @@ class ParameterServerSync:
             self._give(list(zip(self.wrapper.coded, self.ask_for(self.wrapper.coded, 0), strict=True)))
 
     def join_info(self) -> Any:
-        """See `Sync.join_info`."""
         assert self.lasting is not None
         copies, times = self.lasting.copies, self.pace.sample_queue.times + 1 if isinstance(self.pace, ElasticConsistency) else 0
         return {"room": copies.pool.join_info(), "steps": self.steps_taken, "leveled": self._leveled, "times": times}
@@ -404,15 +392,12 @@ class ParameterServerSync:
         return False
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """See `Sync.unreplicated_state`."""
         return None
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.load_unreplicated_state`."""
         return False
 
     def detach(self) -> None:
-        """See `Sync.detach`."""
         left, pool = self.wires.left, None if self._endpoints is None else self._endpoints.pool
         if self.copies is not None:
             self.copies.close()
@@ -424,11 +409,9 @@ class ParameterServerSync:
 
     @property
     def copies(self) -> ServerReplication | None:
-        """See `RemoteOptimizer.copies`."""
         return None if self.lasting is None or self._endpoints is None else self.lasting.copies
 
     def servers_begun(self) -> list[str]:
-        """See `RemoteOptimizer.servers_begun`."""
         return self.pace.take_begun() if isinstance(self.pace, ElasticConsistency) else []
 
     def facts(self) -> list[dict[str, Any]]:
@@ -436,7 +419,6 @@ class ParameterServerSync:
         return self.context.agreement.lasting(lambda: self.wires.facts(self.seconds))
 
     def served(self) -> list[Served]:
-        """See `RemoteOptimizer.served`."""
         return self.wires.served(self.seconds) if self.context.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:

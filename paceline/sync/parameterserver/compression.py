@@ -312,11 +312,9 @@ class LinkEcho:
             caller.wait(message, self._seconds)
 
     def done(self) -> bool:
-        """See `Work`."""
         return not self._sent
 
     def exception(self) -> BaseException | None:
-        """See `Work`."""
         return None
 
 

@@ -36,19 +36,15 @@ class ServerTraffic:
 
     @property
     def traffic(self) -> Traffic:
-        """See `SideGroup`."""
         return self._wires.traffic - self._sent
 
     @property
     def waited(self) -> float:
-        """See `SideGroup`."""
         return self._wires.waited - self._waited
 
-    def close(self) -> None:
-        """See `SideGroup`."""
+    def close(self) -> None: ...
 
     def abort(self) -> None:
-        """See `SideGroup`."""
         self._wires.abort()
 
 

@@ -79,18 +79,14 @@ class BulkSynchronous:
         self._told: list[optimizers.Settings] = []
 
     def begin(self) -> None:
-        """See `Consistency`."""
         self._told = [optimizers.settings(optimizer) for optimizer in self._client.optimizers]
 
     def weight(self, part: float) -> float:
-        """See `Consistency`."""
         return part
 
-    def pushing(self, number: int) -> None:
-        """See `Consistency`."""
+    def pushing(self, number: int) -> None: ...
 
     def step(self, number: int) -> None:
-        """See `Consistency`."""
         client = self._client
         parcels = client.settle(number, wait=False)
         now, step = optimizers.settings(client.optimizers[number]), client.steps_taken[number] + 1
@@ -108,7 +104,6 @@ class BulkSynchronous:
         self._told[number], client.steps_taken[number] = now, step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`."""
         client, found = self._client, []
         for number in numbers:
             client.settle(number)
@@ -120,8 +115,7 @@ class BulkSynchronous:
             found += [float(client.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
         return found
 
-    def commit(self) -> None:
-        """See `Consistency`."""
+    def commit(self) -> None: ...
 
 
 class OutOfLockstep:
@@ -134,11 +128,9 @@ class OutOfLockstep:
         self.sample_queue = LockstepSampleQueue(client)
         self.going: int | None = None  # which I have not waited for yet
 
-    def begin(self) -> None:
-        """See `Consistency`."""
+    def begin(self) -> None: ...
 
-    def pushing(self, number: int) -> None:
-        """See `Consistency`."""
+    def pushing(self, number: int) -> None: ...
 
     def _check(self) -> None:
         if not self.sample_queue.open and len(self._client.workers) > 1:
@@ -211,7 +203,6 @@ class Asynchronous(OutOfLockstep):
         return 1.0 if part else 0.0
 
     def step(self, number: int) -> None:
-        """See `Consistency`."""
         self._check()
         client = self._client
         parcels = client.settle(number, wait=False)
@@ -234,7 +225,6 @@ class Asynchronous(OutOfLockstep):
         return [client.norm(numbers, kind)]
 
     def commit(self) -> None:
-        """See `Consistency`."""
         if self.sample_queue.open:
             self._tick()
 
@@ -257,7 +247,6 @@ class StaleSynchronous(OutOfLockstep):
         self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
 
     def weight(self, part: float) -> float:
-        """See `Consistency`."""
         return part
 
     def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
@@ -278,7 +267,6 @@ class StaleSynchronous(OutOfLockstep):
         return found
 
     def step(self, number: int) -> None:
-        """See `Consistency`."""
         self._check()
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
@@ -352,7 +340,6 @@ class BackupWorkers(OutOfLockstep):
         self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
 
     def weight(self, part: float) -> float:
-        """See `Consistency`."""
         return part
 
     @property
@@ -371,7 +358,6 @@ class BackupWorkers(OutOfLockstep):
         return found
 
     def step(self, number: int) -> None:
-        """See `Consistency`."""
         self._check()
         client, found = self._client, self._decide(number)
         client.settle(number)  # or p.grad was changed since
@@ -399,7 +385,6 @@ class BackupWorkers(OutOfLockstep):
         return norms
 
     def commit(self) -> None:
-        """See `Consistency`."""
         if not self.sample_queue.open:
             return
         dropped = "again" if self._again else "dropped" if self._late else ""

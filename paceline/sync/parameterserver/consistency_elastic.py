@@ -62,20 +62,16 @@ class ElasticConsistency:
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
         self._late = self._stepped = False  # for any optimizer, and in a step of any, in this turn
 
-    def begin(self) -> None:
-        """See `Consistency`."""
+    def begin(self) -> None: ...
 
     def weight(self, part: float) -> float:
-        """See `Consistency`."""
         return part if not self._alone else 1.0 if part else 0.0
 
-    def pushing(self, number: int) -> None:
-        """See `Consistency`."""
+    def pushing(self, number: int) -> None: ...
 
     # ---- a step
 
     def step(self, number: int) -> None:
-        """See `Consistency`."""
         client = self._client
         if not self.sample_queue.open:
             raise UsageError(
@@ -116,7 +112,6 @@ class ElasticConsistency:
 
     @property
     def _again(self) -> bool:
-        """See `paces.Backup`."""
         return self._spec.requeue and again(self._decided, late=self._late, made=self._stepped)
 
     def _decide(self, number: int) -> Mapping[str, Any]:

@@ -56,11 +56,9 @@ class LockstepSampleQueue:
                 client.callers[0].call("leave", seconds=client.seconds)
 
     def together(self) -> AbstractContextManager[None]:
-        """See `Desk`."""
         return self._client.context.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """See `Desk`."""
         client = self._client
         asked = {"stop": stop, "collect": client.context.group.rank == 0, "had": self._had}
         found = client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)

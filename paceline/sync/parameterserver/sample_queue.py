@@ -69,7 +69,6 @@ class SampleQueueClient:
     # ---- samples
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
-        """See `Desk`."""
         client, tensor = self._client, torch.tensor(sizes, dtype=torch.int64)
         times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
 
@@ -85,7 +84,6 @@ class SampleQueueClient:
         self._stepped = self._left = self.paused = False
 
     def take(self, most: int) -> tuple[int, int, int] | None:
-        """See `Desk`."""
         client = self._client
 
         def act() -> RpcMessage:
@@ -100,7 +98,6 @@ class SampleQueueClient:
         return self.taken[-1]
 
     def leave(self) -> None:
-        """See `Desk`."""
         client = self._client
         if self.open and client.callers and not self._left:
             self._left = True
@@ -108,7 +105,6 @@ class SampleQueueClient:
                 client.callers[0].call("leave", seconds=client.seconds)
 
     def pause(self) -> None:
-        """See `Desk`."""
         if self._asked != self.part:
             self._asked = self.part
             self._call("pause", {})
@@ -157,11 +153,9 @@ class SampleQueueClient:
     # ---- letters
 
     def together(self) -> AbstractContextManager[None]:
-        """See `Desk`."""
         return self._client.context.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """See `Desk`."""
         client = self._client
         self._letters += bool(body)
         self._stopped = self._stopped or stop

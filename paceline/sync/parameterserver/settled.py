@@ -39,15 +39,12 @@ class ElasticBulkSynchronous:
 
     # ---- a step
 
-    def begin(self) -> None:
-        """See `Consistency`."""
+    def begin(self) -> None: ...
 
     def weight(self, part: float) -> float:
-        """See `Consistency`."""
         return part
 
-    def pushing(self, number: int) -> None:
-        """See `Consistency`."""
+    def pushing(self, number: int) -> None: ...
 
     def _settle(self, number: int) -> None:
         """What this step is made of is on all servers, for all workers. Raises `CallDiscarded`, on all, if that can't be any more."""
@@ -110,7 +107,6 @@ class ElasticBulkSynchronous:
         return client.context.agreement.repeat(act, what="run.clip")
 
     def commit(self) -> None:
-        """See `Consistency`."""
         self._made.clear()
 
     def abort(self) -> None:

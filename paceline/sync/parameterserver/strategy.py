@@ -83,7 +83,6 @@ class ParameterServer:
             raise UsageError("requeue=True deals again what backup workers have dropped: give backup_workers=1 or more with it")
 
     def begin(self, context: SyncContext) -> Sync:
-        """See `Strategy.begin`."""
         if self.backup_workers >= max(context.group.size, 2):
             raise UsageError(f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none to wait for; give fewer")
         if self.pull == "forward" and context.survives:

@@ -122,7 +122,6 @@ class ServerLinks:
 
     @property
     def traffic(self) -> Traffic:
-        """See `SideGroup`."""
         return sum((_sent(caller) for caller in self.callers), self._past)
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
@@ -134,7 +133,6 @@ class ServerLinks:
         endpoints.watch(self.end)
 
     def close(self) -> None:
-        """See `SideGroup`."""
         callers, self.callers = self.callers, []
         for caller in callers:
             self._hang_up(caller)
@@ -144,7 +142,6 @@ class ServerLinks:
         caller.close()
 
     def abort(self) -> None:
-        """See `SideGroup`."""
         self.left = True
         self.end(WorkerLost("this worker leaves"))
 

@@ -131,7 +131,7 @@ class TestReclaim:
 def test_semaphores_of_a_branded_process_and_its_children_have_the_mark():
     code = f"""
 import multiprocessing, os
-from paceline.cluster.guard import brand
+from paceline.cluster.launcher.janitor import brand
 brand({MARK!r})
 context = multiprocessing.get_context("spawn")  # they keep their names while they live
 lock = context.Lock()

@@ -59,7 +59,7 @@ class TestClosed:
         """Whatever it opens next is none of the three, and it may read and write them all."""
         body = """
 import os, sys
-from paceline.cluster.output import stand_in
+from paceline.cluster.launcher.output import stand_in
 stand_in()
 other = os.open(os.devnull, os.O_RDONLY)
 print("out", file=sys.stdout, flush=True)

@@ -406,7 +406,7 @@ import sys, time
 import tests.brisk
 import torch
 from torch.distributed import FileStore
-from paceline.comm.torchgroup import TorchGroup
+from paceline.comm.native.group import TorchGroup
 rank = int(sys.argv[1])
 group = TorchGroup.from_store(FileStore(sys.argv[2], 2), rank, 2, deadline=20)
 group.barrier().wait()

@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm.group import OPS
 from paceline.comm.reduction import DTYPES, admit, reduce
-from paceline.comm.shm.reductions import DEPTH, REGISTERED, Place, flow, fold, plan
+from paceline.comm.shm.reductions import DEPTH, REGISTERED, RegisteredMemory, flow, fold, plan
 from paceline.comm.shm.segment import SLOTS
 from paceline.errors import UsageError
 
@@ -128,7 +128,7 @@ def test_fold_is_the_plain_reduction(dtype: torch.dtype, count: int) -> None:
 def test_plans_cover_every_element_once(size: int, count: int) -> None:
     memory = [torch.zeros(4 * (count + 3), dtype=torch.uint8) for _ in range(size)]
     for rank in range(size):
-        place = Place(0, memory[rank].data_ptr(), memory)
+        place = RegisteredMemory(0, memory[rank].data_ptr(), memory)
         x = memory[rank][8 : 8 + 4 * count].view(torch.float32)
         blocks, copies = plan(x, place, rank)
         for parts, (source, targets, nbytes) in zip(blocks, copies, strict=True):

@@ -32,7 +32,7 @@ def test_other_calls_of_agree_are_told_apart_and_the_lane_goes_on() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         segment = join(store, rank, size)
         for payload in (b"", b"x" * 3 * MAIL * rank):
-            with pytest.raises(Mismatch, match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_board.py:\d+\)"):
+            with pytest.raises(Mismatch, match=r"rank 0 at this \(\S+\); ranks 1, 2 at that of 'w' \(\S+test_segment.py:\d+\)"):
                 segment.agree(payload, CallFingerprint("that", "w") if rank else CallFingerprint("this"))
             with pytest.raises(UsageError, match=r"that: it is wrong \(rank 2\)"):
                 segment.agree(payload, CallFingerprint("that", flaw="it is wrong" if rank == 2 else ""))

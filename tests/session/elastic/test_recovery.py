@@ -74,15 +74,15 @@ def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kin
 
 
 LATE = """
-from paceline.cluster.orders import Orders
-breaking, here, already = Orders.breaking, os.getpid(), []
+from paceline.cluster.control.commands import CommandPipe
+breaking, here, already = CommandPipe.breaking, os.getpid(), []
 def late(orders, *given):
     found = breaking(orders, *given)
     while run.rank == 1 and len(orders.roster(orders.latest).workers) < 3 and not already:
         time.sleep(0.01)
     already.append(found)
     return orders.roster(orders.latest) if found else None
-Orders.breaking = late
+CommandPipe.breaking = late
 """
 
 

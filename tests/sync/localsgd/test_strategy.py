@@ -22,7 +22,7 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.outer import average, nesterov
-from paceline.sync.localsgd.strategy import LocalSGD, Rounds, adaptive
+from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync, adaptive
 from tests.runs import batches, cut, distance, parameters, workers
 
 
@@ -61,9 +61,9 @@ def train(run: Run, *, each: Each = lambda net: None, make: Made = sgd, epochs: 
     return parameters(net)
 
 
-def rounds(run: Run) -> Rounds:
+def rounds(run: Run) -> LocalSGDSync:
     sync = run._backward.sync
-    assert isinstance(sync, Rounds)
+    assert isinstance(sync, LocalSGDSync)
     return sync
 
 
@@ -186,7 +186,7 @@ def test_every_codec_goes_with_it(codec: Any, strategy: LocalSGD) -> None:
 
 @pytest.mark.soak
 def test_what_comes_through_while_a_turn_is_counted() -> None:
-    """Rounds of streaming end in threads of their own, beside commits."""
+    """LocalSGDSync of streaming end in threads of their own, beside commits."""
     strategy = LocalSGD(4, fragments=2, delay=1, codec=where(smaller(30), exact(), error_feedback(topk(0.1))), bucket_mb=0.001)
     wanted = runs(strategy)
     for _ in range(100):

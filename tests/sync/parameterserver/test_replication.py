@@ -104,7 +104,7 @@ def play(
             if end.number in ends.dead:
                 raise ServerLost("gone")
 
-        context = SyncContext(group, Agreement(group), say=lambda text: None)
+        context = SyncContext(group, Agreement(group), announce=lambda text: None)
         return act(ServerReplication(context, pool, ends, copies, fill=fill), pool, ends)  # type: ignore[arg-type]
 
     return spawn(len(hosts), work)
