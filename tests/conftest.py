@@ -13,8 +13,8 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from tests.launches import Jobs
-    from tests.survivors import Outcome
+    from tests.harness.jobs import Jobs
+    from tests.harness.survivors import Outcome
 
 ROOT = str(Path(__file__).parents[1])
 
@@ -37,7 +37,7 @@ def _interruptible() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _importable() -> None:
-    """Scripts under test may import `tests.brisk`, wherever they lie."""
+    """Scripts under test may import `tests.harness.brisk`, wherever they lie."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in given if path not in ("", ROOT))])
 
@@ -45,7 +45,7 @@ def _importable() -> None:
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Jobs in a folder of their own; workers are forked where the test is marked so."""
-    from tests.launches import PLAIN, PRELOADED, jobs
+    from tests.harness.jobs import PLAIN, PRELOADED, jobs
 
     with jobs(tmp_path, PRELOADED if request.node.get_closest_marker("preloaded") else PLAIN) as found:
         yield found
@@ -54,8 +54,8 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """What comes of a training by one worker that nobody disturbs; each is made once."""
-    from tests.launches import PRELOADED, jobs
-    from tests.survivors import play
+    from tests.harness.jobs import PRELOADED, jobs
+    from tests.harness.survivors import play
 
     made: dict[str, Outcome] = {}
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launches import SHARED, Ended, Job, Jobs, wait_for
+from tests.harness.jobs import SHARED, Ended, Job, Jobs, wait_for
 
 HOST = socket.gethostname()
 ENDLESS = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Ended, Job, Jobs, free_port
+from tests.harness.jobs import Ended, Job, Jobs, free_port
 
 HOST = socket.gethostname()
 # who has left the loop may come first to where logs are brought together; the others, to where gradients are looked at

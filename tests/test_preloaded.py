@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import PLAIN, PRELOADED, jobs, wait_for
-from tests.preloaded import ROOM
+from tests.harness.jobs import PLAIN, PRELOADED, jobs, wait_for
+from tests.harness.preloaded import ROOM
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from tests.curves import Case, check
-from tests.launches import ROOT, Ended, Job, Jobs, free_port, wait_for
+from tests.harness.curves import Case, check
+from tests.harness.jobs import ROOT, Ended, Job, Jobs, free_port, wait_for
 
-CURVES = str(ROOT / "tests" / "curves.py")
+CURVES = str(ROOT / "tests" / "harness" / "curves.py")
 SCHEDULES = ("ring", "tree", "halving-doubling", "direct", "hierarchical", "owners")
 LIMITS = {"sgd": 1e-5, "adam": 1e-9}
 

@@ -20,7 +20,7 @@ from paceline.lab.kernel import missing
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text() for page in PAGES}
-BRISK = "import tests.brisk\n"
+BRISK = "import tests.harness.brisk\n"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

@@ -15,8 +15,8 @@ from paceline.apps import recommender
 from paceline.apps.clicks import ClickLog, Clicks
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.launches import Jobs, wait_for
-from tests.runs import workers
+from tests.harness.jobs import Jobs, wait_for
+from tests.harness.runs import workers
 from tests.session.test_servers_surviving import servers
 
 LOG = ClickLog(tables=2, rows=500, bag=2)

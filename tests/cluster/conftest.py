@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.launched import Launched, wait_gone
+from tests.harness.launchers import Launched, wait_gone
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.errors import PacelineError, ViewChanged
-from tests.processes import fork
+from tests.harness.processes import fork
 
 
 def test_it_trips_once_and_late_comers_at_once() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from paceline.data.batches import cut
 from paceline.data.empty_batch import collated_empty, emptied
 from paceline.errors import DataError
-from tests.data.dealing import run
+from tests.harness.loaders import run
 
 Pair = namedtuple("Pair", ["x", "y"])
 ANCHORS = torch.ones(9, 4)

@@ -13,7 +13,7 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.threads import spawn
 from paceline.data.loader import NoObserver, deal
 from paceline.errors import DataError
-from tests.data.dealing import Numbers, plain, run, steps, walk
+from tests.harness.loaders import Numbers, plain, run, steps, walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -23,7 +23,7 @@ from paceline.data.loader import deal
 from paceline.data.sampler import EpochIndices
 from paceline.data.serialization import flatten, pack, room, unflatten, unpack
 from paceline.errors import DataError, Mismatch
-from tests.data.dealing import Numbers, plain, run, steps, walk
+from tests.harness.loaders import Numbers, plain, run, steps, walk
 
 SIZES = [1, 2, 3]
 

@@ -11,7 +11,7 @@ from paceline.comm.threads import spawn
 from paceline.data.loader import deal
 from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, Mismatch
-from tests.data.dealing import plain, run, steps, walk
+from tests.harness.loaders import plain, run, steps, walk
 
 SIZES = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -352,7 +352,7 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> No
 
 
 KILLED = """
-import sys, tests.brisk, torch
+import sys, tests.harness.brisk, torch
 from pathlib import Path
 from paceline.state.snapshot import pack
 from paceline.fault.checkpoint import save

@@ -13,8 +13,8 @@ import pytest
 from paceline import lab
 from paceline.lab import kernel
 from paceline.lab.hosts import Cluster
-from tests import nursery
-from tests.lab.traces import left, traces
+from tests.harness import nursery
+from tests.harness.labs import left, traces
 
 
 @pytest.fixture(scope="session")

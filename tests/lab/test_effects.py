@@ -26,8 +26,8 @@ from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab.running import Outcome
-from tests.cluster.launched import wait_for
-from tests.launches import PRELUDE, ROOT
+from tests.harness.jobs import PRELUDE, ROOT
+from tests.harness.launchers import wait_for
 
 MEGA = 10**6
 QUIET = 0.05  # Mbit/s: bridges have a word with each other now and then

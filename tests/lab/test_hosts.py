@@ -17,7 +17,7 @@ from paceline.errors import ResourceError, UsageError
 from paceline.lab import cgroups, kernel, remains
 from paceline.lab.description import Description, Host
 from paceline.lab.hosts import Cluster
-from tests.lab.traces import ask, left, measure, spaces, spin, traces, wait_for
+from tests.harness.labs import ask, left, measure, spaces, spin, traces, wait_for
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 

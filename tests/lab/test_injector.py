@@ -22,7 +22,7 @@ from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
 from paceline.lab.description import Description, Host, Placement, regular
 from paceline.lab.injector import Chaos, record
-from tests.cluster.launched import wait_for
+from tests.harness.launchers import wait_for
 
 
 class Paper:

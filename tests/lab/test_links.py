@@ -8,7 +8,7 @@ from paceline.errors import ResourceError
 from paceline.lab import links
 from paceline.lab.description import Description, Host, Rack
 from paceline.lab.spaces import Space
-from tests.lab.traces import measure
+from tests.harness.labs import measure
 
 SLOW = pytest.mark.slow
 HEADERS = 1448 / 1514  # the part of a full packet that is payload

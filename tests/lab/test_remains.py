@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
-from tests.lab.traces import wait_for
+from tests.harness.labs import wait_for
 
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(60)"
 

@@ -19,8 +19,8 @@ import pytest
 
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
-from tests.lab.traces import left, traces, wait_for
-from tests.launches import Job, Jobs, jobs
+from tests.harness.jobs import Job, Jobs, jobs
+from tests.harness.labs import left, traces, wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 PLAIN = "import os, sys, time, socket\nrank = int(os.environ['RANK'])\n"
@@ -199,7 +199,7 @@ class TestCommand:
             "--fault",
             "cut(host=1, seconds=0.2, step=9)",
         ]
-        (started.folder / "train.py").write_text("import tests.brisk\n" + EXAMPLE.read_text())
+        (started.folder / "train.py").write_text("import tests.harness.brisk\n" + EXAMPLE.read_text())
         ended = started.start([*command, "train.py"]).end(100)
         assert ended.code == 0, ended.err
         assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
@@ -269,7 +269,7 @@ class TestRun:
     @pytest.mark.slow
     def test_scripts_of_torch_distributed_alone(self, build, tmp_path):
         body = """
-            import tests.brisk
+            import tests.harness.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import lab
-from tests.launches import PRELUDE
+from tests.harness.jobs import PRELUDE
 
 pytestmark = [pytest.mark.usefixtures("clean", "quotas"), pytest.mark.slow, pytest.mark.preloaded]
 

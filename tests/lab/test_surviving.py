@@ -11,8 +11,8 @@ import pytest
 
 from paceline import lab
 from paceline.lab.running import Outcome as Ended
-from tests.launches import PRELUDE
-from tests.survivors import Outcome, apart, check, gap, outcome, script, until
+from tests.harness.jobs import PRELUDE
+from tests.harness.survivors import Outcome, apart, check, gap, outcome, script, until
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.slow, pytest.mark.preloaded]
 

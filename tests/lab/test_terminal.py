@@ -15,7 +15,7 @@ import pytest
 from paceline.lab.description import Description, Host, Rack, ready
 from paceline.lab.hosts import Cluster
 from paceline.lab.terminal import describe
-from tests.lab.traces import left, traces
+from tests.harness.labs import left, traces
 
 LAB = [sys.executable, "-m", "paceline", "lab"]
 NOBODY = 65534

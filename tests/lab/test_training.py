@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 
 SCRIPT = """
 import sys
-import tests.brisk
+import tests.harness.brisk
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl

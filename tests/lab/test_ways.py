@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.lab.hosts import Cluster
-from tests import ways
+from tests.harness import every_strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 STEPS = 9  # more than twice the longest round, and than `after` begins
@@ -17,9 +17,9 @@ STEPS = 9  # more than twice the longest round, and than `after` begins
 
 def test_on_hosts(build: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = build(hosts=2, workers=2, bandwidth="1gbit")
-    outcome = cluster.run(ways.__file__, str(tmp_path), ways.ask(tmp_path, steps=STEPS), deadline=200)
+    outcome = cluster.run(every_strategy.__file__, str(tmp_path), every_strategy.ask(tmp_path, steps=STEPS), deadline=200)
     assert outcome.code == 0, outcome.output
-    ways.check(tmp_path, 4, STEPS)
+    every_strategy.check(tmp_path, 4, STEPS)
 
 
 COUNTED = {
@@ -31,11 +31,11 @@ COUNTED = {
 
 
 def test_bytes_are_those_that_the_links_count(build: Callable[..., Cluster], tmp_path: Path) -> None:
-    asked = ways.ask(tmp_path, COUNTED, width=1000, steps=STEPS)
-    outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(ways.__file__, str(tmp_path), asked, deadline=200)
+    asked = every_strategy.ask(tmp_path, COUNTED, width=1000, steps=STEPS)
+    outcome = build(hosts=2, workers=2, bandwidth="1gbit").run(every_strategy.__file__, str(tmp_path), asked, deadline=200)
     assert outcome.code == 0, outcome.output
     for name in COUNTED:
-        found = ways.seen(tmp_path, name, 4)
+        found = every_strategy.seen(tmp_path, name, 4)
         counted = sum({worker["host"]: worker["left"] for worker in found}.values()) / (STEPS - 1)
         said = json.loads((tmp_path / name / "summary.json").read_text())["bytes_sent"]["between"]
         assert said == pytest.approx(counted, rel=0.03), f"{name}: the summary says {said:.0f} bytes a step, the links {counted:.0f}"
@@ -45,8 +45,8 @@ def test_auto_takes_a_codec_on_a_slow_link_and_none_on_a_quick_one(build: Callab
     for rate, taken in (("100mbit", True), ("10gbit", False)):
         folder = tmp_path / rate
         folder.mkdir()
-        asked = ways.ask(folder, {"auto": "AllReduce(codec='auto')"}, width=500, steps=16)
-        outcome = build(hosts=2, workers=1, bandwidth=rate).run(ways.__file__, str(folder), asked, deadline=100)
+        asked = every_strategy.ask(folder, {"auto": "AllReduce(codec='auto')"}, width=500, steps=16)
+        outcome = build(hosts=2, workers=1, bandwidth=rate).run(every_strategy.__file__, str(folder), asked, deadline=100)
         assert outcome.code == 0, outcome.output
         assert ("which is taken from step" in outcome.output) == taken, outcome.output
         assert bool(json.loads((folder / "auto" / "summary.json").read_text())["codecs"]) == taken

@@ -17,7 +17,7 @@ from tests.loops.collection import LOOPS, flat
 assert data and evaluating and further and gradients and models and optimizers and several
 
 
-def main() -> None:  # without tests.brisk, as some of them are compiled
+def main() -> None:  # without tests.harness.brisk, as some of them are compiled
     folder, found, rank = Path(sys.argv[1]), {}, 0
     torch.set_num_threads(1)
     for name in sys.argv[2:]:

@@ -17,9 +17,9 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.runs import workers
 from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
 from tests.loops.collection import LOOPS, Loop, Plain, differences, flat
-from tests.runs import workers
 
 assert data and evaluating and further and gradients and models and optimizers and several  # they fill LOOPS
 SIZES = (1, 2, 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launches import Jobs
+from tests.harness.jobs import Jobs
 from tests.loops import script
 from tests.loops.collection import LOOPS, differences
 from tests.loops.test_loops import TENTHS, plain

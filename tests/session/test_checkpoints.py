@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paceline.fault import checkpoint
-from tests.launches import Jobs, wait_for
-from tests.survivors import outcome, script
+from tests.harness.jobs import Jobs, wait_for
+from tests.harness.survivors import outcome, script
 
 pytestmark = pytest.mark.preloaded
 

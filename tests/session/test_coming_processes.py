@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tests.launches import Job, Jobs, wait_for
+from tests.harness.jobs import Job, Jobs, wait_for
 from tests.session.test_servers import script, servers, weights
 
 pytestmark = pytest.mark.preloaded

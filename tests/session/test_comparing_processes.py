@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Jobs
-from tests.survivors import apart, kill, outcome, script, trains
+from tests.harness.jobs import Jobs
+from tests.harness.survivors import apart, kill, outcome, script, trains
 
 pytestmark = pytest.mark.preloaded
 

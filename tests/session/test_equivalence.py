@@ -22,7 +22,7 @@ from paceline.session.run import Run
 from paceline.sync import routes
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.autograd import GradientTracker
-from tests.runs import alone, distance, parameters, workers
+from tests.harness.runs import alone, distance, parameters, workers
 
 COUNT, BATCH, EPOCHS = 1003, 64, 2
 WAYS = [(2, None), (3, None), (4, None), (8, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]

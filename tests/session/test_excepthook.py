@@ -16,8 +16,8 @@ from paceline import callsite
 from paceline.errors import PacelineError, UsageError
 from paceline.session.excepthook import brief, show
 from paceline.session.run import Run
-from tests.launches import Jobs
-from tests.runs import alone, batches, workers
+from tests.harness.jobs import Jobs
+from tests.harness.runs import alone, batches, workers
 
 
 def shown(body: Callable[[Run], Any], size: int = 1) -> str:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tests.launches import Job, Jobs, free_port, wait_for
+from tests.harness.jobs import Job, Jobs, free_port, wait_for
+from tests.harness.survivors import gap, pause, trains
 from tests.session.test_servers_surviving import servers
-from tests.survivors import gap, pause, trains
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from tests.launches import Jobs
-from tests.runs import Numbered, distance, parameters
+from tests.harness.jobs import Jobs
+from tests.harness.runs import Numbered, distance, parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.launches import Job, Jobs, free_port, wait_for
-from tests.survivors import Outcome, check, outcome, script, trains
+from tests.harness.jobs import Job, Jobs, free_port, wait_for
+from tests.harness.survivors import Outcome, check, outcome, script, trains
 
 pytestmark = pytest.mark.preloaded
 

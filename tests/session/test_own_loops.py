@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.launches import Jobs
+from tests.harness.jobs import Jobs
 
 pytestmark = [pytest.mark.preloaded, pytest.mark.slow]
 

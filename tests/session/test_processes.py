@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Jobs
+from tests.harness.jobs import Jobs
 
 BODY = """
 import hashlib, json, random

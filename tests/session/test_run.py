@@ -24,7 +24,7 @@ from paceline.session.record.folder import RunFolder
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.run import Run
 from paceline.state.snapshot import pack
-from tests.runs import Numbered, alone, batches, distance, parameters, workers
+from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
 
 SHARES = [(2, None), (2, [1, 7]), (2, [0, 8]), (3, [3, 3, 2])]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launches import Job, Jobs, free_port, wait_for
+from tests.harness.jobs import Job, Jobs, free_port, wait_for
+from tests.harness.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 from tests.session.elastic.test_recovery import AT, PLACES
-from tests.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

@@ -25,7 +25,7 @@ from paceline.session.run import Run
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import alone, cut, distance, parameters, workers
+from tests.harness.runs import alone, cut, distance, parameters, workers
 
 ROWS, DIM = 60, 4
 Make = Callable[..., nn.Module]  # of a table: mode, seed

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tests.launches import Job, Jobs, free_port, wait_for
+from tests.harness.jobs import Job, Jobs, free_port, wait_for
 
 pytestmark = pytest.mark.preloaded
 

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launches import Job, Jobs, free_port
+from tests.harness.jobs import Job, Jobs, free_port
+from tests.harness.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
 from tests.session.elastic.test_recovery import AT, PLACES
 from tests.session.test_servers_surviving import ended, kill_primaries, servers, until_told
-from tests.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

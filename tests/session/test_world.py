@@ -11,8 +11,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from tests.launches import Jobs
-from tests.runs import alone, batches, workers
+from tests.harness.jobs import Jobs
+from tests.harness.runs import alone, batches, workers
 
 torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -19,7 +19,7 @@ from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, AllReduceSync
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 TINY = 0.0001  # MB: a bucket of a few parameters
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import PacelineError, ReplicasDiffer, UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
-from tests.runs import alone, batches, cut, distance, parameters, workers
+from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 CUTS = [None, cut(1, 7), cut(0, 8)]
 

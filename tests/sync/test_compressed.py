@@ -19,7 +19,7 @@ from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, AllReduceSync
-from tests.runs import batches, distance, parameters, workers
+from tests.harness.runs import batches, distance, parameters, workers
 
 CODECS = [
     half(),

@@ -21,7 +21,7 @@ from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import batches, workers
+from tests.harness.runs import batches, workers
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
 CODECS: list[Any] = [

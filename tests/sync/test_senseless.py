@@ -20,7 +20,7 @@ from paceline.errors import Mismatch
 from paceline.notation import parse
 from paceline.server.main import Server
 from paceline.server.table import TableSpec
-from tests import runs, strangers
+from tests.harness import runs, strangers
 from tests.server.test_main import packed, plan
 
 WAYS = {

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import ways
-from tests.launches import Jobs
+from tests.harness import every_strategy
+from tests.harness.jobs import Jobs
 
 
 @pytest.mark.slow
 @pytest.mark.preloaded
 def test_on_processes(job: Jobs, tmp_path: Path) -> None:
     size = 3
-    command = [sys.executable, *job.launcher, "run", "--workers", str(size), ways.__file__, str(tmp_path), ways.ask(tmp_path)]
+    program = [every_strategy.__file__, str(tmp_path), every_strategy.ask(tmp_path)]
+    command = [sys.executable, *job.launcher, "run", "--workers", str(size), *program]
     ended = job.start(command).end(150)
     assert ended.code == 0, ended.err
-    ways.check(tmp_path, size)
+    every_strategy.check(tmp_path, size)

@@ -16,9 +16,9 @@ from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
 from paceline.cluster.launcher.launch import LaunchRequest, run
 from paceline.errors import DeadlineExceeded, ResourceError
-from tests.cluster.launched import wait_for
-from tests.launches import jobs
-from tests.runs import batches, workers
+from tests.harness.jobs import jobs
+from tests.harness.launchers import wait_for
+from tests.harness.runs import batches, workers
 
 
 def test_a_new_page_says_nothing(tmp_path: Path) -> None:

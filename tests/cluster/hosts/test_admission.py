@@ -17,7 +17,7 @@ from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble, seek
 from paceline.errors import DeadlineExceeded, PlaceError
 from tests.cluster.hosts.test_elastic import SECRET, run
-from tests.launches import free_port
+from tests.harness.jobs import free_port
 
 RUN = '["runs/x", 7]'
 

@@ -23,8 +23,8 @@ from paceline.cluster.hosts.handshake import MOST, Handshakes
 from paceline.cluster.hosts.membership import AGAIN_SECONDS, HostSeat, View
 from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble
 from paceline.errors import SecretError
-from tests import strangers
-from tests.launches import free_port
+from tests.harness import strangers
+from tests.harness.jobs import free_port
 
 SECRET = b"s" * 32
 HELLO = {"paceline": 1, "nonce": "0" * 32, "proof": "0" * 64}

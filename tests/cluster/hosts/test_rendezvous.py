@@ -22,8 +22,8 @@ from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction,
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import FixedPeers, Meeting, Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
-from tests.cluster.launched import JOINED, Launched, wait_for
-from tests.launches import listening
+from tests.harness.jobs import listening
+from tests.harness.launchers import JOINED, Launched, wait_for
 
 SECRET = b"0123456789abcdef"
 ENVIRON = {"PACELINE_SECRET": SECRET.decode()}
@@ -350,7 +350,7 @@ class TestLaunchers:
     @pytest.mark.slow
     def test_workers_meet_in_the_store(self, both):
         body = """
-            import tests.brisk
+            import tests.harness.brisk
             from paceline.cluster import store
             from paceline.cluster.discover import discover
             place = discover()

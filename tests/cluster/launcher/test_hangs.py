@@ -15,7 +15,7 @@ from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start
-from tests.cluster.launched import wait_for
+from tests.harness.launchers import wait_for
 
 LATE = LateCall(7, "backward of step 3", False)
 GIVEN_UP = LATE._replace(given_up=True)

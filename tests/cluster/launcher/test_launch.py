@@ -19,7 +19,7 @@ import pytest
 from paceline.cluster.launcher.launch import LaunchRequest, check, deal, meeting_point
 from paceline.cluster.launcher.output import OutputStream, Screen, last_words
 from paceline.errors import UsageError
-from tests.cluster.launched import JOINED, ROOT, alive_in, wait_for, wait_gone
+from tests.harness.launchers import JOINED, ROOT, alive_in, wait_for, wait_gone
 
 
 class TestOutput:
@@ -87,7 +87,7 @@ class TestOutput:
     @pytest.mark.slow
     def test_a_script_of_torch_distributed_alone(self, script, launch):
         body = """
-            import tests.brisk
+            import tests.harness.brisk
             import torch, torch.distributed as dist
             dist.init_process_group("gloo")
             x = torch.tensor([rank + 1.0])
@@ -286,7 +286,7 @@ if __name__ == "__main__":
     time.sleep(600)
 """
 LOADER = """
-import pathlib, tests.brisk, torch
+import pathlib, tests.harness.brisk, torch
 from torch.utils.data import DataLoader
 class Data:
     def __len__(self): return 10**6

@@ -21,8 +21,8 @@ from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
-from tests.cluster.launched import wait_for
-from tests.comm.processes import Crew, heard, run, say
+from tests.harness.launchers import wait_for
+from tests.harness.native_processes import Crew, heard, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
 

@@ -19,7 +19,7 @@ from paceline.comm.group import pieces
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.schedule import SCHEDULES, build
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, UsageError, ViewChanged, WorkerLost
-from tests.comm.processes import Crew, run, say
+from tests.harness.native_processes import Crew, run, say
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.int32, torch.int64, torch.uint8, torch.complex64)
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_honoured_raises(arguments: dict[str, Any]) -> None:
 
 ENDING = """
 import sys, time
-import tests.brisk
+import tests.harness.brisk
 import torch
 from torch.distributed import FileStore
 from paceline.comm.native.group import TorchGroup

@@ -20,7 +20,7 @@ from paceline.comm.reduction import DTYPES, admit, reduce
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.shm.segment import META
 from paceline.errors import Mismatch, ResourceError, UsageError, ViewChanged
-from tests.processes import fork, threads
+from tests.harness.processes import fork, threads
 
 TINY = 16 << 10  # bytes of a block, so that small tensors have many
 

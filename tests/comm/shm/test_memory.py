@@ -11,7 +11,7 @@ from paceline.cluster.store import Store
 from paceline.comm.shm import memory
 from paceline.comm.shm.memory import LARGE, SharedSegment, fresh, share
 from paceline.errors import ResourceError
-from tests.processes import fork, threads
+from tests.harness.processes import fork, threads
 
 
 def test_bytes_are_shared_and_zero_at_first() -> None:

@@ -10,7 +10,7 @@ from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.queue import WorkQueue
 from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.errors import Mismatch, WorkerLost
-from tests.processes import threads
+from tests.harness.processes import threads
 
 CALL = CallFingerprint("call")
 

@@ -9,7 +9,7 @@ from paceline.cluster.store import Store
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.segment import MAIL, META, SLOTS, STAGE, ControlSegment
 from paceline.errors import Mismatch, UsageError
-from tests.processes import fork, threads
+from tests.harness.processes import fork, threads
 
 
 def join(store: Store, rank: int, size: int) -> ControlSegment:

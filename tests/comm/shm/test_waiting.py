@@ -13,7 +13,7 @@ from paceline.cluster.store import Store
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.waitgraph import GRACE
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
-from tests.processes import fork, threads
+from tests.harness.processes import fork, threads
 
 WAITS = {
     "small": lambda group: group.all_reduce(torch.ones(3)).wait(),

@@ -21,7 +21,7 @@ from paceline.fault import checkpoint, disk
 from paceline.notation import parse
 from paceline.session.run import Run
 from paceline.state.snapshot import pack
-from tests.runs import batches, workers
+from tests.harness.runs import batches, workers
 
 
 class Gate:

@@ -15,7 +15,7 @@ from paceline.fault import checkpoint
 from paceline.session.checkpoint import tables
 from paceline.session.run import Run
 from paceline.sync.tables import client
-from tests.runs import distance, workers
+from tests.harness.runs import distance, workers
 from tests.session.test_tables import DIM, OPTIMIZERS, Net, everything, loader, one, served
 
 

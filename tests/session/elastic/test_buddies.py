@@ -28,9 +28,9 @@ from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.outer import nesterov
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import Sequence as Both
-from tests.launches import Jobs
-from tests.runs import batches, cut, parameters, workers
-from tests.survivors import play
+from tests.harness.jobs import Jobs
+from tests.harness.runs import batches, cut, parameters, workers
+from tests.harness.survivors import play
 
 NAMES = (70, 71, 72, 73, 74, 75)  # of the ranks at the start
 LOSSY = AllReduce(codec=error_feedback(topk(0.1)))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.launches import Job, Jobs, wait_for
+from tests.harness.jobs import Job, Jobs, wait_for
+from tests.harness.survivors import Outcome, check, trains
 from tests.session.test_joining import EPOCHS, Hosts
 from tests.session.test_joining import kill as kill_host
 from tests.session.test_servers_surviving import servers
 from tests.session.test_tables_surviving import parts
-from tests.survivors import Outcome, check, trains
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

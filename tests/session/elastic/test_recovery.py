@@ -19,8 +19,8 @@ from paceline.cluster.control.commands import CommandPipe, Member, Roster
 from paceline.errors import ServerLost
 from paceline.session.elastic import recovery as surviving
 from paceline.session.elastic.recovery import Recovery
-from tests.launches import Job, Jobs, free_port
-from tests.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
+from tests.harness.jobs import Job, Jobs, free_port
+from tests.harness.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from tests.runs import Numbered, distance, parameters, workers
+from tests.harness.runs import Numbered, distance, parameters, workers
 
 FIRST = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.sync.localsgd.strategy import LocalSGD
-from tests.runs import batches, distance, parameters, workers
+from tests.harness.runs import batches, distance, parameters, workers
 
 
 def model() -> Any:

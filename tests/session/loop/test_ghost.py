@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.session.loop.ghost import buffers, level
 from paceline.session.run import Run
-from tests.runs import Numbered, parameters, workers
+from tests.harness.runs import Numbered, parameters, workers
 
 
 class Counting(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.session.run import Run
-from tests.runs import Numbered, distance, parameters, workers
+from tests.harness.runs import Numbered, distance, parameters, workers
 
 FIRST = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader
 
 from paceline.errors import Mismatch
-from tests.runs import Numbered, workers
+from tests.harness.runs import Numbered, workers
 
 
 def drawn(model):

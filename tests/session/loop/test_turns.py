@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from paceline.errors import Mismatch, PacelineError, UsageError
 from paceline.session.run import Run
-from tests.runs import Numbered, alone, batches, cut, distance, parameters, workers
+from tests.harness.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
 
 def net(width: int = 6) -> nn.Module:

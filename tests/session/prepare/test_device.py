@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from paceline.data.loader import deal
 from paceline.session.prepare.device import mover
-from tests.runs import alone, batches
+from tests.harness.runs import alone, batches
 
 META = torch.device("meta")
 

@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.data.loader import ShareLoader
 from paceline.errors import DataError, UsageError
 from paceline.session.run import Run
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -15,7 +15,7 @@ from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 
 def net(seed: int = 0) -> nn.Module:

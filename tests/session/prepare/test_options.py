@@ -14,7 +14,7 @@ from paceline.errors import DataError, UsageError
 from paceline.session.prepare.options import DEFAULTS, PrepareOptions
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 
 def net(*layers: nn.Module) -> nn.Module:

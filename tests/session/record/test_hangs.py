@@ -25,8 +25,8 @@ from paceline.errors import UsageError
 from paceline.session.record import hangs
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.run import Run
-from tests.launches import Ended, Jobs, free_port, wait_for
-from tests.runs import workers
+from tests.harness.jobs import Ended, Jobs, free_port, wait_for
+from tests.harness.runs import workers
 
 HOST = socket.gethostname()
 

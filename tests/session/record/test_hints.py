@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import batches, workers
+from tests.harness.runs import batches, workers
 
 NOTHING = "nothing was given to run.prepare: if this script trains, each of the 2 workers does it for itself"
 NO_LOADER = "no loader was given to run.prepare: each of the 2 workers takes batches of its own"

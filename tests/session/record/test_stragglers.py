@@ -14,7 +14,7 @@ from torch import nn
 from paceline.session.record import stragglers
 from paceline.session.record.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
 from paceline.session.run import Run
-from tests.runs import batches, workers
+from tests.harness.runs import batches, workers
 
 HOSTS = ("a", "a", "b", "b")
 

@@ -21,7 +21,7 @@ from paceline.session.replicas import compare
 from paceline.session.replicas.compare import Comparison, differences
 from paceline.session.run import Run
 from paceline.sync.base import Strategy
-from tests.runs import batches, make, parameters, workers
+from tests.harness.runs import batches, make, parameters, workers
 
 HEAL = Comparison(5, "heal")
 STOP = Comparison(5)

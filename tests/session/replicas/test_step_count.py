@@ -16,7 +16,7 @@ from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 from tests.session.prepare.test_optimizers import net, sgd
 
 

@@ -19,7 +19,7 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip, GossipSync
-from tests.runs import batches, cut, distance, parameters, workers
+from tests.harness.runs import batches, cut, distance, parameters, workers
 from tests.sync.localsgd.test_strategy import adam, model, reference, resumes, runs, sgd, train
 
 

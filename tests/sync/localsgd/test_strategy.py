@@ -23,7 +23,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.outer import average, nesterov
 from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync, adaptive
-from tests.runs import batches, cut, distance, parameters, workers
+from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
 def model() -> nn.Module:

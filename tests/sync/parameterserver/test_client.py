@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import alone, batches, cut, distance, parameters, workers
+from tests.harness.runs import alone, batches, cut, distance, parameters, workers
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),

@@ -19,7 +19,7 @@ from paceline.codec.sparse import randomk, topk
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import Numbered, alone, batches, cut, distance, parameters, workers
+from tests.harness.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
 FINE = error_feedback(int8())
 COARSE = error_feedback(topk(0.1))

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from paceline.errors import DataError, DeadlineExceeded, UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import parameters, workers
+from tests.harness.runs import parameters, workers
 
 ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), ParameterServer(2, backup_workers=1)
 REQUEUE = ParameterServer(2, backup_workers=1, requeue=True)

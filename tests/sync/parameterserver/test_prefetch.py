@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import tests.runs
+import tests.harness.runs
 from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged
 from paceline.server.main import Server
@@ -31,7 +31,7 @@ from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.prefetch import PendingParameter
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.runs import batches, cut, parameters, workers
+from tests.harness.runs import batches, cut, parameters, workers
 from tests.sync.parameterserver.test_client import OPTIMIZERS, net, train, two
 from tests.sync.parameterserver.test_consistency import epoch
 
@@ -54,7 +54,7 @@ class Late(Server):
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tests.runs, "Server", Late)
+    monkeypatch.setattr(tests.harness.runs, "Server", Late)
 
 
 def ahead(servers: int = 2, **options: Any) -> ParameterServer:
@@ -540,7 +540,7 @@ def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return run._context.pulling, [(span.end - span.start) / 1e9 for span in spans]
 
     monkeypatch.setattr(RpcClient, "wait", waiting)
-    monkeypatch.setattr(tests.runs, "Server", Awaiting)
+    monkeypatch.setattr(tests.harness.runs, "Server", Awaiting)
     monkeypatch.setattr(Awaiting, "waits", {})
     for seconds, spans in workers(2, body, strategy=ahead(1), folder=tmp_path):
         assert len(spans) >= 9 and min(spans) > LATE_SECONDS - 1e-3
@@ -561,7 +561,7 @@ class Mute(Server):
 
 @pytest.fixture
 def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr(tests.runs, "Server", Mute)
+    monkeypatch.setattr(tests.harness.runs, "Server", Mute)
     yield Mute.mute
     Mute.mute.clear()
 

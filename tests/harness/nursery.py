@@ -1,8 +1,8 @@
 """Where launchers and servers under test come from that needn't start by themselves: one process that has torch, and forks.
 
 Importing torch takes most of the processor time of a job under test: a job of two hosts and two servers does it four times, also with
-`tests.preloaded`. The nursery does it once for all tests. It begins with the first job that asks for it, and ends with the tests. How
-programs start is for the tests of the launcher itself, which don't ask for it.
+`tests.harness.preloaded`. The nursery does it once for all tests. It begins with the first job that asks for it, and ends with the
+tests. How programs start is for the tests of the launcher itself, which don't ask for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from paceline.lab.enter import enter
-from tests import preloaded
+from tests.harness import preloaded
 
 ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
 SECONDS = 60.0  # in which it has forked, if it had to begin first on a busy machine
@@ -138,7 +138,7 @@ def path() -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(found)
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.nursery", found, str(listener.fileno()), " " * ROOM]
+        command = [sys.executable, "-m", "tests.harness.nursery", found, str(listener.fileno()), " " * ROOM]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
 
     def end() -> None:
@@ -305,6 +305,6 @@ def _live(
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path[0] = str(Path(__file__).parents[2])
     preloaded.load("paceline.server.main", "paceline.cli")
     serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

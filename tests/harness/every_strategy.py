@@ -2,7 +2,7 @@
 
 As a script of many workers, on processes or on hosts, it writes what each has seen.
 
-    ways.py FOLDER WAYS.json      WAYS: {name: strategy in its notation}; leaves FOLDER/NAME-RANK.json, NAME.pt and the run in NAME
+    every_strategy.py FOLDER WAYS.json   WAYS: {name: strategy in its notation}; leaves FOLDER/NAME-RANK.json, NAME.pt and the run in NAME
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import psutil
 
 from paceline.cluster.launcher import janitor
-from tests import nursery
-from tests.preloaded import ROOM
+from tests.harness import nursery
+from tests.harness.preloaded import ROOM
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
-PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "preloaded.py"),)
+PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "harness" / "preloaded.py"),)
 OWN = ("torch_", "sem.", "psm_", "paceline")  # how torch, multiprocessing and we name shared memory; others may have files there
 TORCHS_OWN = ("torchinductor_", "torchelastic_")  # temporary folders that torch.optim and torchrun leave, with or without us
 FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_")
@@ -33,7 +33,7 @@ FOREIGN = ("OMP_", "PACELINE_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELAST
 # What most scripts here begin with. `parts` makes a small model, an optimizer and a loader ready.
 PRELUDE = """
 import os, sys, time
-import tests.brisk
+import tests.harness.brisk
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,6 +1,6 @@
 """Workers of jobs under test that have torch from the start: they are forked, and not programs.
 
-Importing torch takes most of the processor time of a job under test. A launcher that comes from `tests.nursery` has it, and all its
+Importing torch takes most of the processor time of a job under test. A launcher that comes from `tests.harness.nursery` has it, and all its
 workers, also those that come in the place of others, begin with a copy. To everybody else they are what they always are: processes of
 a group of their own, with their own environment and arguments (also as others see them), descriptors and output. How programs start
 is for the tests of the launcher itself.
@@ -146,7 +146,7 @@ def _show(field: int, words: Sequence[str]) -> None:
 
 def load(*names: str) -> None:
     """Have torch, all that workers need, and these modules."""
-    importlib.import_module("tests.brisk")
+    importlib.import_module("tests.harness.brisk")
     _ = importlib.import_module("paceline").start
     for name in names:
         importlib.import_module(name)

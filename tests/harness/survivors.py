@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.launches import Job, Jobs, wait_for
+from tests.harness.jobs import Job, Jobs, wait_for
 
 SAMPLES, BATCH = 192, 16
 
