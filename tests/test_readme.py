@@ -179,6 +179,6 @@ def test_what_is_refused_on_gpus_is_said_in_those_words() -> None:
 
 
 def test_variables_are_read() -> None:
-    source = "".join((ROOT / "paceline" / "cluster" / name).read_text() for name in ("discover.py", "launch.py"))
+    source = "".join((ROOT / "paceline" / "cluster" / name).read_text() for name in ("discover.py", "launcher/launch.py"))
     said = {name for text in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z]+", text)}
     assert said and [name for name in said if f'"{name}"' not in source] == []
