@@ -1,6 +1,6 @@
-"""Who gets in at a server's port: whoever has the key of the workers, while strangers take hardly any room.
+"""Admits connections to a server's port: only processes that hold the workers' key, and strangers take hardly any room.
 
-    accepted ---> [ ... ] at most `MOST` that have proved nothing: too many, and the oldest is hung up on; each has `SECONDS`
+    accepted ---> [ ... ] at most `MOST` that have proved nothing: with too many the oldest is closed; each has `SECONDS`
     key shown --> ZeroMQ asks (ZAP, RFC 27), as CURVE by itself lets in everybody who knows the server's public key
 
 What a stranger may send before it has shown a key is limited by what a frame may have, which is why messages travel in small ones.
@@ -23,11 +23,11 @@ from zmq.utils.monitor import parse_monitor_message
 MOST = 128  # connections that have proved nothing
 SECONDS = 10.0  # for a connection to show its key
 _ACKNOWLEDGED = slice(120, 128)  # of Linux's struct tcp_info: how many bytes the other side has taken (tcpi_bytes_acked)
-_READY = 280  # bytes that a server has sent to who is let in: 64 of greeting, 170 of WELCOME, then READY; who isn't gets 12 instead
+_READY = 280  # bytes that a server has sent to a client that is let in: 64 of greeting, 170 of WELCOME, then READY; a refused one gets 12
 
 
 class ConnectionGuard:
-    """A thread that answers what ZeroMQ asks, and counts strangers. `refused` is told of those with another key."""
+    """A thread that answers ZeroMQ's authentication requests and counts strangers; it calls `refused` for connections with another key."""
 
     def __init__(self, context: zmq.Context[Any], allowed: bytes, refused: Callable[[str], None]) -> None:
         self._socket = context.socket(zmq.REP)
@@ -39,11 +39,11 @@ class ConnectionGuard:
         self._thread: threading.Thread | None = None
 
     def watch(self, listening: zmq.Socket[Any]) -> None:
-        """Count who is accepted there. To be called before `start`."""
+        """Count the connections accepted on this listening socket. Call before `start`."""
         self._monitors.append(listening.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED))
 
     def start(self) -> None:
-        """Begin; until then who calls has to wait."""
+        """Begin to answer; until then new connections wait."""
         self._thread = threading.Thread(target=self._run, name="paceline guard", daemon=True)
         self._thread.start()
 
@@ -77,7 +77,7 @@ class ConnectionGuard:
             return
         try:
             self._open[descriptor] = os.fstat(descriptor).st_ino
-        except OSError:  # it is gone already
+        except OSError:  # the connection is gone already
             return
         if len(self._open) > MOST:
             self._open = {one: number for one, number in self._open.items() if _unproved(one, number)}
@@ -85,12 +85,12 @@ class ConnectionGuard:
             _hang_up(oldest, self._open.pop(oldest))
 
     def leave(self) -> None:
-        """Let go of its sockets, where it has not begun: the context is about to be asked to end, and waits for them."""
+        """Close the sockets of a guard that has not begun: the context is about to be terminated, and waits for them."""
         if self._thread is None:
             self._close()
 
     def join(self) -> None:
-        """Wait for its end; the context has been asked to end."""
+        """Wait until the thread has ended; the context must have been terminated before."""
         if self._thread is not None:
             self._thread.join()
 
@@ -100,7 +100,7 @@ class ConnectionGuard:
 
 
 def _unproved(descriptor: int, number: int) -> bool:
-    """Whether this is still that connection, and it has not been let in."""
+    """Whether the descriptor is still that connection, and the connection has not been let in."""
     found = _borrow(descriptor, number)
     if found is None:
         return False
@@ -117,7 +117,7 @@ def _hang_up(descriptor: int, number: int) -> None:
 
 
 def _borrow(descriptor: int, number: int) -> socket.socket | None:
-    """A connection of ZeroMQ's, which stays open; None where it is gone, or its descriptor is another's by now."""
+    """Borrow a connection of ZeroMQ's, which stays open; None where it is closed, or its descriptor is another's by now."""
     try:
         found = socket.socket(fileno=os.dup(descriptor))
     except OSError:

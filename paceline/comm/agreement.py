@@ -1,7 +1,7 @@
-"""Calls that all workers have to make, met by name: who does something else is found and named before anything moves.
+"""Calls that all workers have to make, compared by name: a worker that makes another call is named before anything moves.
 
-Where losses are survived (`recovery` is set), a call in which a worker was lost is made again by the living. A call ends nowhere before all
-have begun it, so two of them never differ by more than one call that was completed: what one of them got is handed to who was cut off.
+Where losses are survived (`recovery` is set), the living make a call again in which a worker was lost. No call ends before all have begun
+it, so two workers never differ by more than one completed call: the result that one has got is handed to those that were cut off.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SKIPPED = "Skip a step on all workers or on none: decide by what all of them hav
 
 
 class CallDiscarded(PacelineError):
-    """A call is void, on all workers, because one of them was lost in it."""
+    """A call was discarded on all workers, because one of them was lost in it."""
 
 
 class CallResult(Generic[T]):
-    """What a call gave, here or on another worker."""
+    """The result of a call, from here or from another worker."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -37,7 +37,7 @@ Recovery = Callable[[PacelineError], CallResult[Any] | None]  # brings the livin
 
 
 class Agreement:
-    """The meeting of all workers at named calls, over the control channel of a group.
+    """Brings all workers together at named calls, over the control channel of a group.
 
     `step` gives the current step and `hosts` the host of each rank, for messages.
     """
@@ -46,7 +46,7 @@ class Agreement:
         self.group = group
         self._step = step
         self._hosts = hosts
-        self.origins = tuple(range(group.size))  # what the members were called at the start; who came later has a number of its own
+        self.origins = tuple(range(group.size))  # the members' ranks at the start; a worker that joined later has a number of its own
         self.highest = group.size - 1  # of all origins that there have been: none is given twice
         self.calls = 0  # completed
         self.last: Any = None  # what the last of them gave, where losses are survived
@@ -55,7 +55,7 @@ class Agreement:
         self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
-        self.tally: Callable[[], list[int | None]] | None = None  # a step, and how often optimizers stepped in the one before and in it
+        self.tally: Callable[[], list[int | None]] | None = None  # the step, and how often optimizers stepped in the last and in this
         self.entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
@@ -71,7 +71,7 @@ class Agreement:
         return self._hosts[self.group.rank] if self._hosts else "an unknown host"
 
     def attempt(self, act: Callable[[], T], what: str = "") -> T:
-        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others tell its result.
+        """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others hand over its result.
 
         `what`: its name, where `act` doesn't begin with a meeting.
         """
@@ -88,7 +88,7 @@ class Agreement:
         return found.value
 
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
-        """A call whose result is too large to be told, or can't be had again: when it returns, all workers have what `act` gave them.
+        """Make a call whose result is too large to hand over, or can't be made twice: when it returns, all have what `act` gave them.
 
         Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
         """
@@ -105,20 +105,20 @@ class Agreement:
             return self.attempt(act, what)
         self._name(what)
         if self._attempt(whole) is None:
-            raise CallDiscarded("a worker was lost in this call")  # which is as if it had not been: who comes later doesn't make it
+            raise CallDiscarded("a worker was lost in this call")  # as if it had not been made: a worker that joins later doesn't make it
         self._complete(None)
         return mine[0]
 
-    def repeat(self, act: Callable[[], T], void: Callable[[], None] = lambda: None, what: str = "") -> T:
-        """`settle`, again after each loss until it is settled; `void` is called before."""
+    def repeat(self, act: Callable[[], T], discard: Callable[[], None] = lambda: None, what: str = "") -> T:
+        """Make a call as `settle` does, again after each loss until it is settled; call `discard` before each repetition."""
         while True:
             try:
                 return self.settle(act, what)
             except CallDiscarded:
-                void()
+                discard()
 
     def wait(self, act: Callable[[], T], what: str) -> T:
-        """`act`, which waits for some of the workers and is no call of all: it is seen from outside while it lasts, too."""
+        """Run `act`, which waits for some of the workers and is no call of all; observers see the wait while it lasts."""
         if self._inside:
             return act()
         self._name(what)
@@ -129,7 +129,7 @@ class Agreement:
             self.since = None
 
     def lasting(self, act: Callable[[], T]) -> T:
-        """`act`, which is no call of all, begun anew after each loss."""
+        """Run `act`, which is no call of all, and begin it anew after each loss."""
         while True:
             try:
                 return act()
@@ -142,17 +142,17 @@ class Agreement:
                 self.since = None if since is None else time.monotonic()
 
     def call_all(self, why: PacelineError) -> None:
-        """Have all come together as they do after a loss, though nobody is lost; perhaps not at once."""
+        """Bring all workers together as after a loss, though nobody is lost; perhaps not at once."""
         assert self.recovery is not None and not self._inside
         try:
             self.recovery(why)
         except type(why) as error:
             if error is not why:
-                raise  # else nobody could be told in time, and all hear of it later
+                raise  # else the others could not learn of it in time, and all do later
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """All workers are here, though they are not in lockstep: what is inside may be a call of all."""
+        """Mark that all workers are here, though they are not in lockstep: the code inside may make a call of all."""
         entering, self.entering = self.entering, None
         try:
             yield
@@ -164,7 +164,7 @@ class Agreement:
             self.what = f"{what} of step {self._step()}"
 
     def _make(self, act: Callable[[], T]) -> T:
-        """A call where a loss ends the run."""
+        """Make a call where a loss ends the run."""
         self._inside, self.since = True, time.monotonic()
         try:
             found = act()
@@ -174,7 +174,7 @@ class Agreement:
         return found
 
     def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
-        """What it gave, here or elsewhere; None: a worker was lost, and nobody has completed it."""
+        """Make the call once; give its result from here or elsewhere, None if a worker was lost and nobody has completed it."""
         assert self.recovery is not None
         self._inside, self.since = True, time.monotonic()
         try:
@@ -191,7 +191,7 @@ class Agreement:
         self.ended.append(time.monotonic())
 
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
-        """Meet in another group from now on."""
+        """Use another group from now on."""
         self.group, self.origins, self._hosts, self._seen = group, origins, hosts, []
         self.highest = max(self.highest, *origins)
         self._met = time.monotonic()
@@ -224,7 +224,7 @@ class Agreement:
         return [head[3] for head in heads]
 
     def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
-        """What `make` gives on the first worker, which alone calls it, on every worker; its error raises there, `Mismatch` elsewhere."""
+        """Call `make` on the first worker alone, and give its result on every worker; its error raises there, `Mismatch` elsewhere."""
         return self.attempt(lambda: self._tell(what, make))
 
     def _tell(self, what: str, make: Callable[[], bytes]) -> bytes:
@@ -246,7 +246,7 @@ class Agreement:
         return body
 
     def locate(self, error: BaseException | None) -> None:
-        """Note on an error of a wait for others at which step it was and where they were seen last, unless it says so."""
+        """Add to the error of a wait at which step it happened and where the others were last seen, unless it says so already."""
         absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
         if error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
             error.add_note(f"This was at step {self._step()}: {self._whereabouts(absent)}")
@@ -269,7 +269,7 @@ class Agreement:
         return "; ".join(texts) or "a rank that can't be named"
 
     def _unequal(self, heads: list[Any]) -> str:
-        """Which workers have made fewer or more steps of their optimizers, in words; empty if all that is known is the same."""
+        """Which workers have made fewer or more steps of their optimizers, in words; empty if all known counts are the same."""
         found: dict[int, dict[int, int]] = {}  # of each step the count of each rank
         for rank, head in enumerate(heads):
             at, *counts = head[4] or [0, None, None]
@@ -286,12 +286,12 @@ class Agreement:
         return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
 
     def _places(self) -> list[str]:
-        """Where in its script each rank is: all of them know that they have come apart, and ask."""
+        """Where in its script each rank is; all ranks know that they have come apart, and ask each other."""
         mine = callsite.place()
         try:
             return [answer.decode() for answer in self.group.agree(mine.encode())]
         except PacelineError:
-            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # somebody has gone meanwhile
+            return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # a worker has gone meanwhile
 
     def _describe(self, heads: list[Any], lines: list[str]) -> str:
         places: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ ALIGN = 64  # bytes: each parameter starts on a cache line
 
 
 class BucketShape(NamedTuple):
-    """What a bucket has to know of a parameter."""
+    """The facts of a parameter that its bucket needs: shape, strides, dtype and device."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,13 +39,13 @@ class BucketShape(NamedTuple):
 
     @property
     def lying(self) -> tuple[int, ...]:
-        """Its size in the order in which its elements lie in memory: dimensions with large strides first."""
+        """The size in the order in which the elements lie in memory: dimensions with large strides first."""
         order = sorted(range(len(self.size)), key=lambda dim: -self.stride[dim])
         return tuple(self.size[dim] for dim in order)
 
     @property
     def room(self) -> int:
-        """Elements that it takes in a bucket."""
+        """Number of elements that the parameter takes in a bucket."""
         step = (ALIGN // self.dtype.itemsize or 1) if self.kind is None else 1
         return -(-self.numel // step) * step
 
@@ -64,7 +64,7 @@ class Bucket(NamedTuple):
 
 
 def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: int | None = None) -> list[list[int]]:
-    """Parameter numbers in `order`, cut into runs of one dtype, device and kind of at most `limit` bytes (the first run: `first` bytes).
+    """Cut the parameter numbers in `order` into runs of one dtype, device and kind of at most `limit` bytes (the first: `first` bytes).
 
     A parameter above the limit has a bucket of its own. Kinds that alternate fill buckets of their own side by side.
     """
@@ -113,12 +113,12 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:
-    """A gradient of our own times its weight; zeros for weight 0 (0 x nan is nan)."""
+    """A gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is nan)."""
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)
 
 
 def sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A sparse gradient."""
+    """Make a sparse gradient of row indices and their values."""
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

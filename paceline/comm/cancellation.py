@@ -1,4 +1,4 @@
-"""Ends what some groups wait for, from another thread, and without the other workers: they hear by themselves that the view has changed."""
+"""Cancels the waits of some groups from another thread; the other workers are not told, as they learn of the new view by themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 
 
 class CancelScope:
-    """Groups are made with one; `trip` ends every wait in all of them, and in those that are made with it later."""
+    """Ends every wait of the groups made with it, and of those made with it later, when `trip` is called."""
 
     def __init__(self) -> None:
         self.error: PacelineError | None = None
@@ -17,7 +17,7 @@ class CancelScope:
         self._ends: list[Callable[[PacelineError], None]] = []
 
     def add(self, end: Callable[[PacelineError], None]) -> None:
-        """Call `end` when it trips; at once if it has."""
+        """Call `end` when the scope trips; at once if it has."""
         with self._lock:
             if self.error is None:
                 self._ends.append(end)
@@ -25,7 +25,7 @@ class CancelScope:
         end(self.error)
 
     def trip(self, error: PacelineError) -> None:
-        """End everything with `error`, once."""
+        """End every wait with `error`; only the first call counts."""
         with self._lock:
             if self.error is not None:
                 return

@@ -1,4 +1,4 @@
-"""Runs a schedule on any group, and the collectives that follow from `exchange` alone.
+"""Runs a schedule on any group, and builds the other collectives from `exchange` alone.
 
 What is sent in a round is known to all from the schedule, so nothing but tensors travels. A sum that is still partial travels in the
 dtype it is added in (float32 for the halves); a rank's own part, and a finished sum, in the dtype of the tensor.
@@ -32,10 +32,10 @@ Steps = Generator[Work[None], None, Any]
 
 @runtime_checkable
 class UncheckedExchange(Protocol):
-    """A group that can exchange what all ranks are known to agree on, without comparing it first."""
+    """A group that can exchange messages that all ranks are known to agree on, without comparing them first."""
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """As `Group.exchange`; a difference between ranks is not found."""
+        """Exchange as `Group.exchange` does, without finding differences between ranks."""
         ...
 
 
@@ -51,7 +51,7 @@ class ChunkMessage(NamedTuple):
 
 
 class GeneratorWork:
-    """The Work of a generator that yields a Work whenever it has to wait: pushed forward by `wait` and `done`."""
+    """The Work of a generator that yields a Work whenever it has to wait; `wait` and `done` push it forward."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -84,7 +84,7 @@ class GeneratorWork:
         return self._error if self.done() else None
 
     def _advance(self) -> None:
-        """Run to the next wait; the error of the last one is raised inside."""
+        """Run the generator to its next wait; the error of the last wait is raised inside it."""
         try:
             error = self._pending.exception() if self._pending is not None else None
             with torch.no_grad():
@@ -96,16 +96,16 @@ class GeneratorWork:
 
 
 def meet(group: Group, call: CallFingerprint) -> None:
-    """Compare what every rank is about to do, over the control channel; raises on all ranks if it differs."""
+    """Compare what every rank is about to do, over the control channel; raises on all ranks if the calls differ."""
     texts = [tuple(msgpack.unpackb(answer)) for answer in group.agree(msgpack.packb((str(call), call.flaw)))]
-    apart = any(text != texts[0] for text in texts)  # which all of them see
+    apart = any(text != texts[0] for text in texts)  # all ranks see the same texts
     fingerprint.compare(texts, lines=[line.decode() for line in group.agree(callsite.place().encode())] if apart else ())
 
 
 def all_reduce(
     group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, name: str | None = None, out: Tensor | None = None
 ) -> Work[Tensor]:
-    """The reduction of every rank's `x` by the moves of `schedule`; bit-equal on all ranks. Compared with the others before it starts.
+    """Reduce every rank's `x` by the moves of `schedule`; bit-equal on all ranks. Compared with the others before it starts.
 
     One at a time on a group; a `ScheduleQueue` holds several.
     """
@@ -119,15 +119,15 @@ def all_reduce(
 def all_reduce_agreed(
     group: Group, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None, tag: int = TAG
 ) -> Work[Tensor]:
-    """`all_reduce` of what all ranks are known to agree on. Its rounds have the tags from `tag` on."""
+    """Reduce as `all_reduce` does what all ranks are known to agree on. Its rounds have the tags from `tag` on."""
     reduction.admit(op, x.dtype)
     return GeneratorWork(_run(group, x.detach(), (schedule, op, tag), out))
 
 
 class ScheduleQueue:
-    """Schedules on one group, several under way at a time: each begins when the one before it has ended.
+    """Runs schedules on one group, several under way at a time: each begins when the one before it has ended.
 
-    Rounds are pushed by whoever waits, so without a lane those of two operations could go out in another order on another rank.
+    Any waiter pushes rounds forward, so without a queue those of two operations could go out in another order on another rank.
     """
 
     def __init__(self, group: Group) -> None:
@@ -135,7 +135,7 @@ class ScheduleQueue:
         self._last: Work[Any] | None = None
 
     def all_reduce(self, x: Tensor, schedule: Schedule, op: Op = "sum", *, out: Tensor | None = None) -> Work[Tensor]:
-        """As `all_reduce_agreed`, after all that this lane was given before; when one of those fails, so does this."""
+        """Reduce as `all_reduce_agreed` does, after all that the queue holds; when one of those fails, so does this."""
         reduction.admit(op, x.dtype)
         steps = _run(self._group, x.detach(), (schedule, op, TAG), out)
         self._last = GeneratorWork(steps if self._last is None else _after(self._last, steps))
@@ -171,7 +171,7 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
 
 
 class _ScheduleBuffers(NamedTuple):
-    """`flat` holds own parts and finished chunks, `held` the partial sums; one and the same tensor but for the halves."""
+    """The memory of a schedule: `flat` holds own parts and finished chunks, `held` partial sums; one tensor but for the halves."""
 
     flat: Tensor
     held: Tensor
@@ -180,18 +180,18 @@ class _ScheduleBuffers(NamedTuple):
     size: int
 
     def part(self, message: ChunkMessage) -> Tensor:
-        """What `message` carries away, or where it is kept."""
+        """The elements that `message` carries away, or where they are kept."""
         return (self.held if message.wide else self.flat)[self.edges[message.start] : self.edges[message.stop]]
 
     def complete(self, start: int, stop: int) -> None:
-        """These chunks have every contribution: round them once."""
+        """Round these chunks once: they have every contribution."""
         span = slice(self.edges[start], self.edges[stop])
         total = reduction.finish(self.op, self.held[span], self.size)
         if self.held is not self.flat:
             self.flat[span] = total
 
     def add(self, chunk: int, received: list[tuple[int, Tensor]], rank: int) -> None:
-        """Add what came from other ranks to my part of `chunk`, in the order of ranks."""
+        """Add what came from other ranks to this rank's part of `chunk`, in the order of ranks."""
         mine = self.held[self.edges[chunk] : self.edges[chunk + 1]]
         if len(received) == 1 and (rank < received[0][0] or self.op in ("sum", "mean")):  # sums have the same bits in either order
             reduction.combine(self.op, mine, received[0][1].to(mine))
@@ -242,7 +242,7 @@ def edges(chunks: Sequence[float], numel: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def plan(schedule: Schedule) -> list[Round]:
-    """The messages of each round, neighbouring chunks joined, and which chunks are complete after it on which rank; cached."""
+    """Plan the messages of each round, neighbouring chunks joined, and which rank completes which chunks in it; cached."""
     state = [[1] * len(schedule.chunks) for _ in range(schedule.size)]  # how many contributions there are
     rounds: list[Round] = []
     for moves, loads in zip(schedule.rounds, carried(schedule), strict=True):
@@ -265,7 +265,7 @@ def plan(schedule: Schedule) -> list[Round]:
 
 
 def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> Work[Tensor]:
-    """Everyone sends each piece to its owner, which adds in rank order: (n-1)/n of the tensor from each. Agreed on before."""
+    """Reduce pieces: every rank sends each piece to its owner, which adds in rank order; (n-1)/n of the tensor from each. Not compared."""
     reduction.admit(op, x.dtype)
 
     def steps() -> Steps:
@@ -279,17 +279,17 @@ def reduce_scatter(group: Group, x: Tensor, op: Op = "sum", *, tag: int = 0) -> 
 
 
 def all_gather(group: Group, x: Tensor, shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
-    """Everyone sends `x` to all others; `shapes` are those of all ranks. Agreed on before."""
+    """Send `x` from every rank to all others; `shapes` are those of all ranks. Not compared: all have agreed before."""
     return GeneratorWork(_deal(group, [x.detach()] * group.size, shapes, tag))
 
 
 def all_to_all(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], *, tag: int = 0) -> Work[list[Tensor]]:
-    """xs[r] goes to rank r; `shapes` are those of what comes from each rank. Agreed on before."""
+    """Send xs[r] to rank r; `shapes` are those of what comes from each rank. Not compared: all have agreed before."""
     return GeneratorWork(_deal(group, xs, shapes, tag))
 
 
 def _deal(group: Group, xs: Sequence[Tensor], shapes: Sequence[Sequence[int]], tag: int) -> Steps:
-    """One message from everyone to everyone; what has no elements isn't sent."""
+    """Send one message from every rank to every rank; empty tensors aren't sent."""
     me = group.rank
     outs = [torch.empty(tuple(shape), dtype=xs[0].dtype, device=xs[0].device) for shape in shapes]
     outs[me].copy_(xs[me])

@@ -1,4 +1,4 @@
-"""What a rank is about to exchange, as a short text and its digest: compared before anything moves."""
+"""Fingerprints of collective calls, as a short text and its digest: ranks compare them before anything moves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def digest(call: CallFingerprint) -> bytes:
 
 
 def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Sequence[str] = ()) -> str:
-    """Who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup).
+    """Describe who is where: `rank 0 at barrier; ranks 1, 2 at all_reduce of 'w'`. `names`: what the ranks are called (in a subgroup).
 
     `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand together.
     """
@@ -86,7 +86,7 @@ def on_device(x: Tensor) -> str:
 
 
 def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
-    """The call of a reduction of `x`."""
+    """Fingerprint of a reduction of `x`."""
     flaw = dense_flaw(x)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
@@ -96,19 +96,19 @@ def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None
 
 
 def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
-    """The call that moves `x`, whose first dim may differ between ranks."""
+    """Fingerprint of a call that moves `x`, whose first dim may differ between ranks."""
     shape = ("*", *x.shape[1:]) if x.dim() else ()
     return CallFingerprint(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
 
 
 def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
-    """The call of a broadcast of `x` from `root`."""
+    """Fingerprint of a broadcast of `x` from `root`."""
     flaw = dense_flaw(x) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
     return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
 
 
 def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
-    """The call of an all_to_all of `xs`."""
+    """Fingerprint of an all_to_all of `xs`."""
     if len(xs) != size:
         return CallFingerprint("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
     call = rows("all_to_all", xs[0], name)
@@ -120,7 +120,7 @@ def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprin
 
 
 def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
-    """The call that makes a subgroup of `ranks`."""
+    """Fingerprint of the call that makes a subgroup of `ranks`."""
     flaw = ""
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
         flaw = f"the ranks of a subgroup are different numbers of 0..{size - 1}, at least one"
@@ -128,12 +128,12 @@ def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
 
 
 def parcel(x: Tensor) -> str:
-    """What one message of an exchange carries."""
+    """Describe one message of an exchange."""
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"
 
 
 def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
-    """The call of an exchange; what is sent and expected is compared pair by pair."""
+    """Fingerprint of an exchange; its messages are compared pair by pair."""
     flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
     flaws += [dense_flaw(x) for _, x in (*sends, *recvs) if dense_flaw(x)]
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")
@@ -154,7 +154,7 @@ def matching(sides: Sequence[Sequence[Sequence[tuple[int, str]]]], names: Sequen
 
 
 def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
-    """`obj` as JSON, and the call that gathers it."""
+    """Encode `obj` as JSON, with the fingerprint of the call that gathers it."""
     try:
         return json.dumps(obj), CallFingerprint("gather_objects", name)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a group of workers can do together, and the handle of what is under way."""
+"""The interface of a group of workers: its collectives, and the handle of one that is under way."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Traffic:
 
 
 class Work(Protocol[T_co]):
-    """An operation under way. Errors are ours and are raised once per waiter; dropping an unwaited Work keeps its buffers alive."""
+    """Handle of an operation under way. Each waiter gets its error once, one of ours; dropping an unwaited Work keeps its buffers alive."""
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """The result, when it is there; at most `timeout` seconds (None: the group's deadline)."""
+        """Wait for the result and give it; at most `timeout` seconds (None: the group's deadline)."""
         ...
 
     def done(self) -> bool:
@@ -40,7 +40,7 @@ class Work(Protocol[T_co]):
         ...
 
     def exception(self) -> BaseException | None:
-        """The error it ended with, if it has ended with one."""
+        """The error that ended the operation, if one has."""
         ...
 
 
@@ -70,7 +70,7 @@ class Group(Protocol):
     naming the ranks that are missing.
     """
 
-    rank: int  # mine, 0 <= rank < size
+    rank: int  # of this worker, 0 <= rank < size
     size: int
     view: int  # number of the membership this group was made for
 
@@ -89,15 +89,15 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """The reduction of every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor."""
+        """Reduce every rank's `x` (same shape, dtype), bit-equal on all ranks; into `out` (may be `x`), else a new tensor."""
         ...
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """`x` flattened is cut in `size` pieces as `pieces(numel, size)` says; gives the reduction of piece `rank` (1-D)."""
+        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; gives the reduction of piece `rank` (1-D)."""
         ...
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        """Every rank's `x`, in rank order. Shapes may differ in the first dim; dtypes and the other dims may not."""
+        """Gather every rank's `x`, in rank order. Shapes may differ in the first dim; dtypes and the other dims may not."""
         ...
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
@@ -105,38 +105,38 @@ class Group(Protocol):
         ...
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """xs[r] goes to rank r; gives what every rank sent here, in rank order. Shapes may differ in the first dim."""
+        """Send xs[r] to rank r; gives what every rank sent here, in rank order. Shapes may differ in the first dim."""
         ...
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """Ends when every rank has called it."""
+        """Wait until every rank has called it."""
         ...
 
     def gather_objects(self, obj: Any, *, name: str | None = None) -> list[Any]:
-        """Every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank order."""
+        """Gather every rank's `obj` (JSON: dict, list, str, int, float, bool, None), in rank order."""
         ...
 
     def agree(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload (any length, not compared), on a control channel that never mixes with tensor traffic.
+        """Gather every rank's payload (any length, not compared), on a control channel that never mixes with tensor traffic.
 
         Blocks until all have called it. A few microseconds inside a host; safe beside pending tensor operations.
         """
         ...
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """The group of these ranks (None on the others); all ranks of this group call it with the same list."""
+        """Make the group of these ranks (None on the others); all ranks of this group call it with the same list."""
         ...
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the group of all workers of `rank` in this one."""
+        """The rank, in the group of all workers, of `rank` in this group."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: dtype) -> Tensor:
-        """Memory that this group exchanges fastest (registered, shared inside a host); collective, same arguments on all ranks."""
+        """Allocate memory that this group exchanges fastest (registered, shared inside a host); collective, same arguments on all ranks."""
         ...
 
     def close(self) -> None:
-        """Leave in good order; frees threads, sockets and memory. Twice is harmless."""
+        """Leave in good order, and free threads, sockets and memory. Calling it twice is harmless."""
         ...
 
     def abort(self) -> None:
@@ -149,12 +149,12 @@ class UncheckedAllReduce(Protocol):
     """A group that can all-reduce what all ranks are known to agree on, without comparing it first: buckets, whose layout was agreed."""
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """As `Group.all_reduce`; a difference between ranks is not found."""
+        """Reduce as `Group.all_reduce` does, without finding differences between ranks."""
         ...
 
 
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of each rank's piece of `numel` elements: contiguous, sizes differ by at most one, the first ones are larger."""
+    """Cut `numel` elements into (start, stop) of each rank's piece: contiguous, sizes differ by at most one, the first ones are larger."""
     base, extra = divmod(numel, size)
     starts = [r * base + min(r, extra) for r in range(size + 1)]
     return list(pairwise(starts))

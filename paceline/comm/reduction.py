@@ -1,4 +1,4 @@
-"""What may be reduced and how: the rules of dtypes and operations that every group obeys.
+"""The rules of reductions that every group obeys: which operations each dtype has, and how they round.
 
 float16 and bfloat16 are summed and multiplied in float32. A mean is the sum divided by the number of ranks, once, at the end.
 """
@@ -75,6 +75,6 @@ def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def crossing(source: Tensor, out: Tensor) -> bool:
-    """Whether `out` overlaps `source` without being the same: then sums would be written over what is still to be read."""
+    """Whether `out` overlaps `source` without being the same: then sums would overwrite values still to be read."""
     nbytes = source.numel() * source.element_size()
     return source.data_ptr() != out.data_ptr() and abs(source.data_ptr() - out.data_ptr()) < nbytes

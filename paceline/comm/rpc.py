@@ -1,8 +1,8 @@
-"""Messages between processes that come and go, over ZeroMQ: a small header in msgpack, and tensors behind it as they lie in memory.
+"""Remote procedure calls between processes that come and go, over ZeroMQ: a header in msgpack, and tensors as they lie in memory.
 
-    Caller (a worker)                                          Receiver (a server)
-    call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> Message
-    wait(number) -> Message      <--- [head][tensor] ...       answer(message, ...)
+    RpcClient (a worker)                                       RpcServer (a server)
+    call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> RpcMessage
+    wait(number) -> RpcMessage      <--- [head][tensor] ...       answer(message, ...)
 
 Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role, and a guard lets in only who has
 the key of the workers. Tensors travel in small frames there: a stranger, too, may have one begun. Inside a host they go through a socket
@@ -39,7 +39,7 @@ from paceline.state.snapshot import raw
 HEAD_BYTES = 1 << 16
 FRAME = 1 << 16  # bytes of a frame between hosts
 DEPTH = 6  # of lists and maps in a header
-WAITING = 16  # messages of each side that wait to be read; then who sends waits, too
+WAITING = 16  # messages of each side that wait to be read; with more the sender waits
 REFUSED = "refused"  # the kind of an answer that says why there is no other
 _LOOK_SECONDS = 0.02  # between two looks whether a wait was ended from elsewhere
 _DOMAIN = "paceline"
@@ -48,14 +48,14 @@ _SENDERS = 1 << 12  # connections of which it is known what has come last
 
 
 class RpcKeys(NamedTuple):
-    """Of one job, as ZeroMQ writes them (Z85)."""
+    """The keys of one job, as ZeroMQ writes them (Z85)."""
 
     server: tuple[bytes, bytes]  # public, secret
     worker: tuple[bytes, bytes]
 
 
 def keys(secret: bytes, job: str) -> RpcKeys:
-    """The keys of all who know the secret: one pair for the servers of this job, one for its workers."""
+    """Derive the keys shared by all processes that know the secret: one pair for the servers of this job, one for its workers."""
 
     def pair(role: str) -> tuple[bytes, bytes]:
         private = z85.encode(derive(secret, f"paceline {job} {role}"))
@@ -66,7 +66,7 @@ def keys(secret: bytes, job: str) -> RpcKeys:
 
 @dataclass(frozen=True)
 class RpcMessage:
-    """What one process says to another.
+    """A message from one process to another.
 
     `number` counts what `sender` has sent to this receiver, from 1 on; an answer has the number of what it answers. Tensors that have
     come lie in memory of their own, on the CPU.
@@ -82,9 +82,9 @@ class RpcMessage:
     route: bytes = b""  # the way back
 
     def dump(self, frame: int | None = None) -> list[Any]:
-        """The frames: the header, and the memory of each tensor, which is not copied; in frames of so many bytes, or one for each.
+        """Write as frames: the header, and the memory of each tensor, not copied; in frames of so many bytes, or one for each.
 
-        Raises `MalformedMessage` where the header would be: who asks for too much at a time is told so.
+        Raises `MalformedMessage` if the header would be too large: a client that asks for too much at a time gets that as its answer.
         """
         told = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
         head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, told])
@@ -94,7 +94,7 @@ class RpcMessage:
 
     @classmethod
     def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
-        """From frames (anything with the buffer protocol), which `dump` has made. Raises `MalformedMessage`."""
+        """Read frames (anything with the buffer protocol), which `dump` has made. Raises `MalformedMessage`."""
         kind, numbers, body, told = _head(memoryview(frames[0]) if frames else memoryview(b""))
         counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in told]
         if sum(counts) != len(frames) - 1:
@@ -138,7 +138,7 @@ def _tune(socket: zmq.Socket[Any], largest: int) -> None:
 
 
 class RpcServer:
-    """A server's end: anybody with the key may call.
+    """A server's end: any process with the key may call.
 
     Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
     only its owner can enter). `largest` is what a tensor may have, in bytes. `say` is told what was refused, `LOUD` times for each sort.
@@ -160,7 +160,7 @@ class RpcServer:
         self._say, self._said, self._largest = say, 0, largest
         self._heard: dict[tuple[bytes, int], int] = {}  # the last number of each sender, over each connection
         self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
-        self.nbytes = 0  # of all that has come
+        self.nbytes = 0  # bytes of all messages received
         self.sent = 0  # bytes of all answers
         self._path = path
         self._sockets: list[zmq.Socket[Any]] = []
@@ -197,7 +197,7 @@ class RpcServer:
         return socket
 
     def receive(self, seconds: float) -> RpcMessage | None:
-        """The next message; None if there is none within so many seconds, or what came was refused."""
+        """Receive the next message; None if there is none within so many seconds, or if it was refused."""
         ready = self._poller.poll(round(1000 * seconds))
         if not ready:
             return None
@@ -212,7 +212,7 @@ class RpcServer:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        last = self._heard.pop((way, found.sender), 0)  # and put in again: the first is the one that nothing has come of for the longest
+        last = self._heard.pop((way, found.sender), 0)  # and put in again: the first is the one silent for the longest
         self._heard[way, found.sender] = max(found.number, last)
         if len(self._heard) > _SENDERS:
             del self._heard[next(iter(self._heard))]
@@ -222,11 +222,11 @@ class RpcServer:
         return found
 
     def _frame(self, way: bytes) -> int | None:
-        """Of how many bytes frames are on this way; None: as large as tensors are."""
+        """Number of bytes of a frame on this way; None: as large as tensors are."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
     def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:
-        """Answer it; False if who asked is gone, or reads nothing. The tensors have to stay as they are until they have arrived.
+        """Answer a message; False if its sender is gone, or reads nothing. The tensors have to stay as they are until they have arrived.
 
         Raises `MalformedMessage` if the answer is none that can be sent.
         """
@@ -240,7 +240,7 @@ class RpcServer:
         return True
 
     def refuse(self, message: RpcMessage, why: str) -> None:
-        """Tell who asked, and the log, that this can't be honoured."""
+        """Tell the sender, and the log, that a message can't be honoured."""
         self._refuse(f"{message.kind} of {message.sender} was refused: {why}")
         self.answer(message, REFUSED, {"why": why[:1000]})
 
@@ -272,7 +272,7 @@ def _check_folder(folder: str) -> None:
 
 
 class RpcClient:
-    """A worker's end towards one server. `who` is what the server is called in messages. Of any thread, one at a time.
+    """A worker's connection to one server. `who` is what the server is called in messages. For any thread, one at a time.
 
     With `alert` a connection that has broken, or over which nothing has come for so many seconds, ends all waits with `ServerLost`.
     """
@@ -312,7 +312,7 @@ class RpcClient:
         tensors: Sequence[Tensor] = (),
         seconds: float,
     ) -> int:
-        """Send it, and give its number. The tensors have to stay as they are until `wait` has returned.
+        """Send a message, and give its number. The tensors have to stay as they are until `wait` has returned.
 
         Raises `DeadlineExceeded` when the server has taken nothing for so many seconds.
         """
@@ -327,7 +327,7 @@ class RpcClient:
             return self._number
 
     def wait(self, number: int, seconds: float) -> RpcMessage:
-        """The answer to that one.
+        """Wait for the answer to message `number`.
 
         Raises `DeadlineExceeded` when none comes in time, `Mismatch` if it was refused, and what `end` was called with.
         """
@@ -349,7 +349,7 @@ class RpcClient:
         return found
 
     def call(self, kind: str, *, seconds: float, **parts: Any) -> RpcMessage:
-        """`send`, and `wait`."""
+        """Send a message and wait for its answer."""
         end = time.monotonic() + seconds
         return self._wait(self.send(kind, seconds=seconds, **parts), end, seconds)
 
@@ -372,7 +372,7 @@ class RpcClient:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing can be waited for here any more."""
+        """Whether the connection has ended: no answer can be waited for any more."""
         while self._broken is None and self._monitor is not None and self._monitor.poll(0):
             stood = parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._stood and not stood:
@@ -381,17 +381,17 @@ class RpcClient:
         return self._broken is not None
 
     def forget(self) -> None:
-        """What has been sent won't be waited for."""
+        """Drop the messages sent so far: nobody will wait for their answers."""
         with self._lock:
             self._sent.clear()
             self._found.clear()
 
     def end(self, error: PacelineError) -> None:
-        """Whatever waits here, now or later, raises `error`. From any thread."""
+        """End all waits here, now and later, with `error`. From any thread."""
         self._broken = error
 
     def close(self) -> None:
-        """Hang up; what has not been sent is dropped."""
+        """Close the connection; messages not sent yet are dropped."""
         self._broken = self._broken or Mismatch(f"the connection to {self.who} has been closed")
         with self._lock:
             if self._monitor is not None:

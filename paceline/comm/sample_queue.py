@@ -1,4 +1,4 @@
-"""Where workers that are not in lockstep get their samples, and leave letters."""
+"""The queue from which workers that are not in lockstep take their samples, and by which they send notes to the first worker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 class SampleQueue(Protocol):
-    """Deals the global batches of an epoch piece by piece, to whoever is ready for more; and passes letters on to the first worker."""
+    """Deals the global batches of an epoch piece by piece to workers that are ready for more; passes notes to the first worker."""
 
     open: bool  # an epoch is under way
     paused: bool  # all have stopped taking samples, to come together: `begin` goes on
 
     def pause(self) -> None:
-        """Let all stop taking samples, once their turns are over, and come together; what is left is for later."""
+        """Stop dealing: all workers end their turns and come together; the remaining samples are for later."""
         ...
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
@@ -22,17 +22,17 @@ class SampleQueue(Protocol):
         ...
 
     def take(self, most: int) -> tuple[int, int, int] | None:
-        """My next samples, at most so many: the number of their global batch, the first, and the one after the last; None: no more."""
+        """Take at most `most` samples: the number of their global batch, the first, and the one after the last; None: no more."""
         ...
 
     def leave(self) -> None:
-        """I take no more turns in this epoch: nobody waits for me."""
+        """Take no more turns in this epoch: no other worker waits for this one."""
         ...
 
     def together(self) -> AbstractContextManager[None]:
-        """All workers are here, in the middle of an epoch: what is inside may be a call of all."""
+        """Mark that all workers are here, in the middle of an epoch: the code inside may make a call of all."""
         ...
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """A letter to the first worker, and perhaps the wish that all stop; gives on the first worker what has come: whose, and letters."""
+        """Send a note to the first worker, perhaps with the wish that all stop; gives, on that worker, the notes received by rank."""
         ...

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from paceline.errors import UsageError
 from paceline.formatting import counted
 
-History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums it was added up from, in order
+History = tuple["History | int", ...]  # how a value came about: the ranks and partial sums that it is the sum of, in order
 
 
 class Move(NamedTuple):
-    """`src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false) keeps it in place of its own."""
+    """One transfer: `src` sends its `chunk` to `dst`, which adds it to its own, or (`add` false) keeps it in place of its own."""
 
     src: int
     dst: int
@@ -57,7 +57,7 @@ class ScheduleNetwork(NamedTuple):
 
 
 def direct(size: int) -> Schedule:
-    """Everyone sends everything to everyone, the naive way: one round, (n-1) times the tensor from each.
+    """Exchange everything with everyone, the naive way: one round, (n-1) times the tensor from each.
 
     0 <-+> 1
     0 <-+> 2      (all pairs at once)
@@ -158,7 +158,7 @@ SCHEDULES: dict[str, Callable[[Sequence[int]], Schedule]] = {
 
 
 def build(name: str, hosts: Sequence[int]) -> Schedule:
-    """The schedule `name` for ranks on `hosts`; UsageError when there is none of that name."""
+    """Build the schedule `name` for ranks on `hosts`; UsageError when there is none of that name."""
     if name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
     if not hosts:
@@ -206,7 +206,7 @@ def check(schedule: Schedule) -> None:
 
 
 def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
-    """The price of all-reducing `nbytes`: every round takes its slowest link, sending and receiving at once."""
+    """Price the all-reduce of `nbytes`: every round takes its slowest link, sending and receiving at once."""
     total = 0.0
     for moves in schedule.rounds:
         out: dict[tuple[str, int], float] = {}
@@ -239,7 +239,7 @@ def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[floa
 
 
 def draw(schedule: Schedule) -> str:
-    """The picture of a schedule: a row for each rank, a column for each round."""
+    """Draw a schedule: a row for each rank, a column for each round."""
     cells = [[_cell(moves, rank) for moves in schedule.rounds] for rank in range(schedule.size)]
     heads = [f"round {number}" for number in range(len(schedule.rounds))]
     widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]

@@ -1,4 +1,4 @@
-"""The group of one worker: nothing has to travel."""
+"""The group of one worker, in which nothing has to travel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SoloGroup:
         self._global = rank
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """See `Group.exchange`: messages to oneself."""
+        """Deliver messages to oneself."""
         call = exchanging(sends, recvs, tag, 1)
         compare([(str(call), call.flaw)])
         matching([[[(to, parcel(x)) for to, x in sends], [(source, parcel(x)) for source, x in recvs]]], (self._global,))
@@ -35,7 +35,7 @@ class SoloGroup:
         return Finished()
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """See `Group.all_reduce`: a copy."""
+        """Copy `x`, which is the sum of one."""
         _check(reducing("all_reduce", x, op, name, out).flaw)
         admit(op, x.dtype)
         if out is None:
@@ -43,7 +43,7 @@ class SoloGroup:
         return Finished(out if out is x else out.copy_(x.detach()))
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """See `Group.reduce_scatter`: all of it is mine."""
+        """Give all of `x`, flattened."""
         _check(reducing("reduce_scatter", x, op, name).flaw)
         admit(op, x.dtype)
         return Finished(x.detach().reshape(-1).clone())
@@ -80,7 +80,7 @@ class SoloGroup:
         return self._global
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Group.empty`: ordinary memory."""
+        """Allocate ordinary memory."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def close(self) -> None: ...

@@ -29,7 +29,7 @@ TICK = 0.1  # seconds between two looks at what went wrong while waiting
 
 
 class _ThreadCall:
-    """One call: the parts of the ranks that have come, and what becomes of them."""
+    """One call: the parts of the ranks that have come, and its outcome."""
 
     def __init__(self, number: int, names: Sequence[int]) -> None:
         self.number = number
@@ -51,7 +51,7 @@ class _ThreadCall:
 
 
 class _ThreadBoard:
-    """What the threads of one group share."""
+    """The state that the threads of one group share."""
 
     def __init__(self, names: Sequence[int], deadline: float) -> None:
         self.names = tuple(names)  # what the ranks are called: their numbers among all workers
@@ -65,7 +65,7 @@ class _ThreadBoard:
         self.broken: BaseException | None = None
 
     def post(self, rank: int, channel: str, call: CallFingerprint, data: Any, finish: Callable[[list[Any]], list[Any]]) -> _ThreadCall:
-        """Rank `rank` makes its next call on `channel`."""
+        """Make the next call of rank `rank` on `channel`."""
         with self.changed:
             number = self.made[rank].get(channel, 0)
             self.made[rank][channel] = number + 1
@@ -89,7 +89,7 @@ class _ThreadBoard:
             self.changed.notify_all()
 
     def leave(self, rank: int, why: str) -> None:
-        """Rank `rank` makes no more calls."""
+        """Note that rank `rank` makes no more calls."""
         with self.changed:
             self.left.setdefault(rank, why)
             self.changed.notify_all()
@@ -191,7 +191,7 @@ class ThreadGroup:
         return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver)
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """`exchange` on a channel of its own for each `tag`."""
+        """Exchange on a channel of its own for each `tag`."""
         for to, x in sends:
             self._meter.sent(to, x.numel() * x.element_size())
         return self._post(fingerprint.exchanging(sends, recvs, tag, self.size), (sends, recvs), _deliver, f"exchange {tag}")
@@ -201,7 +201,7 @@ class ThreadGroup:
         return self._post(fingerprint.reducing("all_reduce", x, op, name, out), (x, out), lambda parts: _reduced(op, parts))
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """`all_reduce` on a channel of its own, for layouts agreed before: safe beside calls made by other threads of this rank."""
+        """Reduce on a channel of its own, for layouts agreed before: safe beside calls made by other threads of this rank."""
         self._meter.ring(x.numel() * x.element_size())
         call = fingerprint.reducing("all_reduce_agreed", x, op, None, out)
         return self._post(call, (x, out), lambda parts: _reduced(op, parts), "agreed")
@@ -365,7 +365,7 @@ def _deliver(parts: list[tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int,
 
 
 def _matching(source: int, to: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """True; raises Mismatch if what `source` sends is not what `to` expects."""
+    """Give True; raise Mismatch if what `source` sends is not what `to` expects."""
     left = [fingerprint.parcel(x) for x in sent]
     right = [fingerprint.parcel(x) for x in wanted]
     if left != right:

@@ -1,4 +1,4 @@
-"""Counts what a rank sends, within its host and to other hosts."""
+"""Counts the bytes that a rank sends, within its host and to other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrafficMeter:
         self._rank, self._size = rank, size
 
     def sent(self, to: int, nbytes: int) -> None:
-        """`nbytes` went to rank `to`; what stays in this process is not counted."""
+        """Count `nbytes` to rank `to`; what stays in this process is not counted."""
         if to == self._rank:
             return
         if self.hosts[to] == self.hosts[self._rank]:
@@ -28,12 +28,12 @@ class TrafficMeter:
             self.traffic.between += nbytes
 
     def everyone(self, nbytes: int) -> None:
-        """`nbytes` went to each of the others."""
+        """Count `nbytes` to each of the others."""
         for to in range(self._size):
             self.sent(to, nbytes)
 
     def ring(self, nbytes: int, *, laps: int = 2) -> None:
-        """A ring over `nbytes`: (n-1)/n of it go to the next rank in each lap; an all-reduce has two, a reduce-scatter one."""
+        """Count a ring over `nbytes`: (n-1)/n of it go to the next rank in each lap; an all-reduce has two, a reduce-scatter one."""
         self.sent((self._rank + 1) % self._size, laps * (self._size - 1) * nbytes // self._size)
 
     def choose(self, ranks: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Who waits for whom: finds the ranks that are missing, and ranks that wait for each other for ever.
+"""The wait-for graph of ranks: finds the ranks that are missing, and deadlocks of ranks that wait for each other.
 
 A rank that waits posts where: the channel, the number of the call on it, the call as text, and how many calls it has made on each
 channel. Rank r waits for rank q when q has not made r's call yet; ranks that wait for each other in a circle have come apart.

@@ -1,4 +1,4 @@
-"""Tensors in messages: what a header says of one, and the frames that it lies in. Nothing of it is believed before it was looked at."""
+"""The wire format of tensors: a form in the header and the frames behind it. Nothing received is believed before it is checked."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ DTYPES = {
 
 
 class MalformedMessage(PacelineError):
-    """What came is no message that could be meant for us; says why."""
+    """A message that can't be meant for us; says why."""
 
 
 class TensorForm(NamedTuple):
-    """What a header says of a tensor."""
+    """The dtype and shape of a tensor, as a header says them."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes that the tensor takes."""
         return math.prod(self.shape) * DTYPES[self.name].itemsize
 
 
 def read(form: Any) -> TensorForm:
-    """From a header. Raises `MalformedMessage`."""
+    """Read a tensor's form from a header. Raises `MalformedMessage`."""
     if not isinstance(form, list) or len(form) != 2 or not isinstance(form[0], str) or form[0] not in DTYPES:
         raise MalformedMessage("a tensor in its header has no dtype that is known")
     dtype, shape = form
@@ -51,14 +51,14 @@ def read(form: Any) -> TensorForm:
 
 
 def cut(memory: memoryview, frame: int | None) -> list[memoryview]:
-    """Into frames of so many bytes, at least one; None: one."""
+    """Cut memory into frames of so many bytes, at least one; None: one."""
     if frame is None or memory.nbytes <= frame:
         return [memory]
     return [memory[start : start + frame] for start in range(0, memory.nbytes, frame)]
 
 
 def tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
-    """The tensor of that form which lies in these frames. Raises `MalformedMessage`."""
+    """Make the tensor of that form which lies in these frames. Raises `MalformedMessage`."""
     dtype, came = DTYPES[form.name], sum(frame.nbytes for frame in frames)
     if form.nbytes != came:
         raise MalformedMessage(f"a tensor {form.name}{list(form.shape)} needs {form.nbytes} bytes, and {came} came")

@@ -1,9 +1,9 @@
-"""Sums over all workers by messages of somebody else's making, such as a codec's: exactly inside a host, by those between hosts.
+"""All-reduce over several hosts by messages that a codec makes: exact sums inside a host, coded messages between hosts.
 
     host 0   ranks 0 1   sum ─┐ leader 0 ──┐
     host 1   ranks 2 3   sum ─┘ leader 2 ──┴─ the way, stage after stage      and each leader hands the total out on its host
 
-Where every worker has a host of its own, or all have one, all of them are leaders: the way is theirs.
+Where every worker has a host of its own, or all share one, all of them are leaders and go the way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.comm.hierarchy.group import EndsTogether, HostsGroup
 from paceline.errors import PacelineError, ViewChanged
 from paceline.trace import Trace
 
-Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]  # of my part (float32, 1-D) to the total of all
+Way = Callable[[Tensor, tuple[Group, ...]], Generator[Work[Any], Any, Tensor]]  # from this rank's part (float32, 1-D) to the total of all
 
 
 class CodedAllReduce:
-    """An assembly line over `group`, for ways that yield at most `stages` times; collective. It sends through groups of its own."""
+    """Sums flat tensors over `group`, for ways that yield at most `stages` times; collective. It sends through groups of its own."""
 
     def __init__(self, group: Group, stages: int, *, trace: Trace | None = None, deadline: float = 240.0) -> None:
         self._group, self._stages, self._deadline = group, stages, deadline
@@ -37,9 +37,9 @@ class CodedAllReduce:
             leaders = group.outer
             if group.inner.size > 1:
                 self._inner, self._hands = (_again(group.inner) for _ in range(2))
-        self.place = leaders  # the group of those who lead; None on the others
+        self.place = leaders  # the group of the leaders; None on the others
         self._ways = () if leaders is None else tuple(_again(leaders) for _ in range(stages))
-        self.beside = None if leaders is None else _again(leaders)  # of those who lead, for what isn't on the line
+        self.beside = None if leaders is None else _again(leaders)  # another group of the leaders, for messages outside the executor
         self._line = StagedExecutor("relay", stages + 1, self._spread)
         atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
 
@@ -54,17 +54,17 @@ class CodedAllReduce:
 
     @property
     def crossed(self) -> int:
-        """Bytes that I have sent on ways."""
+        """Bytes that this rank has sent on ways."""
         return sum(group.traffic.within + group.traffic.between for group in self._ways)
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent through all groups of this relay."""
+        """Bytes sent through all groups of this object."""
         return Traffic(sum(group.traffic.within for group in self._all), sum(group.traffic.between for group in self._all))
 
     @property
     def waited(self) -> float:
-        """Nothing is compared here: waits are part of the exchange."""
+        """Seconds spent comparing calls: none, as waits are part of the exchange here."""
         return 0.0
 
     def all_reduce(self, flat: Tensor, way: Way, name: str) -> Work[Tensor]:
@@ -98,7 +98,7 @@ class CodedAllReduce:
             flat.copy_(room)
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks, and end what they wait for. Gives the first one's error."""
+        """Tell all ranks of `error`, and end their waits. Gives the error that was first."""
         whole = self._group.flat if isinstance(self._group, HostsGroup) else self._group
         first = whole.end(error) if isinstance(whole, EndsTogether) else error
         for group in self._all:
@@ -106,11 +106,11 @@ class CodedAllReduce:
         return first
 
     def close(self) -> None:
-        """End the threads and groups. Twice is harmless."""
+        """End the threads and groups. Calling it twice is harmless."""
         self._end(ViewChanged("this exchange has been closed"), lambda group: group.close())
 
     def abort(self) -> None:
-        """End what is under way, at once and without the others."""
+        """End operations under way, at once and without the others."""
         self._end(ViewChanged("this exchange has been aborted"), lambda group: group.abort())
 
     def _end(self, error: ViewChanged, end: Callable[[Group], None]) -> None:
@@ -123,7 +123,7 @@ class CodedAllReduce:
 
 
 def _again(group: Group) -> Group:
-    """Another group of the same ranks."""
+    """Make another group of the same ranks."""
     made = group.sub(range(group.size))
     assert made is not None
     return made

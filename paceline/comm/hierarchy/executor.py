@@ -1,4 +1,4 @@
-"""An assembly line: what several stages do to tensors, each stage in a thread of its own, all in the order in which they came.
+"""A staged pipeline executor: each stage is a thread, and tensors pass through the stages in the order in which they came.
 
     stage 0   sum 0 | sum 1 | sum 2 | sum 3                      a flow is a generator: what it yields is waited for
     stage 1           net 0 | net 1 | net 2 | net 3              before it goes on, one stage further
@@ -30,14 +30,14 @@ Steps = Generator[Work[Any] | None, Any, Any]
 
 
 class Flow(NamedTuple):
-    """What one piece goes through: a yield for each change of the stage, and how many elements it has."""
+    """The way of one piece through the stages: a generator that yields at each change of the stage, and the piece's number of elements."""
 
     steps: Steps
     elements: int
 
 
 class StagedJob:
-    """What was asked for at once, and its Work: flows, made as the first stage comes to them, and what is done after the last one's end."""
+    """The Work of one request: its flows, made as the first stage comes to them, and what is done after the last one's end."""
 
     def __init__(self, flows: Callable[[], Iterable[Flow]], conclude: Callable[[], Any], what: str, deadline: float) -> None:
         self.flows, self.conclude, self.what, self.deadline = flows, conclude, what, deadline
@@ -46,13 +46,13 @@ class StagedJob:
         self._error: BaseException | None = None
 
     def end(self, result: Any) -> None:
-        """It has been done."""
+        """Finish the job with its result."""
         if not self._ended.is_set():
             self._result = result
             self._ended.set()
 
-    def void(self, error: BaseException) -> None:
-        """It will not be done."""
+    def cancel(self, error: BaseException) -> None:
+        """End the job with an error: it will not be done."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
@@ -75,7 +75,7 @@ class StagedJob:
 
 
 class _FlowInTransit(NamedTuple):
-    """A flow between two stages, and what it waits for; without one, the end of its job."""
+    """A flow between two stages, with the Work it waits for; without a flow, the end of its job."""
 
     job: StagedJob
     flow: Flow | None
@@ -87,7 +87,7 @@ class _FlowInTransit(NamedTuple):
 
 
 class _StageQueue:
-    """What is between two stages, in order: at most AHEAD elements, or one piece that has more."""
+    """The queue between two stages, in order: at most AHEAD elements, or one piece that has more."""
 
     def __init__(self) -> None:
         self._pieces = deque[_FlowInTransit | None]()
@@ -104,13 +104,13 @@ class _StageQueue:
             self._changed.notify_all()
 
     def first(self) -> _FlowInTransit | None:
-        """Wait for one; it stays, and counts, until `drop`."""
+        """Wait for the first piece and give it; it stays, and counts, until `drop`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._pieces))
             return self._pieces[0]
 
     def drop(self) -> None:
-        """The first has been dealt with."""
+        """Remove the first piece, which has been dealt with."""
         with self._changed:
             piece = self._pieces.popleft()
             self._elements -= 0 if piece is None else piece.elements
@@ -118,7 +118,7 @@ class _StageQueue:
 
 
 class StagedExecutor:
-    """`stages` threads that jobs pass through. `spread` is told of an error that ends the line, and gives the one that jobs end with."""
+    """Passes jobs through `stages` threads. `spread` is called with an error that ends all, and gives the one that jobs end with."""
 
     def __init__(self, name: str, stages: int, spread: Callable[[PacelineError], BaseException]) -> None:
         self.broken: BaseException | None = None
@@ -134,7 +134,7 @@ class StagedExecutor:
             thread.start()
 
     def start(self, job: StagedJob) -> StagedJob:
-        """Put a job at the end."""
+        """Append a job."""
         if self.broken is not None:
             raise self.broken
         while self._pending and self._pending[0].done():
@@ -153,10 +153,10 @@ class StagedExecutor:
         self.broken = self.broken or error
         self._jobs.put(None)
         for job in self._pending:
-            job.void(error)
+            job.cancel(error)
 
     def finish(self, error: ViewChanged, let_go: Callable[[], None]) -> bool:
-        """End with `error`; `let_go` of the groups is called once the threads are out of them, or to get them out. False if it was over."""
+        """End with `error`; `let_go` of the groups is called once threads are out of them, or to get them out. False if over already."""
         if isinstance(self.broken, ViewChanged):
             return False
         idle = self.idle
@@ -168,7 +168,7 @@ class StagedExecutor:
         return True
 
     def join(self, seconds: float = 1.0) -> None:
-        """Wait so long for the threads to end."""
+        """Wait at most `seconds` for the threads to end."""
         for thread in self._threads:
             if threading.current_thread() is not thread:
                 thread.join(seconds)
@@ -202,7 +202,7 @@ class StagedExecutor:
             self._belts[stage].put(None)
 
     def _step(self, stage: int, piece: _FlowInTransit) -> None:
-        """Wait for what a flow has yielded, and let it go on to its next yield."""
+        """Wait for the Work that a flow has yielded, and run the flow to its next yield."""
         assert piece.flow is not None
         result = None if piece.awaited is None else piece.awaited.wait()
         try:
@@ -213,22 +213,22 @@ class StagedExecutor:
         self._belts[stage].put(piece._replace(awaited=awaited))
 
     def _pass(self, stage: int, end: _FlowInTransit) -> None:
-        """All flows of a job have left this stage."""
+        """Note that all flows of a job have left this stage."""
         if stage < len(self._belts):
             self._belts[stage].put(end)
         else:
             self._attempt(end.job, lambda job: job.end(job.conclude()), end.job)
 
     def _attempt(self, job: StagedJob, act: Callable[[Any], None], subject: Any) -> None:
-        """Do a part of a job; an error is kept for whoever waits: one that ends the line as `spread` gives it, the same on all ranks."""
+        """Do a part of a job; its error is kept for the job's waiters: one that ends all as `spread` gives it, the same on all ranks."""
         if self.broken is not None:
-            job.void(self.broken)
+            job.cancel(self.broken)
         if job.done():
             return
         try:
             act(subject)
         except (UsageError, RuntimeError, ValueError, TypeError) as error:
-            job.void(error)
+            job.cancel(error)
         except PacelineError as error:
             self.broken = self.broken or self._spread(error)
-            job.void(self.broken)
+            job.cancel(self.broken)

@@ -33,7 +33,7 @@ NARROW, WIDE = 128 << 10, 512 << 10  # elements that go through the stages toget
 
 
 def cut(numel: int) -> list[tuple[int, int]]:
-    """(start, stop) of the chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
+    """Cut into (start, stop) of chunks: narrow at both ends, where one stage works alone; wide between, as every chunk costs some waits."""
     if not numel:
         return []
     width, front, back = NARROW, [0], [numel]
@@ -47,7 +47,7 @@ def cut(numel: int) -> list[tuple[int, int]]:
 
 @runtime_checkable
 class EndsTogether(Protocol):
-    """A group that can end on all ranks with an error of the caller's."""
+    """A group that the caller can end on all ranks with an error of its own."""
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way with `error`, or with that of the rank that was first; gives that."""
@@ -66,7 +66,7 @@ class ComparesCalls(Protocol):
 class HostsGroup:
     """The workers of several hosts (a `Group`).
 
-    `inner`: those of my host; `outer`: the first of each host, None on the others; `flat`: all of them, for everything but all-reduce.
+    `inner`: the workers of this host; `outer`: the first of each host, None on the others; `flat`: all, for everything but all-reduce.
     `hosts`: the host of each rank. Takes charge of all three groups. `trace` is told when chunks are summed and handed out `within` the
     host, and how long the leaders have them `between` hosts.
     """
@@ -103,7 +103,7 @@ class HostsGroup:
         return self.flat.waited
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks, as most know nothing of an error inside one host, and end what they wait for. Gives the first one's error."""
+        """Tell all ranks of `error` (most know nothing of an error inside one host), and end their waits. Gives the one that was first."""
         first = self.flat.end(error) if isinstance(self.flat, EndsTogether) else error
         for group in (self.outer, self.inner, self._hands):
             if group is not None:
@@ -121,7 +121,7 @@ class HostsGroup:
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """`all_reduce` of what all ranks are known to agree on."""
+        """Reduce as `all_reduce` does what all ranks are known to agree on."""
         reduction.admit(op, x.dtype)
         x = x.detach()
         target = fresh(x.shape, x.dtype) if out is None else out.detach()
@@ -145,7 +145,7 @@ class HostsGroup:
         return self._line.start(StagedJob(flows, conclude, what, self._deadline))
 
     def _chunk(self, mine: Tensor, end: Tensor, held: torch.dtype, op: Op, added: Op) -> Steps:
-        """The way of a chunk from `mine` to `end`; halves are added, and travel, in float32."""
+        """Take a chunk from `mine` to `end` through the stages; halves are added, and travel, in float32."""
         room = end if held == end.dtype else torch.empty(end.numel(), dtype=held)
         self._gather(mine, room, added)
         begun, crossing = time.perf_counter_ns(), self._cross(room, added)
@@ -160,7 +160,7 @@ class HostsGroup:
             end.copy_(room)
 
     def _gather(self, mine: Tensor, room: Tensor, op: Op) -> None:
-        """The sum of my host, in `room` of its ranks."""
+        """Sum the parts of this host, in `room` of its ranks."""
         if mine.dtype != room.dtype or (self.inner.size == 1 and mine.data_ptr() != room.data_ptr()):
             mine = room.copy_(mine)
         if self.inner.size > 1:
@@ -168,7 +168,7 @@ class HostsGroup:
                 self.inner.all_reduce(mine, op=op, out=room).wait()
 
     def _cross(self, chunk: Tensor, op: Op) -> Work[Tensor] | None:
-        """The leaders' exchange of a chunk, under way."""
+        """Start the leaders' exchange of a chunk."""
         if self.outer is None:
             return None
         if isinstance(self.outer, UncheckedAllReduce):
@@ -176,7 +176,7 @@ class HostsGroup:
         return self.outer.all_reduce(chunk, op=op, out=chunk)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Group.empty`: registered with the group of my host."""
+        """Allocate memory registered with this host's group."""
         tensor: Tensor = self._in_turn(lambda: self.inner.empty(shape, dtype), "empty")
         return tensor
 
@@ -192,7 +192,7 @@ class HostsGroup:
             self._in_turn(lambda: release(x), "release")
 
     def _in_turn(self, act: Callable[[], Any], what: str) -> Any:
-        """Do something in the group of my host after the sums that were started before."""
+        """Run `act` in this host's group after the sums that were started before."""
         results: list[Any] = []
 
         def flows() -> Sequence[Flow]:
@@ -210,7 +210,7 @@ class HostsGroup:
         return self.flat.exchange(sends, recvs, tag=tag)
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """`exchange` without comparing first, where the network can."""
+        """Exchange without comparing first, where the network can."""
         exchange = self.flat.exchange_agreed if isinstance(self.flat, UncheckedExchange) else self.flat.exchange
         return exchange(sends, recvs, tag=tag)
 
@@ -233,7 +233,7 @@ class HostsGroup:
         return self.flat.agree(payload)
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
-        """See `Group.sub`: over the network, on one host too."""
+        """Make the group of these ranks, over the network even if all are on one host."""
         return self.flat.sub(ranks)
 
     def global_rank(self, rank: int) -> int:

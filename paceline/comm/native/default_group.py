@@ -1,4 +1,4 @@
-"""The default process group of torch.distributed, for libraries that ask it who else there is (torchmetrics and others).
+"""The default process group of torch.distributed, for libraries that ask it for rank and size (torchmetrics and others).
 
 open     where the script has none: Gloo on the job's interface, beside it NCCL where the run has that; on the job's store
 used     by whoever asks torch.distributed. Gloo connects then, not before: a start costs a millisecond, and waits for nobody
@@ -69,12 +69,12 @@ class DefaultProcessGroup:
         return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def forget(self) -> None:
-        """In a child (a reader of a DataLoader) there is no default group: connections are the parent's, and threads are not here."""
+        """Drop the default group in a child (a reader of a DataLoader): connections are the parent's, and threads are not here."""
         if self.here:
             dist.GroupMember.WORLD = None
 
     def explain(self, error: BaseException | None) -> None:
-        """Note on an error of torch's that a script asked for a default group where there is ours."""
+        """Add to an error of torch's that the script asked for a default group where ours is one already."""
         trace = None if error is None else error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -82,7 +82,7 @@ class DefaultProcessGroup:
             error.add_note(f"paceline: {_TWICE}")
 
     def close(self, *, failed: bool) -> None:
-        """The run is over. Where it has failed, what is under way on the group is not waited for. Twice is harmless."""
+        """End the group with the run. Where the run has failed, pending operations are not waited for. Calling it twice is harmless."""
         if self.here:
             if failed:
                 end = threading.Thread(target=dist.destroy_process_group, name="paceline reaper", daemon=True)

@@ -74,7 +74,7 @@ class TorchGroup:
         view: int = 0,
         cancel_scope: CancelScope | None = None,
     ) -> TorchGroup:
-        """Meet over a store, under a prefix that no other group uses; collective. What is told over a torch store by itself isn't signed.
+        """Meet over a store, under a prefix that no other group uses; collective. Messages that bypass the store aren't signed.
 
         `address`: the local address that the others reach (None: loopback, all ranks on one machine). `deadline`: seconds that a wait
         may take. `hosts`: the host of each rank, for the traffic counted. `ranks`: what the
@@ -112,19 +112,19 @@ class TorchGroup:
         return [answer[DIGEST:] for answer in answers]
 
     def _tag(self) -> int:
-        """Tags of its own for the next operation, so that several may be under way: each rank makes them in the same order."""
+        """Reserve tags for the next operation, so that several may be under way: each rank makes them in the same order."""
         self._tags = (self._tags + 4) % (1 << 20)
         return (1 << 20) + self._tags
 
     # ---- reductions
 
     def all_reduce(self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None) -> Work[Tensor]:
-        """See `Group.all_reduce`. Returns when all ranks have called it; the reduction itself is under way then."""
+        """Reduce every rank's `x`. Returns when all ranks have called it; the reduction itself is under way then."""
         self.check(fingerprint.reducing("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
     def all_reduce_agreed(self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None) -> Work[Tensor]:
-        """`all_reduce` without comparing first: only for a layout that was agreed on, as Gloo ends the process if sizes differ."""
+        """Reduce as `all_reduce` does, without comparing first: only for an agreed layout, as Gloo ends the process if sizes differ."""
         reduction.admit(op, x.dtype)
         x = x.detach()
         out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
@@ -140,7 +140,7 @@ class TorchGroup:
         return self._reduce(x, op, out, _staged(x, out, held))
 
     def _reduce(self, x: Tensor, op: Op, out: Tensor, held: Tensor) -> Work[Tensor]:
-        """Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
+        """Start Gloo's or NCCL's own all-reduce of `held`, which holds the values of `x`."""
         real = torch.view_as_real(held) if held.is_complex() else held
         began = time.perf_counter_ns()
         self._meter.ring(held.numel() * held.element_size())  # both go round a ring: 2(n-1)/n of the tensor from each rank
@@ -184,7 +184,7 @@ class TorchGroup:
         return self.exchange_agreed(sends, recvs, tag=tag)
 
     def exchange_agreed(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], *, tag: int = 0) -> Work[None]:
-        """`exchange` without comparing first."""
+        """Exchange without comparing first."""
         for to, x in sends:
             self._meter.sent(to, x.numel() * x.element_size())
         if self._nccl is not None and any(x.is_cuda for _, x in (*sends, *recvs)):
@@ -206,7 +206,7 @@ class TorchGroup:
         return TransportWork(self._fabric, ticket, ("exchange", number, f"exchange, tag {tag}"), finish)
 
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
-        """All messages as one NCCL group; matched by their order, as NCCL has no tags."""
+        """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
         device = torch.device("cuda", torch.cuda.current_device())
         out = [(to, x.detach().contiguous()) for to, x in sends if x.numel()]
         landings = [(source, x, x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
@@ -253,7 +253,7 @@ class TorchGroup:
         return self._launch("broadcast", lambda on: on.broadcast([_bytes(flat)], options), lambda: _filled(x, flat), on_gpu)
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
-        """See `Group.barrier`: the comparison is the barrier, so it has ended when the call returns."""
+        """Wait for all ranks: the comparison is the barrier, so it has ended when the call returns."""
         self.check(CallFingerprint("barrier", name))
         return Finished()
 
@@ -290,17 +290,17 @@ class TorchGroup:
         return self._fabric.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
+        """Allocate ordinary memory: the network has none that is faster. On the GPU if the backend is "nccl"."""
         self.check(CallFingerprint("empty", None, tuple(shape), dtype))
         return torch.empty(tuple(shape), dtype=dtype, device="cuda" if self._nccl is not None else "cpu")
 
     def close(self) -> None:
-        """See `Group.close`. Others are not waited for; those that still need this rank are told that it is gone."""
+        """Leave without waiting for the others; ranks that still need this one get an error that it is gone."""
         self._nccl = None
         self._fabric.close()
 
     def abort(self) -> None:
-        """See `Group.abort`. The others' pending operations end, too."""
+        """End every pending Work with an error, here and at the others."""
         self.end(ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
@@ -312,7 +312,7 @@ class TorchGroup:
 
 
 def _nccl(store: Store, fabric: GlooTransport) -> Any:
-    """NCCL beside the fabric, for tensors on the current CUDA device."""
+    """Make NCCL beside the transport, for tensors on the current CUDA device."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         raise UsageError("backend='nccl' needs a CUDA device and a torch built with NCCL; use backend='gloo' on this machine")
     nccl: Any = torch.distributed.ProcessGroupNCCL
@@ -343,7 +343,7 @@ def _filled(x: Tensor, flat: Tensor) -> Tensor:
 
 
 def _children(place: int, size: int) -> list[int]:
-    """Those that `place` sends to in a binomial tree with root 0, which is how Gloo broadcasts (and about what NCCL sends)."""
+    """The ranks that `place` sends to in a binomial tree with root 0, which is how Gloo broadcasts (and about what NCCL sends)."""
     bits = range((size - 1).bit_length())
     free = [bit for bit in bits if place & ((1 << (bit + 1)) - 1) == 0]
     return [place | 1 << bit for bit in free if place | 1 << bit < size]

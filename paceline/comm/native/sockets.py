@@ -1,9 +1,9 @@
-"""The TCP connections beneath a Gloo group: whom each leads to, whether it stands, and how to cut it.
+"""The TCP connections beneath a Gloo group: which rank each leads to, whether it is alive, and how to cut it.
 
 Gloo's own abort and shutdown do nothing, and its errors name an address, not a rank. Every group has listeners of its own, so their
 ports tell its connections from all others in this process:
 
-    rank 0  listens on 39285  <---  57158  rank 1       accepted: local port 39285; who it is stands in rank 1's list of ports
+    rank 0  listens on 39285  <---  57158  rank 1       accepted: local port 39285; the peer is found in rank 1's list of ports
     rank 0  60112  --->  listens on 43973  rank 2       made: remote port 43973
 """
 
@@ -44,25 +44,25 @@ class GlooListeners:
             self.devices.append(device)
             self._ports.append(port)
         self._rank, self._size = 0, 1
-        self._ranks: dict[tuple[str, int], int] = {}  # whose listener or local port it is
+        self._ranks: dict[tuple[str, int], int] = {}  # the rank that each listener or local port belongs to
         self._expected: Counter[int] = Counter()
 
     def announce(self, store: TorchStore | Store, rank: int, size: int, deadline: float) -> None:
-        """Tell all ranks where this one listens, once each of them is there; raises `DeadlineExceeded` naming who never came."""
+        """Publish where this rank listens, and wait for all others; raises `DeadlineExceeded` naming ranks that never come."""
         self._rank, self._size = rank, size
         for peer, ports in enumerate(self._everyones(over(store), "listen", [self.address, self._ports], deadline)):
             address, numbers = ports
             self._ranks.update({(address, number): peer for number in numbers})
 
     def trace(self, store: TorchStore | Store, deadline: float) -> None:
-        """Learn whom each connection leads to, once all have been made."""
+        """Find out which rank each connection leads to, once all have been made."""
         mine = [local for local, remote, _ in self._open() if local[1] not in self._ports]
         for peer, ends in enumerate(self._everyones(over(store), "ends", mine, deadline)):
             self._ranks.update({(address, port): peer for address, port in ends})
         self._expected = Counter(self._ranks[remote] for _, remote, _ in self._open() if remote in self._ranks)
 
     def _everyones(self, store: Store, key: str, mine: Any, deadline: float) -> list[Any]:
-        """What each rank has put under `key`; the wait hears signals, and names who doesn't come."""
+        """Collect what each rank has put under `key`; the wait hears signals, and names missing ranks."""
         store.put(f"{key}/{self._rank}", mine)
         end = time.monotonic() + deadline
         for peer in range(self._size):
@@ -77,7 +77,7 @@ class GlooListeners:
         return [store.take(f"{key}/{peer}") for peer in range(self._size)]
 
     def severed(self) -> tuple[int, ...]:
-        """The ranks that a connection to has ended."""
+        """The ranks to which a connection has ended."""
         standing = Counter(self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED)
         return tuple(sorted(rank for rank, count in self._expected.items() if standing[rank] < count))
 
@@ -110,7 +110,7 @@ class GlooListeners:
 
 
 def leading(address: str, port: int) -> set[str]:
-    """The connections of this process to there, for `sever`."""
+    """Find this process's connections to an address, for `sever`."""
     found = set()
     for number, name in _sockets().items():
         with _borrowed_socket(number) as line:
@@ -124,7 +124,7 @@ def leading(address: str, port: int) -> set[str]:
 
 
 def sever(connections: set[str]) -> None:
-    """End these: those of a store's client, which torch can't end."""
+    """End connections: those of a store's client, which torch can't end."""
     for number in _sockets():
         with _borrowed_socket(number) as line:
             try:
@@ -135,7 +135,7 @@ def sever(connections: set[str]) -> None:
 
 
 def _listen(address: str) -> tuple[Any, int]:
-    """A Gloo device bound to `address`, and the port it listens on."""
+    """Make a Gloo device bound to `address`; give it and the port it listens on."""
     for _ in range(10):
         before = _sockets()
         try:
@@ -158,7 +158,7 @@ def _listen(address: str) -> tuple[Any, int]:
 
 
 def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
-    """A ProcessGroupGloo over `device`."""
+    """Make a ProcessGroupGloo over `device`."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = timedelta(seconds=max(3.0, deadline))
@@ -172,7 +172,7 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
 
 
 def _sockets() -> dict[int, str]:
-    """The descriptors of this process that are internet sockets, and the kernel's name of each. Others may be closed meanwhile."""
+    """List the descriptors of this process that are internet sockets, with the kernel's name of each. Others may be closed meanwhile."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         try:

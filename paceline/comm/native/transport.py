@@ -43,10 +43,10 @@ MESSAGES = 16  # tags of messages between ranks begin here
 
 
 class TorchWait(Protocol):
-    """Something of torch's that ends."""
+    """An operation of torch's that ends at some time."""
 
     def within(self, seconds: float) -> bool:
-        """Whether it has ended well, after waiting at most so long; RuntimeError when it has failed."""
+        """Wait at most so long; whether the operation has ended well. RuntimeError when it has failed."""
         ...
 
     def now(self) -> bool:
@@ -88,7 +88,7 @@ class StreamWait:
 
 
 class MessagesWait:
-    """Messages under way. Torch's wait for a message can't be left without breaking the connection, so a thread sits in it."""
+    """Messages under way. Torch's wait for a message can't be left without breaking the connection, so a thread makes it."""
 
     def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
         self.works, self._tensors = works, tensors
@@ -190,7 +190,7 @@ class GlooTransport:
     # ---- operations
 
     def count(self, channel: str) -> int:
-        """The number of the call on `channel` that is made now; raises if nothing can be called any more."""
+        """The number of the next call on `channel`; raises if nothing can be called any more."""
         if self.broken is not None:
             raise copy.copy(self.broken)
         number = self.made.get(channel, 0)
@@ -225,7 +225,7 @@ class GlooTransport:
         return ticket
 
     def table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
-        """Every rank's payload, in rank order, over the control messages."""
+        """Gather every rank's payload, in rank order, over the control messages."""
         if self.size == 1:
             return [payload]
         start = time.monotonic()
@@ -294,7 +294,7 @@ class GlooTransport:
     # ---- ends
 
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
-        """An operation has failed: find out who is gone, tell the others, and end everything. Gives the error to raise."""
+        """Handle a failed operation: find out which ranks are gone, tell the others, and end everything. Gives the error to raise."""
         if self.broken is None:
             ranks = tuple(self.names[rank] for rank in self._wires.severed())
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
@@ -328,7 +328,7 @@ class GlooTransport:
         self._closed = True
         atexit.unregister(self.close)
         if self.control is None:
-            return  # it was never complete
+            return  # the group was never complete
         if any(not awaited.now() for awaited in self._pending) or self.broken is not None:
             me = self.names[self.rank]
             self.end(self._late_error or WorkerLost(f"rank {me} has left the group in the middle of an operation", (me,)), seconds=0.2)
@@ -368,7 +368,7 @@ def _raw(x: Tensor) -> Tensor:
 
 
 class TransportWork:
-    """A Work over a Fabric: waits for one thing of torch's, then finishes the result, once."""
+    """A Work over a transport: waits for one operation of torch's, then finishes the result, once."""
 
     def __init__(self, fabric: GlooTransport, awaited: TorchWait, wait: tuple[str, int, str], finish: Callable[[], Any]) -> None:
         self._fabric, self._awaited, self._wait, self._finish = fabric, awaited, wait, finish

@@ -1,4 +1,4 @@
-"""Tells other ranks through the store what this one waits for, and finds out whom it waits for; in a thread, as a store may hang."""
+"""Publishes in the store what this rank waits for, and reads what the others wait for; in a thread, as a store may hang."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Waitposts:
         self._store.put(f"wait/{rank}", None)
 
     def enter(self, wait: RankWait) -> None:
-        """This rank waits here now."""
+        """Publish that this rank waits here now."""
         with self._changed:
             if self._wait == wait:
                 return
@@ -53,14 +53,14 @@ class Waitposts:
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """This rank doesn't wait any more."""
+        """Publish that this rank doesn't wait any more."""
         with self._changed:
             self._wait = None
             self.others = {}
             self._changed.notify_all()
 
     def verdict(self, mine: GroupEnd, seconds: float = 1.0) -> GroupEnd:
-        """Why this group has ended: what the first rank said that found out, if `seconds` are enough to learn it; else `mine`."""
+        """Why this group has ended: the reason that the first rank published, if `seconds` are enough to learn it; else `mine`."""
         answers: list[GroupEnd] = []
 
         def ask() -> None:
@@ -68,7 +68,7 @@ class Waitposts:
                 kind, text, ranks = self._store.first("verdict", mine)
                 answers.append(GroupEnd(str(kind), str(text), tuple(map(int, ranks))))
             except (WorkerLost, SecretError, ValueError, TypeError):
-                return  # the store is gone, too, or somebody writes to it who is none of us
+                return  # the store is gone, too, or a stranger writes to it
 
         thread = threading.Thread(target=ask, name="paceline verdict", daemon=True)
         thread.start()
@@ -93,7 +93,7 @@ class Waitposts:
                     posted, suspects = wait, {}
                 found = self._look(wait) if wait is not None else {}
             except WorkerLost:
-                return  # without a store nothing can be told
+                return  # without a store nothing can be announced
             with self._changed:
                 if wait is not None and wait == self._wait:
                     # waits that were all there at the end of one look and at the beginning of the next were there together
@@ -112,7 +112,7 @@ class Waitposts:
 
 
 def _wait(told: Any) -> RankWait | None:
-    """What another rank has told; None if it waits for nothing, or if that is no wait."""
+    """Parse another rank's announcement; None if that rank waits for nothing, or if the announcement is no wait."""
     try:
         return None if told is None else RankWait(*told)
     except TypeError:

@@ -216,7 +216,7 @@ class SharedGroup:
         return self._queue.start(call, steps())
 
     def _outgoing(self, call: CallFingerprint, sends: Sequence[tuple[int, Tensor]]) -> list[WindowMessage]:
-        """What is sent: a copy of what doesn't lie in one stretch. Nothing, if the call has a flaw."""
+        """Prepare the messages to send, copied where they don't lie in one stretch; none if the call has a flaw."""
         messages = [] if call.flaw else [WindowMessage(to, flat(x)) for to, x in sends]
         for message in messages:
             self.traffic.within += message.nbytes * (self.size - 1 if message.to == ALL else 1)
@@ -258,7 +258,7 @@ class SharedGroup:
         return self.segment.names[rank]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
+        """Allocate registered memory: all-reduced in place without a copy. `ResourceError` on all ranks when this host has no room."""
         call = CallFingerprint("empty", None, tuple(shape), dtype)
         self._agree(b"", call)
         length = max(-(-prod(shape) * dtype.itemsize // PAGE) * PAGE, PAGE)
@@ -268,29 +268,29 @@ class SharedGroup:
         return segment.tensor(self.rank * length, tuple(shape), dtype)
 
     def stand_in(self, x: Tensor) -> None:
-        """`x` is all-reduced on this rank in the place of registered memory of the same length, in which others may still have theirs."""
+        """Use `x` on this rank in the place of registered memory of the same length, in which others may still have theirs."""
         self._registered.lay_aside(x)
 
     def release(self, x: Tensor) -> None:
-        """Forget the registered memory that `x` lies in, or that it stands in for any; it goes when its last tensor does."""
+        """Forget the registered memory that `x` lies in, or stands in for, if any; it goes when its last tensor does."""
         self._registered.forget(x)
 
     def close(self) -> None:
         self.segment.watch.close(ViewChanged("this group has been closed"))
-        self._void()
+        self._cancel()
 
     def abort(self) -> None:
-        """See `Group.abort`; others find out when they wait."""
+        """End every pending Work with an error; the other ranks find out when they wait."""
         self.end(ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
         """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
         ended = self.segment.watch.end(error)
-        self._void()
+        self._cancel()
         return ended
 
-    def _void(self) -> None:
-        self._queue.void()
+    def _cancel(self) -> None:
+        self._queue.cancel()
         if not self._borrowed:
             self._registered.clear()
 

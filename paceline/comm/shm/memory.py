@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map: made by one, opened by the others, and gone with the last of them.
+"""Shared memory segments of one host: made by one process, mapped by the others, and gone with the last of them.
 
 A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a killed process could
 leave behind, and /dev/shm's size (64 MB in many containers) does not bound it. Where the kernel has no memfd, or a peer may
@@ -27,7 +27,7 @@ PAGE = 4096  # bytes
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty CPU tensor; a large one lies on the kernel's large pages where it has them, and is first written in half the time."""
+    """Allocate an empty CPU tensor; a large one gets the kernel's large pages where it has them: its first write takes half the time."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     nbytes = tensor.numel() * dtype.itemsize
     if nbytes >= LARGE:
@@ -49,7 +49,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, nbytes: int, *, folder: str | None = None) -> SharedSegment:
-        """A new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
+        """Make a new segment; `folder` asks for a file there instead of a memfd. `ResourceError` when there is no room."""
         fd, path = -1, None
         try:
             if folder is None and hasattr(os, "memfd_create"):
@@ -72,7 +72,7 @@ class SharedSegment:
 
     @property
     def address(self) -> str:
-        """Where another process of this host opens it (until `seal`)."""
+        """The path under which another process of this host opens the segment (until `seal`)."""
         return self._path or f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
@@ -93,7 +93,7 @@ class SharedSegment:
         return segment
 
     def seal(self) -> None:
-        """All have mapped it: take its name away. The memory goes with the last mapping."""
+        """Take the segment's name away: all have mapped it. The memory goes with the last mapping."""
         if self._path is not None:
             os.unlink(self._path)
             self._path = None
@@ -102,7 +102,7 @@ class SharedSegment:
             self._fd = -1
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A view of the bytes from `offset` (a multiple of the item size) on."""
+        """Make a view of the bytes from `offset` (a multiple of the item size) on."""
         with torch.inference_mode(False):  # it may outlive an evaluation that it is first used in
             view = torch.empty(0, dtype=dtype, device="cpu")
             if prod(shape):
@@ -110,16 +110,16 @@ class SharedSegment:
             return view.view(tuple(shape))
 
     def cells(self) -> memoryview:
-        """All bytes, for reading and writing from Python."""
+        """The bytes of the segment as a memoryview, for reading and writing from Python."""
         return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
 
 
 def share(
     nbytes: int, me: int, leader: int, meet: Callable[[str], Sequence[str]], *, inside: bool, folder: str | None
 ) -> SharedSegment | None:
-    """A new segment, made by `leader` and mapped by all who are `inside` (None for the others).
+    """Make a new segment: `leader` makes it, all who are `inside` map it (None for the others).
 
-    `meet` gives everybody's word for mine, in rank order; all have to call it equally often. Raises `ResourceError` on all when
+    `meet` takes this rank's word and gives every rank's, in rank order; all call it equally often. Raises `ResourceError` on all when
     one of them can't map it: neither a memfd nor, after it, a file in /dev/shm (with `folder`: neither a file there).
     """
     errors: list[str] = []
@@ -157,5 +157,5 @@ def _room(folder: str) -> str:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    """Ask the kernel; where it can't, all stays as it is, and slower."""
+    """Advise the kernel about memory; where it can't follow, all stays as it is, and slower."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

@@ -1,4 +1,4 @@
-"""Messages through shared memory: each rank writes all it sends, one after the other, in windows; who awaits a stretch copies it out.
+"""Point-to-point messages through shared memory: each rank writes its stream in windows, and each receiver copies its stretches out.
 
     rank 0 sends    | to 1 ..... | to 2 ....... | to all ..... |
     windows         |    0    |    1    |    2    |    3    |
@@ -24,7 +24,7 @@ Landing = Sequence[tuple[int, Tensor]]
 
 
 class WindowMessage(NamedTuple):
-    """What is sent: `x` is contiguous, and stays alive with this."""
+    """A message to send: `x` is contiguous, and stays alive with this object."""
 
     to: int
     x: Tensor
@@ -35,7 +35,7 @@ class WindowMessage(NamedTuple):
 
 
 class MessageStretch(NamedTuple):
-    """A part of a message in one window: of whose stage, where in it, where in memory, how long."""
+    """A part of a message in one window: the stage it lies in, where in it, where in memory, how long."""
 
     rank: int
     offset: int
@@ -46,7 +46,7 @@ class MessageStretch(NamedTuple):
 def deliver(
     segment: ControlSegment, outgoing: Sequence[WindowMessage], call: CallFingerprint, meta: Any, land: Callable[[list[Any]], Landing]
 ) -> Steps:
-    """Meet, move all messages, and give what `land` gave.
+    """Meet, move all messages, and give the result of `land`.
 
     `land` is called with every rank's `meta`, and says where what comes in goes: (from, contiguous tensor), in the order in which each
     rank sends.

@@ -1,6 +1,6 @@
-"""Operations under way: generators that are pushed forward by whoever waits for anything.
+"""The queue of operations under way in a group: generators that any waiter pushes forward.
 
-An operation yields when it has posted and the others have to come. Nobody sits in it. The operations of a group end in the order in
+An operation yields when it has posted and the others have to come; no thread belongs to it. The operations of a group end in the order in
 which they began; a wait in one group pushes those of its relatives (subgroups, and what it is a subgroup of) too, as others may need them.
 """
 
@@ -57,7 +57,7 @@ class WorkQueue:
         segment.watch.busy = partial(_push_all, relatives)
 
     def start(self, call: CallFingerprint, steps: Steps) -> QueuedWork:
-        """Put an operation at the end, and go as far as it goes."""
+        """Append an operation, and push it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
             steps.close()
@@ -79,12 +79,12 @@ class WorkQueue:
             while self._pending and watch.broken is None and self._advance(self._pending[0]):
                 self._pending.popleft()
             if watch.broken is not None:
-                self._void(watch.broken)
+                self._cancel(watch.broken)
         finally:
             self._lock.release()
 
     def _advance(self, pending: QueuedWork) -> bool:
-        """Go on with an operation until it has to wait (False) or has ended."""
+        """Continue an operation until it has to wait (False) or has ended."""
         segment = self.segment
         try:
             while segment.reached(pending.target):
@@ -119,15 +119,15 @@ class WorkQueue:
             watch.wait(WaitCondition(ended, self._missing, CHANNEL, pending.number, pending.call), timeout)
         finally:
             if watch.broken is not None:
-                self.void()
+                self.cancel()
 
-    def void(self) -> None:
-        """The group is broken: end all operations with the reason."""
+    def cancel(self) -> None:
+        """End all operations with the reason for which the group is broken."""
         with self._lock:
             if self.segment.watch.broken is not None:
-                self._void(self.segment.watch.broken)
+                self._cancel(self.segment.watch.broken)
 
-    def _void(self, error: BaseException) -> None:
+    def _cancel(self, error: BaseException) -> None:
         for pending in self._pending:
             if not pending.ended:
                 pending.steps.close()

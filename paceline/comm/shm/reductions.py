@@ -1,7 +1,7 @@
 """Reductions in shared memory: torch's own vector operations on slices, each rank adding its part of every block in rank order.
 
     block k of an ordinary tensor, 2 ranks               phase     rank 0                                rank 1
-    x -> stage   the others' parts of it                  k - 2    stage[0] = x0, the part of 1          stage[1] = x1, the part of 0
+    x -> stage   the others' parts of x                   k - 2    stage[0] = x0, the part of 1          stage[1] = x1, the part of 0
     add          my part, from x and all stages           k        stage[0] = out0 = x0 + stage[1]       stage[1] = out1 = stage[0] + x1
     collect      the others' sums                         k + 2    out0 = stage[1]                       out1 = stage[0]
 
@@ -73,7 +73,7 @@ class BlockCut(NamedTuple):
 
 
 def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slots: int) -> BlockCut:
-    """A block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
+    """Plan a block of `count` elements whose parts have `part` elements, or what is left; in each of the next `slots` stages."""
     item, turns = dtype.itemsize, range(segment.turn, segment.turn + slots)
     spans = [(min(r * part, count) * item, min((r + 1) * part, count) * item) for r in range(segment.size)]
     low, high = spans[segment.rank]
@@ -85,7 +85,7 @@ def cut(segment: ControlSegment, count: int, part: int, dtype: torch.dtype, slot
 
 
 def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """`x` and `out` are contiguous and 1-D, the same or apart."""
+    """Reduce `x` into `out`, contiguous and 1-D, the same or apart."""
     me, item, total = segment.rank, x.element_size(), x.numel()
     blocks = max(1, -(-total * item // segment.block))
     line = LINE // item * segment.size
@@ -131,7 +131,7 @@ def all_reduce(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: Ca
 
 
 def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """At most SMALL bytes: every rank adds all of it, so all meet only once."""
+    """Reduce at most SMALL bytes: every rank adds all of it, so all meet only once."""
     parity = segment.parity
     segment.small(segment.rank, parity, x.numel(), x.dtype).copy_(x)
     yield from segment.meet(call)
@@ -140,7 +140,7 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, ca
 
 
 def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """Gives my piece of the reduction of `x`, contiguous and 1-D."""
+    """Give this rank's piece of the reduction of `x`, contiguous and 1-D."""
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
     room = segment.block // size  # bytes of a part of a stage
@@ -179,7 +179,7 @@ class ReductionPlan(NamedTuple):
 
 
 def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
-    """My piece of `x`, which lies in `place`, cut so that a block of all ranks stays in the cache."""
+    """Plan this rank's piece of `x`, which lies in `place`, cut so that a block of all ranks stays in the cache."""
     offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, width = LINE // item or 1, REGISTERED // item
     start, stop = (min(-(-edge // line) * line, count) for edge in pieces(count, len(place.regions))[rank])
@@ -191,7 +191,7 @@ def plan(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
 
 
 def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
-    """In place, in every rank's registered memory at the same offset; all have met for it."""
+    """Reduce in place, in every rank's registered memory at the same offset; all have met for it."""
     admit(op, x.dtype)
     for parts, (total, others, nbytes) in zip(*plan, strict=True):
         fold(parts, parts[0], op)
@@ -202,7 +202,7 @@ def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPla
 
 
 def fold(parts: Sequence[Tensor], out: Tensor, op: Op, spare: Tensor | None = None) -> None:
-    """out = the reduction of `parts` in their order, rounded once.
+    """Write the reduction of `parts` in their order to `out`, rounded once.
 
     `out` may be one of them; if it is neither of the first two, `spare` holds what is summed before.
     """

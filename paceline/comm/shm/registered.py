@@ -1,4 +1,4 @@
-"""Registered memory: of every rank a region of the same length, mapped by all, so that what lies there needn't be copied to be reached."""
+"""Registered memory: a region of the same length of every rank, mapped by all, so that tensors there are reached without a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RegisteredMemory(NamedTuple):
-    """One piece of registered memory."""
+    """One piece of registered memory: a region of each rank."""
 
     number: int  # the same on all ranks
     start: int  # address of the first byte of my region
@@ -17,12 +17,12 @@ class RegisteredMemory(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The address behind my region."""
+        """The address behind this rank's region."""
         return self.start + self.regions[0].numel()
 
 
 class MemoryRegistry:
-    """What a group has registered, and what has been worked out for tensors that lie there (`plans`, by what identifies them)."""
+    """The registered memory of a group, and the plans made for tensors that lie there (`plans`, by what identifies them)."""
 
     def __init__(self) -> None:
         self._made = 0
@@ -31,12 +31,12 @@ class MemoryRegistry:
         self.plans: dict[Hashable, Any] = {}
 
     def add(self, start: int, regions: list[Tensor]) -> None:
-        """A new place, whose region of mine starts at this address; all ranks add theirs in the same order."""
+        """Add a piece of memory in which this rank's region starts at this address; all ranks add theirs in the same order."""
         self._places[start] = RegisteredMemory(self._made, start, regions)
         self._made += 1
 
     def place(self, x: Tensor) -> RegisteredMemory | None:
-        """Where `x` lies."""
+        """Find the registered memory that `x` lies in."""
         if not self._places:
             return None
         address = x.data_ptr()
@@ -46,16 +46,16 @@ class MemoryRegistry:
         return place
 
     def lay_aside(self, x: Tensor) -> None:
-        """`x` is memory of my own, used as if it were registered."""
+        """Note that `x` is memory of this rank alone, used as if it were registered."""
         self._aside[x.data_ptr()] = x.data_ptr() + x.numel() * x.element_size()
 
     def aside(self, x: Tensor) -> bool:
-        """Whether `x` lies in such memory."""
+        """Whether `x` lies in memory of this rank alone that is used as if it were registered."""
         address = x.data_ptr()
         return any(start <= address < stop for start, stop in self._aside.items()) if self._aside else False
 
     def forget(self, x: Tensor) -> None:
-        """`x` lies there no longer; the memory goes when its last tensor does."""
+        """Forget the memory of `x`, which goes when its last tensor does."""
         if self._aside.pop(x.data_ptr(), None) is not None:
             return
         place = self.place(x)

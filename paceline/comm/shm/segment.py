@@ -2,7 +2,7 @@
 
     rank r  | cells: operations, agrees, left, pid, marks x 2, note | text | note | meta x 2 | mailbox x 2 | small x 2 | stage x 4 |
 
-Two lanes run over it, each with a counter of its own: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
+Two channels run over it, each with its own counter: *operations* on tensors, whose ranks post and go on, and *agree*, which blocks.
 On x86-64 stores become visible in program order, so what was written before a counter was raised is there when the counter is seen.
 """
 
@@ -41,7 +41,7 @@ Steps = Generator[int, None, Any]  # of an operation: yields up to which post th
 
 
 class RankNotes:
-    """The notes of one rank, and its sight of the others' (`watch.Notes`)."""
+    """The notes of one rank, and its view of the others' (`waiting.WaitNotes`)."""
 
     def __init__(self, cells: memoryview, rank: int) -> None:
         self._cells, self._bytes, self._rank = cells, cells.cast("B"), rank
@@ -53,7 +53,7 @@ class RankNotes:
         return bool(self._cells[rank * SPAN // 8 + LEFT])
 
     def tell(self, text: bytes) -> None:
-        """See `Notes.tell`. What is too long stays untold: then only the deadline ends this wait."""
+        """Leave a note. One that is too long is not left: then only the deadline ends this wait."""
         text = text if len(text) <= TEXT - 8 else b""
         at, turn = self._rank * SPAN + CELLS + TEXT, self._rank * SPAN // 8 + NOTE
         self._cells[turn] += 1  # odd: being written
@@ -69,11 +69,11 @@ class RankNotes:
             if before & 1 == 0 and self._cells[turn] == before:
                 return text
             os.sched_yield()
-        return b""  # its writer has died or was stopped in the middle of it
+        return b""  # the writer has died or was stopped in the middle of a note
 
 
 class ControlSegment:
-    """One rank's sight of the control segment. `names`: what the ranks are called in messages and errors."""
+    """One rank's view of the control segment. `names`: what the ranks are called in messages and errors."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ControlSegment:
     ) -> None:
         self.rank, self.size, self.names, self.folder = rank, len(names), tuple(names), folder
         size = self.size
-        self.posted = 0  # my counter of the lane of operations
+        self.posted = 0  # my counter of the channel of operations
         self.turn = 0  # stages used so far: the next one is turn % SLOTS
         self._segment = segment
         self._bytes = segment.cells()
@@ -117,7 +117,7 @@ class ControlSegment:
         folder: str | None = None,
         cancel_scope: CancelScope | None = None,
     ) -> ControlSegment:
-        """Rank 0 makes the segment and puts its address into the store; ends when all have mapped it, or with one error on all."""
+        """Make the segment on rank 0, whose address goes through the store; ends when all have mapped it, or with one error on all."""
         turn = 0
 
         def meet(word: str) -> list[str]:
@@ -130,10 +130,10 @@ class ControlSegment:
         assert segment is not None
         return cls(segment, rank, names, deadline=deadline, folder=folder, cancel_scope=cancel_scope)
 
-    # ---- the lane of operations
+    # ---- the channel of operations
 
     def post(self) -> None:
-        """Raise my counter: all that I wrote before is there for the others."""
+        """Raise this rank's counter: all that it wrote before is there for the others."""
         self.posted += 1
         self._cells[self._mine + OPS] = self.posted
 
@@ -151,11 +151,11 @@ class ControlSegment:
 
     @property
     def parity(self) -> int:
-        """The half (of marks, metas, small stages) that the next `meet` uses."""
+        """Which half (of marks, metas, small stages) the next `meet` uses."""
         return self._met & 1
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
-        """How each operation begins: everybody says what it is about to do, which is compared. Gives every rank's `meta`.
+        """Begin an operation: every rank says what it is about to do, which is compared. Gives every rank's `meta`.
 
         Gives the places instead where calls differ in nothing but them: some lie in the same registered memory, the others have their own.
         """
@@ -211,10 +211,10 @@ class ControlSegment:
             number = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
         return number
 
-    # ---- the lane of agreements
+    # ---- the channel of agreements
 
     def agree(self, payload: bytes, call: CallFingerprint = CallFingerprint("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
-        """Every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
+        """Gather every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
         number = self.watch.made.get("agree", 0)
         self.watch.made["agree"] = number + 1
         mark = self._number(call)
@@ -223,7 +223,7 @@ class ControlSegment:
             if call.flaw or any(other != mark for other in marks):
                 texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, number)
         except BaseException as error:
-            self.watch.end(error)  # whatever ended this wait: this lane is out of step now
+            self.watch.end(error)  # whatever ended this wait: this channel is out of step now
             raise
         if call.flaw or any(other != mark for other in marks):
             sides = [msgpack.unpackb(text) for text in texts]
@@ -264,16 +264,16 @@ class ControlSegment:
 
         return WaitCondition(met, missing, "agree", number, call)
 
-    # ---- more memory, smaller boards
+    # ---- more memory, smaller segments
 
     def allocate(self, nbytes: int, call: CallFingerprint) -> SharedSegment:
-        """A new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
+        """Make a new segment mapped by all ranks; `ResourceError` on all when one of them can't."""
         segment = share(nbytes, self.rank, 0, self._words(call), inside=True, folder=self.folder)
         assert segment is not None
         return segment
 
     def sub(self, ranks: Sequence[int], call: CallFingerprint) -> ControlSegment | None:
-        """The board of some ranks, all different; all ranks call it with the same list. None on the others."""
+        """Make the control segment of some ranks, all different; all ranks call it with the same list. None on the others."""
         segment = share(len(ranks) * SPAN, self.rank, ranks[0], self._words(call), inside=self.rank in ranks, folder=self.folder)
         if segment is None:
             return None

@@ -1,4 +1,4 @@
-"""Waiting for the other processes of a host: near ones by yielding the core, far ones in naps, the dead, the gone and the stuck never.
+"""Waits for the other processes of a host: yields the core at first, naps later, and finds dead, gone or stuck ranks early.
 
     some 200 yields (0.1 ms: the others are near) . naps of 50 us . after 20 ms naps of 200 us
 
@@ -29,7 +29,7 @@ Verdict = tuple[str, str, list[int]]  # why the group has ended: name of an erro
 
 
 class WaitCondition(NamedTuple):
-    """What is waited for: whether it is there, which ranks are missing, and which call it is on its channel."""
+    """A condition to wait for: whether it holds, which ranks are missing, and which call it is on its channel."""
 
     ready: Callable[[], bool]
     missing: Callable[[], list[int]]
@@ -39,10 +39,10 @@ class WaitCondition(NamedTuple):
 
 
 class WaitNotes(Protocol):
-    """What ranks leave for each other to read."""
+    """The notes that ranks leave for each other to read."""
 
     def leave(self) -> None:
-        """I do nothing for the group any more."""
+        """Mark that this rank does nothing for the group any more."""
         ...
 
     def left(self, rank: int) -> bool:
@@ -50,11 +50,11 @@ class WaitNotes(Protocol):
         ...
 
     def tell(self, text: bytes) -> None:
-        """What I have to say (only the last is kept)."""
+        """Leave a note for the others (only the last is kept)."""
         ...
 
     def told(self, rank: int) -> bytes:
-        """What a rank has to say."""
+        """Read the note of a rank."""
         ...
 
 
@@ -76,7 +76,7 @@ class RankWaiter:
         fine_timer()
 
     def know(self, pids: Mapping[int, int]) -> None:
-        """The processes of the other ranks: from now on their deaths are seen."""
+        """Watch the processes of the other ranks: from now on their deaths are seen."""
         for rank, pid in pids.items():
             if pid == os.getpid() or not hasattr(os, "pidfd_open"):
                 continue
@@ -88,7 +88,7 @@ class RankWaiter:
                 raise self.end(WorkerLost(f"rank {name} has died while the group was made", (name,))) from error
 
     def end(self, error: BaseException) -> PacelineError:
-        """Nothing can be waited for any more, here and at the others, because of `error`, or of what another found first; gives that."""
+        """Break the group, here and at the others, because of `error`, or of what another found first; gives that."""
         if self.broken is None:
             me = self.names[self.rank]
             why = f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: {error})"
@@ -98,7 +98,7 @@ class RankWaiter:
         return self.broken
 
     def interrupt(self, error: PacelineError) -> None:
-        """Nothing can be waited for any more, here; the others are not told. From any thread."""
+        """Break the group here alone; the others are not told. From any thread."""
         self.broken = self.broken or error
 
     def close(self, error: PacelineError) -> None:
@@ -114,7 +114,7 @@ class RankWaiter:
         self._pidfds.clear()
 
     def wait(self, awaited: WaitCondition, timeout: float | None = None) -> None:
-        """Return when it is there. Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when the
+        """Return when the condition holds. Else raise, and end the group: `WorkerLost` when a missing rank has gone, `Mismatch` when the
         missing wait for me, `DeadlineExceeded` at the deadline. After a `timeout` of its own only this wait is over.
         """
         started = time.perf_counter()
@@ -171,7 +171,7 @@ class RankWaiter:
         return describe(stuck, self.names) if self.rank in stuck else None
 
     def _tell(self, awaited: WaitCondition | None) -> None:
-        """Say what I wait for, and what has ended the group."""
+        """Leave a note of what this rank waits for, and of what has ended the group."""
         self._telling = awaited is not None
         wait = None
         if awaited is not None:
@@ -186,7 +186,7 @@ class RankWaiter:
         return {rank: tuple(msgpack.unpackb(text)) for rank in range(len(self.names)) if (text := self._notes.told(rank))}
 
     def _ended(self) -> PacelineError | None:
-        """What has ended the group at another rank."""
+        """The error that has ended the group at another rank, if one has."""
         for _, verdict in self._told().values():
             if verdict is not None:
                 return _judged(*verdict)
