@@ -1,1 +1,1 @@
-"""What machines there are, where this process stands among them, and how workers are started."""
+"""Machines and places: discovery of launchers, the topology of the job, and how workers are started."""

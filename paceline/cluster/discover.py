@@ -1,4 +1,4 @@
-"""Where this process stands: each launcher recognises its own workers. The only reader of the environment."""
+"""Discovers the place of this process in its job: each launcher recognises its own workers. The only reader of the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDED = -(2**63)  # stands for "no default"
 
 @dataclass(frozen=True)
 class Place:
-    """Where one worker stands in its job, as its launcher tells it.
+    """The place of one worker in its job, as its launcher gives it.
 
     `hosts` and `host_rank` count what the launcher calls a node (`store.hosts` finds out who shares a machine);
     `host_rank` is None where the launcher doesn't say. `meeting` is the (host, port) of torch's store.
@@ -53,11 +53,11 @@ class Place:
     hostname: str = "localhost"
     progress: str | None = None  # the page where this worker says how far it is (paceline run)
     worker: int | None = None  # its number, where losses are survived (`paceline run --min-workers`)
-    orders_fd: int | None = None  # where it is asked where it is, and hears of views (paceline run)
+    orders_fd: int | None = None  # the pipe through which views and questions come (paceline run)
     joining: bool = False  # the others train already
     min_workers: int = 1  # fewer don't train, where losses are survived
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
-    stack_fd: int | None = None  # where its stack is to be written, when it is asked for (paceline run)
+    stack_fd: int | None = None  # where its stack is written when the launcher asks for it (paceline run)
     job: str | None = None  # what tells its job from all others (paceline run)
 
 
@@ -76,13 +76,13 @@ def discover(environ: Environ | None = None) -> Place:
 
 
 def fixed_port(*parts: object) -> int:
-    """A port that everyone who knows the same parts arrives at."""
+    """Derive a port, the same for all that know the same parts."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
 
 
 def expand(nodelist: str) -> Iterator[str]:
-    """The host names of a Slurm list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
+    """Expand the host names of a Slurm list: `a[01-03,7],b` is a01 a02 a03 a7 b."""
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", entry.strip())
         choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
@@ -155,7 +155,7 @@ def _torch_variables(environ: Environ, launcher: str) -> Place:
 
 
 def _slurm(environ: Environ) -> Place | None:
-    """Tasks that srun started itself; not a batch script, and not what mpirun started through srun."""
+    """Recognise tasks that srun started itself; not a batch script, and not what mpirun started through srun."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if "SLURM_PROCID" not in environ or (step is None and "SLURM_STEP_NODELIST" not in environ) or "OMPI_COMM_WORLD_RANK" in environ:
         return None
@@ -174,7 +174,7 @@ def _slurm(environ: Environ) -> Place | None:
 
 
 def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
-    """How many tasks this node has, from `2(x3),1`."""
+    """The number of tasks of this node, from `2(x3),1`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -224,7 +224,7 @@ def _mpi(environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs
 
 
 def _meeting(environ: Environ, place: Place, first: str | None, job: tuple[object, ...]) -> tuple[str, int] | None:
-    """MASTER_ADDR and MASTER_PORT where they are set; else the first host (this one, if there is no other), and the job's own port."""
+    """The meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this one if alone), and the job's own port."""
     if place.size == 1:
         return None
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if place.hosts == 1 else first)
@@ -259,7 +259,7 @@ def _alone(environ: Environ) -> Place:
 
 
 def _personal(place: Place, environ: Environ) -> Place:
-    """What a user can set under any launcher."""
+    """Add what a user can set under any launcher."""
     text = environ.get("PACELINE_SECRET")
     deadline = environ.get("PACELINE_DEADLINE")
     return replace(
@@ -285,7 +285,7 @@ def _servers(environ: Environ) -> int | None:
 
 
 def seconds(text: str, name: str) -> float:
-    """A positive, finite number of seconds."""
+    """Parse a positive, finite number of seconds."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""This machine: the cores that this process may really use, and what tells it apart from others."""
+"""Facts of this machine: the cores that this process may really use, its memory, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
-    """The number of cores, at least 1: what the affinity mask and the CPU quotas of all enclosing cgroups (v1 and v2) leave."""
+    """Count the cores, at least 1: what the affinity mask and the CPU quotas of all enclosing cgroups (v1 and v2) leave."""
     share = quota(proc, mount)
     return max(1, allowed() if share is None else min(allowed(), math.ceil(share)))
 
 
 def allowed() -> int:
-    """The number of cores that the affinity mask leaves."""
+    """Count the cores that the affinity mask leaves."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -45,7 +45,7 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
 
 
 def memory(source: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that may be had without swapping; None where the system doesn't say."""
+    """Bytes available without swapping; None where the system doesn't say."""
     try:
         found = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
     except OSError:
@@ -54,7 +54,7 @@ def memory(source: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def fingerprint() -> str:
-    """What tells machines apart, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
+    """The fingerprint of the machine, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
     parts = [str(os.geteuid())]
     if sys.platform.startswith("linux"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -104,20 +104,20 @@ def override(interface: str) -> str:
 
 
 def carrier(address: str) -> str | None:
-    """The name of the interface that has this address, if it can be told."""
+    """The name of the interface that has this address, if known."""
     if loopback(address):
         address = "127.0.0.1"
     return next((name for name, known in interfaces().items() if known == address), None)
 
 
 def advice() -> str:
-    """What to set, with the interfaces that there are."""
+    """Advice on the variable to set, with the interfaces that there are."""
     found = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
     return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {found or 'only loopback'}"
 
 
 def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
-    """A socket that listens on this address only (port 0: any free one). Not inherited by children unless made so."""
+    """Open a socket that listens on this address only (port 0: any free one). Not inherited by children unless made so."""
     server = socket.socket(family(address), socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

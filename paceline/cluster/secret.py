@@ -22,17 +22,17 @@ _ADVICE = (
 
 
 def fresh() -> bytes:
-    """A new secret, for a job that stays on one host."""
+    """Make a new secret, for a job that stays on one host."""
     return secrets.token_hex(32).encode()
 
 
 def missing(why: str) -> SecretError:
-    """The error for a secret that isn't there, with the command that makes one."""
+    """Make the error for a secret that isn't there, with the command that makes one."""
     return SecretError(f"{why}: {_ADVICE}")
 
 
 def parse(text: str, source: str) -> bytes:
-    """The secret written in `text` (surrounding blanks don't count); `source` names it in errors."""
+    """Parse the secret written in `text` (surrounding blanks don't count); `source` names it in errors."""
     secret = text.strip().encode()
     if not _SHORTEST <= len(secret) <= _LONGEST:
         raise missing(f"the secret in {source} has {len(secret)} characters, and {_SHORTEST} to {_LONGEST} are needed")
@@ -40,7 +40,7 @@ def parse(text: str, source: str) -> bytes:
 
 
 def read(path: str | Path) -> bytes:
-    """The secret in a file that only its owner can read (mode 0600)."""
+    """Read the secret in a file that only its owner can read (mode 0600)."""
     try:
         with open(path, "rb") as file:
             state = os.fstat(file.fileno())
@@ -63,7 +63,7 @@ def read(path: str | Path) -> bytes:
 
 
 def lend(secret: bytes) -> int:
-    """A descriptor that holds the secret, for children to inherit; it has no name in any file system."""
+    """Make a descriptor that holds the secret, for children to inherit; it has no name in any file system."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline-secret", os.MFD_CLOEXEC)
     else:
@@ -74,7 +74,7 @@ def lend(secret: bytes) -> int:
 
 
 def borrow(descriptor: int) -> bytes:
-    """The secret in an inherited descriptor; can be read any number of times."""
+    """Read the secret in an inherited descriptor; works any number of times."""
     try:
         return os.pread(descriptor, _LONGEST, 0)
     except OSError as error:
@@ -85,7 +85,7 @@ def borrow(descriptor: int) -> bytes:
 
 
 def sign(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length, so that no two lists of parts look alike."""
+    """Compute HMAC-SHA256 over the parts, each with its length, so that no two lists of parts look alike."""
     mac = hmac.new(secret, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "big"))
@@ -94,7 +94,7 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
 
 
 def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
-    """A key for one purpose, which tells nothing of the secret or of other keys: HKDF with SHA-256, without a salt (RFC 5869)."""
+    """Derive a key for one purpose, which tells nothing of the secret or of other keys: HKDF with SHA-256, without a salt (RFC 5869)."""
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
     found, block = b"", b""
     for number in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):

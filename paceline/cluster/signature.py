@@ -1,4 +1,4 @@
-"""Values in a place where anybody may write: each says that who wrote it knows the job's secret, and for which key of which start it is.
+"""Signed values in a store that anybody may write to: each proves that its writer knows the job's secret, and for which key of which start.
 
 "1" MAC(secret; start of the job, key, JSON) JSON        "0" JSON where the job has no secret
 """
@@ -18,27 +18,27 @@ _ADVICE = "Give every worker the same PACELINE_SECRET"
 
 @dataclass(frozen=True)
 class Signer:
-    """Closes and opens values under keys that begin with `path`. `start` tells one start of one job from all others (empty: from none)."""
+    """Signs and verifies values under keys that begin with `path`. `start` tells a start of a job from all others (empty: from none)."""
 
     secret: bytes | None = None
     path: str = ""
     start: str = ""
 
     def sub(self, prefix: str) -> Signer:
-        """That of keys that begin with `prefix`, too."""
+        """The signer of keys that begin with `prefix`, too."""
         return replace(self, path=f"{self.path}/{prefix}" if self.path else prefix)
 
     def bound(self, start: str) -> Signer:
-        """That of one start of the job: what was closed in another is none of its values."""
+        """The signer of one start of the job: it refuses values that were signed in another."""
         return replace(self, start=start)
 
     def close(self, key: str, value: Any) -> str:
-        """A JSON value as it is written under this key."""
+        """Write a JSON value as signed text for this key."""
         body = json.dumps(value)
         return (_PLAIN if self.secret is None else _SIGNED + secrets.sign(self.secret, *self._names(key), body.encode()).hex()) + body
 
     def open(self, key: str, raw: bytes) -> Any:
-        """The value. Raises `SecretError` for what nobody has closed who knows the secret, for this key and this start of the job."""
+        """Read a signed value. Raises `SecretError` unless its writer knows the secret, for this key and this start of the job."""
         try:
             text = raw.decode()
             return json.loads(self._verified(key, text))

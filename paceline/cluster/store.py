@@ -1,4 +1,4 @@
-"""The meeting place of all workers: torch's key-value store, signed with the job's secret, bound to one address only."""
+"""The key-value store of all workers: torch's, signed with the job's secret, bound to one address only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Store:
         self._base, self._seal, self._deadline = store, Signer(secret, path, start), deadline
 
     def bind(self, start: str) -> None:
-        """From now on values are those of this start of the job alone. On all workers at the same place."""
+        """Accept from now on only values of this start of the job. On all workers at the same place."""
         self._seal = self._seal.bound(start)
 
     def put(self, key: str, value: Any) -> None:
@@ -56,7 +56,7 @@ class Store:
             raise _gone(error) from error
 
     def take(self, key: str, timeout: float | None = None) -> Any:
-        """The value of `key`, waiting for it at most `timeout` seconds (None: the store's deadline).
+        """Wait for the value of `key`, at most `timeout` seconds (None: the store's deadline).
 
         Raises `DeadlineExceeded` when it never comes, `SecretError` when it wasn't signed with this job's secret,
         `WorkerLost` when the store is gone. The wait hears signals at once.
@@ -76,7 +76,7 @@ class Store:
         return self._seal.open(key, raw)
 
     def first(self, key: str, value: Any) -> Any:
-        """Set `key` to a JSON value unless somebody has set it; gives what it is then. Of several workers that do so one wins.
+        """Set `key` to a JSON value unless it is set; gives what it is then. Of several workers that do so one wins.
 
         Errors are those of `take`.
         """
@@ -86,7 +86,7 @@ class Store:
             raise _gone(error) from error
 
     def look(self, keys: list[str]) -> list[Any]:
-        """The values of keys that have all been set; None for each that nobody has signed. Raises `WorkerLost` when the store is gone."""
+        """Read the values of keys that have all been set; None for one without a valid signature. Raises `WorkerLost` without a store."""
         try:
             return [self._opened(key, raw) for key, raw in zip(keys, self.torch.multi_get(keys), strict=True)]
         except DistError as error:
@@ -111,17 +111,17 @@ class Store:
         return Store(self._base, seal.secret, path=seal.path, deadline=self._deadline, start=seal.start)
 
     def close(self) -> None:
-        """Let go of the store; where this process serves it, it ends with its last user in this process."""
+        """Close the store; where this process serves it, the server ends with its last user in this process."""
         del self.torch, self._base
 
 
 def over(store: TorchStore | Store) -> Store:
-    """A store of values that all see; a torch store by itself has no secret."""
+    """Make a store of values that all see; a torch store by itself has no secret."""
     return store if isinstance(store, Store) else Store(store)
 
 
 def memory(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
-    """A store inside this process: for one worker alone, and for threads in tests."""
+    """Make a store inside this process: for one worker alone, and for threads in tests."""
     return Store(HashStore(), secret, path="paceline", deadline=deadline)
 
 
@@ -147,7 +147,7 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
 
 
 def address(place: Place) -> str:
-    """The IP address that other workers reach this process at: the local end of the route to the meeting point."""
+    """The IP address at which other workers reach this process: the local end of the route to the meeting point."""
     if place.interface is not None:
         return network.override(place.interface)
     if place.meeting is None:
@@ -163,7 +163,7 @@ def address(place: Place) -> str:
 
 
 def hosts(store: Store, place: Place) -> Topology:
-    """Who shares a machine with whom: the same answer on every rank. All ranks call it.
+    """Find out which ranks share a machine: the same answer on every rank. All ranks call it.
 
     Two ranks are on one host when they can share memory (same boot, same namespaces, same /dev/shm, same user) and their
     launcher counts them as one host. Raises `DeadlineExceeded` naming the ranks that never came.
@@ -201,7 +201,7 @@ def hosts(store: Store, place: Place) -> Topology:
 
 
 def _publish(here: Store, place: Place) -> None:
-    """Rank 0 collects what all ranks say and hands out one table, or the reason why there is none."""
+    """Collect on rank 0 what all ranks say, and publish one table, or the reason why there is none."""
     try:
         ranks = _collect(here, place)
     except (SecretError, DeadlineExceeded, Mismatch) as error:
@@ -277,7 +277,7 @@ def _serve(place: Place, deadline: float) -> TorchStore:
 
 
 def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
-    """The store that this process already serves there (init_process_group came first), if it does."""
+    """Find the store that this process already serves there (init_process_group came first), if it does."""
     try:
         return TCPStore(chosen, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
     except DistError as error:
@@ -287,7 +287,7 @@ def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
 
 
 def _bindable(place: Place) -> str:
-    """The address of this machine that rank 0 serves the store on."""
+    """The address of this machine on which rank 0 serves the store."""
     assert place.meeting is not None
     host = place.meeting[0]
     found = network.resolve(host)
@@ -303,7 +303,7 @@ def _bindable(place: Place) -> str:
 
 
 def _join(place: Place, left: float, deadline: float | None = None) -> TorchStore:
-    """Knock until somebody listens: torch's own wait for a server can't be interrupted, and names nobody.
+    """Try to connect until a server listens: torch's own wait for one can't be interrupted, and names nobody.
 
     `left` seconds are left of `deadline` (None: all of them).
     """
@@ -328,7 +328,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
 
 
 def _knock(place: Place, left: float) -> TorchStore | Exception:
-    """A client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us."""
+    """Try to connect once: a client of the store, or why there is none yet. Names may start to resolve, and servers to listen, after us."""
     assert place.meeting is not None
     host, port = place.meeting
     try:
@@ -345,9 +345,9 @@ def _knock(place: Place, left: float) -> TorchStore | Exception:
 
 
 def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
-    """The store to which rank 0 has come once more than this rank, and how often that is.
+    """Find the store to which rank 0 has come once more than this rank, and how often that is.
 
-    Workers that start again in one process meet under new keys; the store of their last start may be about to end, so nobody
+    Workers that start again in one process meet under new keys; the store of their last start may be about to end, so no worker
     stays in it to wait.
     """
     end = time.monotonic() + deadline
@@ -372,7 +372,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
 
 
 def _claim(store: TorchStore, place: Place) -> TorchStore:
-    """The part of the store where ranks are claimed; one that another process has claimed raises."""
+    """The part of the store where ranks are claimed; raises if another process has claimed this one."""
     me = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
     owner = claims.compare_set(str(place.rank), "", me).decode(errors="replace")

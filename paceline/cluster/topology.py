@@ -1,4 +1,4 @@
-"""What a cluster is made of, as frozen data: devices in hosts, links between them, and which rank stands where."""
+"""The topology of a cluster, as frozen data: devices in hosts, links between them, and the host of each rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One thing that computes. `memory_bytes` is 0 where it isn't known."""
+    """A processor or an accelerator. `memory_bytes` is 0 where it isn't known."""
 
     kind: str  # "cpu" | "cuda" | ...
     index: int = 0
@@ -28,7 +28,7 @@ class HostRanks:
 
 @dataclass(frozen=True)
 class HostLink:
-    """The way from one host to another (indices into `Topology.hosts`), as measured."""
+    """The link from one host to another (indices into `Topology.hosts`), as measured."""
 
     source: int
     target: int

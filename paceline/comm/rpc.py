@@ -141,7 +141,7 @@ class RpcServer:
     """A server's end: any process with the key may call.
 
     Listens on each of the `hosts` (addresses, each at a port that is free: TCP, encrypted) and at `path` (a socket file in a folder that
-    only its owner can enter). `largest` is what a tensor may have, in bytes. `say` is told what was refused, `LOUD` times for each sort.
+    only its owner can enter). `largest` is what a tensor may have, in bytes. `say` gets what was refused, `LOUD` times for each sort.
     Everything is called from one thread.
     """
 

@@ -1,1 +1,1 @@
-"""What a launcher and its workers tell each other."""
+"""The control channel between a launcher and its workers: commands down, events up."""

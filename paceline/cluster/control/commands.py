@@ -1,11 +1,11 @@
-"""What a launcher tells its workers while they run: the view, each time that it changes. Lines of JSON through a pipe.
+"""Commands from a launcher to its running workers: above all the view, each time that it changes. Lines of JSON through a pipe.
 
     launcher   {"number": 3, "members": [[worker, host, name, address], ...], "broken": false}  --->  thread of the worker
                {"ask": true}                                                                    --->  (it says where it is)
                {"leave": true}                                                                  --->  (it goes after its turn)
                STACK, a signal                                                                  --->  (it writes what it does)
 
-Whoever is missing in the new view won't answer any more: the thread ends at once what this worker waits for.
+A worker that is missing in the new view won't answer any more: the thread at once ends the waits of this worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STACK = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 
 def named(serial: int, port: int) -> int:
-    """The number of a worker, never used twice in a job; it tells the port of its store, too."""
+    """Make the number of a worker, never used twice in a job; it contains the port of its store."""
     return serial * PORTS + port
 
 
@@ -43,13 +43,13 @@ class Member(NamedTuple):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which the worker serves its store."""
         return self.worker % PORTS
 
 
 @dataclass(frozen=True)
 class Roster:
-    """A view as workers are told of it. `broken`: groups of an earlier view are no good, though the members may be the same."""
+    """A view as workers get it. `broken`: groups of an earlier view can't be used, though the members may be the same."""
 
     number: int
     members: tuple[Member, ...]
@@ -57,27 +57,27 @@ class Roster:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Their numbers."""
+        """The numbers of the workers."""
         return tuple(member.worker for member in self.members)
 
     @property
     def mark(self) -> str:
-        """What tells this view of this start of the job from all others: half of a worker's number is drawn by chance."""
+        """A mark that tells this view of this start of the job from all others: half of a worker's number is drawn by chance."""
         return f"view {self.number} of {' '.join(map(str, self.workers))}"
 
     def dump(self) -> bytes:
-        """The line."""
+        """Write as a line."""
         return json.dumps({"number": self.number, "members": self.members, "broken": self.broken}).encode() + b"\n"
 
     @classmethod
     def load(cls, line: bytes) -> Roster:
-        """From the line."""
+        """Read from a line."""
         found = json.loads(line)
         return cls(int(found["number"]), tuple(Member(*member) for member in found["members"]), bool(found["broken"]))
 
 
 def asked(descriptor: int, seconds: float) -> bool:
-    """Whether the launcher asks within so many seconds where this worker is; for workers that are told nothing else."""
+    """Whether the launcher asks within so many seconds where this worker is; for workers that get no other commands."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     if not poll.poll(1000 * seconds):
@@ -89,7 +89,7 @@ def asked(descriptor: int, seconds: float) -> bool:
 
 
 class CommandPipe:
-    """The worker's end of the pipe. `latest` is the last view it was told of."""
+    """The worker's end of the pipe. `latest` is the last view that came."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -108,7 +108,7 @@ class CommandPipe:
         return max(self._rosters, default=0)
 
     def roster(self, number: int) -> Roster:
-        """A view that this worker was told of."""
+        """The view with this number, which has come before."""
         return self._rosters[number]
 
     def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ class CommandPipe:
                 with self._changed:
                     trip = self._trip if self._breaks(roster) else None
                 if trip is not None:
-                    trip()  # first: who sees the new view makes new connections, which have to stay
+                    trip()  # first: a worker that sees the new view makes new connections, which have to stay
                 with self._changed:
                     self._rosters[roster.number] = roster
                     self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a worker tells the launcher that watches it: that it joined, that it closed in good order, or what it failed of."""
+"""Events that a worker reports to its launcher: that it joined, that it closed in good order, or what it failed of."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ _LONGEST = 300  # characters of a message: a record stays below PIPE_BUF, so tha
 
 
 def joined(place: Place) -> None:
-    """This worker takes part from now on: its leaving before `closed` is a failure, with exit code 0 too."""
+    """Report that this worker takes part from now on: leaving before `closed` is a failure, with exit code 0 too."""
     _tell(place, {"event": "joined"})
 
 
 def closed(place: Place) -> None:
-    """This worker has left in good order."""
+    """Report that this worker has left in good order."""
     _tell(place, {"event": "closed"})
 
 
 def opened(place: Place, folder: str, seed: int) -> None:
-    """The run's folder and seed, for workers that come later."""
+    """Report the run's folder and seed, for workers that come later."""
     if place.worker is not None:
         _tell(place, {"event": "opened", "folder": folder, "seed": seed})
 
 
 def surviving(place: Place) -> None:
-    """From now on the others can go on without this worker."""
+    """Report that from now on the others can go on without this worker."""
     _tell(place, {"event": "surviving"})
 
 
 def ready(place: Place) -> None:
-    """This worker has everything that it needs to take part, and waits for being let in."""
+    """Report that this worker has everything that it needs to take part, and waits for being let in."""
     _tell(place, {"event": "ready"})
 
 
 def broken(place: Place, view: int) -> None:
-    """Connections of this worker broke in a view whose members live, as far as it knows: another view is needed."""
+    """Report that connections broke in a view whose members live, as far as this worker knows: another view is needed."""
     _tell(place, {"event": "broken", "view": view})
 
 
 def left(place: Place) -> None:
-    """This worker leaves between two turns, as its launcher has asked; the others go on without it."""
+    """Report that this worker leaves between two turns, as its launcher has asked; the others go on without it."""
     _tell(place, {"event": "left"})
 
 
 def show(place: Place) -> None:
-    """From now on this worker writes what its main thread does when it is asked to (`orders.STACK`), wherever it hangs; and says so.
+    """Let this worker write what its main thread does when asked to (`commands.STACK`), wherever it hangs; and report that it can.
 
     A script's own handler of that signal stays. Only the main thread: of many threads faulthandler leaves out the oldest.
     """
@@ -64,17 +64,17 @@ def show(place: Place) -> None:
 
 
 def late(place: Place, call: int, what: str, *, given_up: bool) -> None:
-    """This worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
+    """Report that this worker waits for others, in the call after `call`, far longer than ever; or so long that they are given up."""
     _tell(place, {"event": "late", "call": call, "what": what, "given_up": given_up})
 
 
 def where(place: Place, call: int, what: str, seconds: float, *, waits: bool) -> None:
-    """This worker has completed so many calls, the last of them that long ago, and waits in the next one or not."""
+    """Report how many calls this worker has completed, the last of them how long ago, and whether it waits in the next one."""
     _tell(place, {"event": "where", "call": call, "what": what, "seconds": seconds, "waits": waits})
 
 
 def report_failure(place: Place, kind: type[BaseException], error: BaseException | None = None) -> None:
-    """This worker ends of an uncaught exception; to be called as soon as it is known, before peers can notice."""
+    """Report the uncaught exception that ends this worker; call it as soon as the error is known, before peers can notice."""
     if issubclass(kind, KeyboardInterrupt) or leaves_well(error):
         return
     _tell(place, {"event": "failed", "type": kind.__name__, "message": str(error or "")[:_LONGEST], "is_echo": issubclass(kind, ECHOES)})
@@ -92,5 +92,5 @@ def _tell(place: Place, record: dict[str, object]) -> None:
     try:
         os.write(place.report_fd, line.encode())
     except OSError:
-        # The launcher is gone, or this is a child of a worker, without its descriptors: nobody is left to be told.
+        # The launcher is gone, or this is a child of a worker, without its descriptors: nobody is left to report to.
         return

@@ -1,4 +1,4 @@
-"""Where a worker is, for whoever watches from outside: a page of a few numbers in a file, with a breakpoint before a step.
+"""The progress page of a worker, for observers outside: a few numbers in a mapped file, with a breakpoint before a step.
 
     launcher   who: rank, host, pid, threads ---+
     session    where: began, step, holding -----+--> FOLDER/rank-N (mapped by all three)
@@ -26,12 +26,12 @@ _NBYTES: Final = 8 * 9
 
 
 def path(folder: str | Path, rank: int) -> Path:
-    """The page of this rank's worker."""
+    """The file of the page of this rank's worker."""
     return Path(folder) / f"rank-{rank}"
 
 
 def birth(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks since it booted: with the number it names a process for ever. None: it is gone."""
+    """When a process was started, in the kernel's ticks since boot: with its number that names a process for ever. None: it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -39,7 +39,7 @@ def birth(pid: int) -> int | None:
 
 
 def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
-    """The page that a worker was given, if it was: its run began at this `time.time()`, and it waits nowhere longer than `deadline`."""
+    """Open the page that this worker was given, if any: its run began at this `time.time()`, and no wait lasts longer than `deadline`."""
     if file is None:
         return None
     page = Page(Path(file), deadline=deadline)
@@ -48,7 +48,7 @@ def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
 
 
 def wrote_to(file: Path) -> Path | None:
-    """The run folder of the worker with this page; None where it had none."""
+    """The run folder of the worker with this page; None if it had none."""
     return Path(_beside(file).read_text(encoding="utf-8")) if _beside(file).exists() else None
 
 
@@ -80,20 +80,20 @@ class Page:
         self._cells = memoryview(self._memory).cast("q")
 
     def close(self) -> None:
-        """Let go of the file. Twice is harmless."""
+        """Unmap the file. Calling it twice is harmless."""
         self._cells.release()
         self._memory.close()
 
     # ---- written by the launcher
 
     def describe(self, rank: int, host: int, threads: int) -> None:
-        """A worker is about to be started: its rank, the number of its host in the job, and its threads. `hold` stays."""
+        """Write the rank of a worker about to be started, the number of its host in the job, and its threads. `hold` stays."""
         for cell in (_PID, _BORN, _BEGAN, _STEP, _HOLDING):
             self._cells[cell] = 0
         self._cells[_RANK], self._cells[_HOST], self._cells[_THREADS] = rank + 1, host + 1, threads + 1
 
     def started(self, pid: int) -> None:
-        """Its process is there."""
+        """Write the number of the worker's process."""
         born = birth(pid)
         self._cells[_BORN] = 0 if born is None else born + 1
         self._cells[_PID] = pid + 1
@@ -101,15 +101,15 @@ class Page:
     # ---- written by the worker
 
     def joined(self, began: float) -> None:
-        """The worker's run began at this `time.time()`."""
+        """Write the `time.time()` at which the worker's run began."""
         self._cells[_BEGAN] = int(began * 1e9) + 1
 
     def writes_to(self, folder: Path) -> None:
-        """The worker's run has this folder; `wrote_to` gives it, also when the run is over."""
+        """Write the folder of the worker's run; `wrote_to` gives it, also when the run is over."""
         _beside(self.file).write_text(str(folder.absolute()), encoding="utf-8")
 
     def reach(self, step: int) -> float:
-        """This many steps are taken and the next is about to begin; waits here if asked to. Gives the seconds spent waiting.
+        """Write that this many steps are taken and the next is about to begin; wait here if asked to. Gives the seconds spent waiting.
 
         Raises `DeadlineExceeded` when nobody lets the worker go on.
         """
@@ -118,7 +118,7 @@ class Page:
         return self._wait(step) if 0 < cells[_HOLD] <= step + 1 else 0.0
 
     def passed(self, step: int) -> None:
-        """This many steps are taken now."""
+        """Write that this many steps are taken."""
         self._cells[_STEP] = step + 1
 
     def _wait(self, step: int) -> float:
@@ -140,17 +140,17 @@ class Page:
             cells[_HOLDING] = 1
         return time.monotonic() - began
 
-    # ---- written by who watches
+    # ---- written by observers
 
     def hold(self, step: int) -> None:
         """Let the worker wait before it begins this step (counted from 0), or the next it comes to if it is past that."""
         self._cells[_HOLD] = step + 1
 
     def release(self) -> None:
-        """Let it go on, and wait nowhere."""
+        """Let the worker go on, and wait nowhere."""
         self._cells[_HOLD] = 0
 
-    # ---- read by who watches
+    # ---- read by observers
 
     @property
     def rank(self) -> int:
@@ -159,17 +159,17 @@ class Page:
 
     @property
     def host(self) -> int:
-        """The number of its host in the job."""
+        """The number of the worker's host in the job."""
         return self._cells[_HOST] - 1
 
     @property
     def threads(self) -> int:
-        """How many threads its launcher has given it."""
+        """How many threads the launcher has given the worker."""
         return self._cells[_THREADS] - 1
 
     @property
     def pid(self) -> int:
-        """Its process; leads a process group of its own."""
+        """The worker's process, which leads a process group of its own."""
         return self._cells[_PID] - 1
 
     @property
@@ -179,7 +179,7 @@ class Page:
 
     @property
     def began(self) -> float | None:
-        """When its run began (`time.time()`); None before."""
+        """When the worker's run began (`time.time()`); None before."""
         return (self._cells[_BEGAN] - 1) / 1e9 if self._cells[_BEGAN] else None
 
     @property
@@ -189,5 +189,5 @@ class Page:
 
     @property
     def holding(self) -> bool:
-        """Whether it waits at a breakpoint now, before step `step`."""
+        """Whether the worker waits at a breakpoint now, before step `step`."""
         return self._cells[_HOLDING] == 2

@@ -1,1 +1,1 @@
-"""Launchers of several hosts among themselves."""
+"""The protocol between launchers of several hosts: rendezvous, membership, admission."""

@@ -1,4 +1,4 @@
-"""How a host gets into a job that runs: any launcher of the job takes it in, once all have agreed on a view in which it is.
+"""Admits a host to a running job: any launcher of the job takes it in, once all have agreed on a view that includes it.
 
 newcomer               a launcher of the job
   offer        ->        waits until the run can be joined, and a view with the newcomer is decided
@@ -6,8 +6,8 @@ newcomer               a launcher of the job
   host n       ->        this one and all others, as at the start
 
 Launchers listen at a port of their own and, where its address is theirs, at the job's meeting point: the command that started the job
-joins it later. When the host of the meeting point is gone, somebody may be waiting there for others: the launcher that leads looks
-now and then, and invites who does.
+joins it later. When the host of the meeting point is gone, newcomers may be waiting there for others: the launcher that leads looks
+now and then, and invites them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.errors import PacelineError
 
 Point = tuple[str, int]
 _AGAIN_SECONDS = 1.0  # between two tries to listen at the meeting point, and to find somebody who waits there
-_ANSWER_SECONDS = 1.0  # how long who answers there may take: less than others wait for this launcher
+_ANSWER_SECONDS = 1.0  # how long the answer there may take: less than others wait for this launcher
 
 
 class MeetingPoint:
-    """Where a launcher is called. `listening`: its own port; `point`: the job's meeting point."""
+    """The sockets on which a launcher accepts calls. `listening`: its own port; `point`: the job's meeting point."""
 
     def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None) -> None:
         self._sockets, self._point = [listening], point
@@ -44,33 +44,33 @@ class MeetingPoint:
         return [*(each.fileno() for each in self._sockets), *self._lobby.descriptors()]
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Let somebody in, or take what a caller says first, once it has proved to know the secret."""
+        """Accept a connection, or read a caller's first message, once the caller has proved to know the secret."""
         for listening in self._sockets:
             if listening.fileno() == descriptor:
                 self._lobby.let_in(listening)
         return self._lobby.hear(descriptor)
 
     def tick(self, now: float) -> None:
-        """Hang up on who says nothing, and listen at the meeting point as soon as that is possible."""
+        """Drop silent callers, and listen at the meeting point as soon as that is possible."""
         self._lobby.tick(now)
         if self._point is None or len(self._sockets) > 1 or now - self._tried_at < _AGAIN_SECONDS:
             return
         self._tried_at = now
         for address in self._addresses:
-            with contextlib.suppress(OSError):  # somebody else's, or another launcher of this machine listens there
+            with contextlib.suppress(OSError):  # a stranger's, or another launcher of this machine listens there
                 self._sockets.append(network.listen(address, self._point[1]))
                 self._sockets[-1].setblocking(False)
                 return
 
     def invite(self, view: View, now: float) -> None:
-        """Look whether somebody waits at the meeting point, unless a host of the job listens there."""
+        """Look for newcomers that wait at the meeting point, unless a host of the job listens there."""
         mine = [listening.getsockname()[0] for listening in self._sockets[1:]]
         others = [seat.facts["address"] for seat in view.seats if seat.facts["address"] not in self._addresses]
         if self._inviting is not None:
             self._inviting.tick(view, now, taken=[*mine, *others])
 
     def close(self) -> None:
-        """Nobody gets in any more."""
+        """Stop accepting calls."""
         self._lobby.close()
         for listening in self._sockets:
             listening.close()
@@ -78,7 +78,7 @@ class MeetingPoint:
 
 
 class Inviter:
-    """Tells who waits at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
+    """Tells newcomers at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
 
     def __init__(self, point: Point, secret: bytes) -> None:
         self._point, self._secret = point, secret
@@ -87,7 +87,7 @@ class Inviter:
         self._at = 0.0
 
     def tick(self, view: View, now: float, *, taken: Sequence[str]) -> None:
-        """Look whether somebody is there, unless it is one of these addresses."""
+        """Look for a newcomer at the meeting point, unless the point is one of these addresses."""
         if now - self._at < _AGAIN_SECONDS:
             return
         self._at = now

@@ -1,4 +1,4 @@
-"""One connection between two launchers: JSON lines of bounded size, each signed; both ends have proved that they know the job's secret.
+"""The authenticated channel between two launchers: JSON lines of bounded size, each signed; both ends prove that they know the secret.
 
 server                               client
   hello, nonce_s              ->
@@ -31,7 +31,7 @@ SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError 
 
 
 class ChannelBroken(PacelineError):
-    """The other side has hung up, or says what it can't say."""
+    """The other side has hung up, or breaks the protocol."""
 
 
 class HungUp(ChannelBroken):
@@ -39,7 +39,7 @@ class HungUp(ChannelBroken):
 
 
 def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()) -> set[int]:
-    """Those of the descriptors that are ready, waiting at most so long for one. Their numbers may be any, unlike those of `select`."""
+    """Wait at most so long until some of the descriptors are ready; gives those. Unlike with `select`, their numbers may be any."""
     poll = select.poll()
     for descriptor in reading:
         poll.register(descriptor, select.POLLIN)
@@ -49,7 +49,7 @@ def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()
 
 
 class Channel:
-    """A connection that never blocks. `hear` gives what has come; `send` writes what the network takes, `flush` the rest."""
+    """A connection that never blocks. `hear` gives the messages that have come; `send` writes what the network takes, `flush` the rest."""
 
     def __init__(self, connection: socket.socket, side: str) -> None:
         connection.setblocking(False)
@@ -65,7 +65,7 @@ class Channel:
         return self.connection.fileno()
 
     def prove(self, secret: bytes, other: str) -> str:
-        """What shows the other side that this one knows the secret; `other` is its nonce."""
+        """Make the proof that this side knows the secret; `other` is the other side's nonce."""
         return secrets.sign(secret, self.side.encode(), *self._nonces(other)).hex()
 
     def trust(self, secret: bytes, other: str, proof: str) -> bool:
@@ -78,7 +78,7 @@ class Channel:
         return True
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message: as soon as the network takes it."""
+        """Send one message, as soon as the network takes it."""
         line = json.dumps(message).encode()
         if self._session is not None:
             line = secrets.sign(self._session, self.side.encode(), str(self._sent).encode(), line).hex().encode() + line
@@ -88,7 +88,7 @@ class Channel:
         self.flush()
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write what is left; wait at most so long. A connection that is broken shows itself in `hear`."""
+        """Write what is left, waiting at most so long. A broken connection shows itself in `hear`."""
         end = time.monotonic() + seconds
         while self._out:
             try:
@@ -101,7 +101,7 @@ class Channel:
                 self._out = b""
 
     def hear(self) -> dict[str, Any] | None:
-        """The next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
+        """Give the next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
         if not self._lines:
             self._read()
         if not self._lines:
@@ -124,7 +124,7 @@ class Channel:
         return message
 
     def wait(self, end: float, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """The next message; `ChannelBroken` when it hasn't come at `end` (time.monotonic()). `meanwhile` is called twice a second."""
+        """Wait for the next message; `ChannelBroken` if none has come by `end` (time.monotonic()). `meanwhile` is called twice a second."""
         while (message := self.hear()) is None:
             left = end - time.monotonic()
             if left <= 0:
@@ -162,7 +162,7 @@ class Channel:
 def hear_from(
     channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]
 ) -> tuple[int, ChannelBroken] | None:
-    """Hand on what has come over the channel with this descriptor; who it leads to, and why, if that one has hung up."""
+    """Hand on messages from the channel with this descriptor; gives the host at its other end, and why, if that one has hung up."""
     for host, channel in list(channels.items()):
         if channel.fileno() != descriptor:
             continue
@@ -177,10 +177,10 @@ def hear_from(
 
 
 def call(connection: socket.socket, secret: bytes, point: str, seconds: float = _HELLO_SECONDS) -> Channel:
-    """The client's side of the introduction, which may take so many `seconds`.
+    """Connect to a launcher: the client's side of the introduction, which may take so many `seconds`.
 
     `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
-    hangs up without a word, as forwarders of ports do before there is somebody behind them, and launchers that too many call at a time.
+    hangs up without a word, as forwarders of ports do before a server listens behind them, and launchers with too many callers at a time.
     """
     channel = Channel(connection, "client")
     end = time.monotonic() + seconds
@@ -208,7 +208,7 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
 
 
 class Introduction:
-    """The server's side of the introduction of one who called; `step` goes on with what has come."""
+    """The server's side of the introduction of a caller; `step` goes on with what has come."""
 
     def __init__(self, connection: socket.socket, secret: bytes, address: str) -> None:
         self.channel = Channel(connection, "server")
@@ -219,7 +219,7 @@ class Introduction:
         self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
 
     def step(self) -> dict[str, Any] | None:
-        """The first message of a caller that has proved itself. Raises `ChannelBroken`, or `SecretError` for a proof of another secret."""
+        """Read on; give the first message of a caller that has proved itself. Raises `ChannelBroken`; `SecretError` for another secret."""
         message = self.channel.hear()
         if message is None or self.trusted:
             return message
@@ -236,7 +236,7 @@ class Introduction:
 
 
 def _nonce(message: dict[str, Any]) -> str:
-    """The other side's. Raises `ChannelBroken` for what is none."""
+    """Read the other side's nonce. Raises `ChannelBroken` if it is none."""
     found = message.get("nonce")
     if not isinstance(found, str) or not _NONCE.fullmatch(found):
         raise ChannelBroken("it isn't a launcher")

@@ -1,4 +1,4 @@
-"""The launchers of a job that survives: they agree on who takes part, and tell their workers.
+"""The launchers of an elastic job, which survives losses: they agree on its members, and announce each view to their workers.
 
 launcher 0 ------ launcher 1      connections between all of them; `membership` decides over these, by majorities
      \\              /
@@ -33,9 +33,9 @@ _LONGEST_TAIL = 8_000  # characters
 
 
 def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, secret: bytes, deadline: float) -> dict[int, Channel]:
-    """Connections to the launchers of all hosts: each calls those before it, and is called by those after it.
+    """Connect to the launchers of all hosts: each calls those before it, and is called by those after it.
 
-    Raises `DeadlineExceeded` naming who doesn't come.
+    Raises `DeadlineExceeded` naming the missing hosts.
     """
     end = time.monotonic() + deadline
     channels: dict[int, Channel] = {}
@@ -68,7 +68,7 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
 
 
 def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
-    """Connections to the launchers of a view in which this host is new. Who can't be reached is noticed as silent."""
+    """Connect to the launchers of a view in which this host is new. An unreachable one is noticed later, as silent."""
     channels: dict[int, Channel] = {}
     for seat in view.seats:
         if seat.host == host:
@@ -90,16 +90,16 @@ class _JoiningHost:
 
 
 class ElasticPeers:
-    """One launcher's part: a `crew.Peers` that goes on when hosts are lost.
+    """One launcher's part in an elastic job: `Peers` that go on when hosts are lost.
 
-    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to be told of them. `run`
+    `channels`: the connections to the other launchers, by host number. `rosters` are the views as workers are to get them. `run`
     is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
     """
 
     def __init__(self, host: int, view: View, channels: dict[int, Channel], door: MeetingPoint | None = None) -> None:
         self.host = host
         self.run: str | None = None
-        self.closing = False  # workers have ended their run: nobody is let in any more
+        self.closing = False  # workers have ended their run: no host is let in any more
         self.cut_off = False
         self.leaving = False  # this host goes
         self.joined = view.number > 1  # this host has come later
@@ -125,29 +125,29 @@ class ElasticPeers:
         return self.membership.view
 
     def roster(self, view: View, *, broken: bool = False) -> Roster:
-        """As workers are told."""
+        """The view as workers get it."""
         members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
         return Roster(view.number, tuple(members), broken)
 
     # ---- what this launcher has seen
 
     def lost(self, workers: list[int]) -> None:
-        """Workers of this host are dead."""
+        """Report that workers of this host are dead."""
         self.membership.lost(workers, time.monotonic())
         self._send()
 
     def come(self, workers: list[int]) -> None:
-        """New workers of this host are ready."""
+        """Report that new workers of this host are ready."""
         self.membership.come(workers, time.monotonic())
         self._send()
 
     def renew(self, number: int) -> None:
-        """Groups have broken, and all live, in this view: a new one is wanted."""
+        """Ask for a new view: groups have broken in this one, though all live."""
         self.membership.renew(number, time.monotonic())
         self._send()
 
     def leave(self) -> None:
-        """This host goes; none of its workers is left."""
+        """Report that this host goes; none of its workers is left."""
         self.leaving = True
         self._tell_all({"kind": "leaving"})
         self.membership.leave(time.monotonic())
@@ -162,17 +162,17 @@ class ElasticPeers:
 
     @property
     def points(self) -> list[Point]:
-        """Where the launchers of the other hosts are called."""
+        """The points where the launchers of the other hosts accept calls."""
         return [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in self.view.seats if seat.host != self.host]
 
     def tell_closing(self) -> None:
-        """Workers of this host have ended their run."""
+        """Tell the others that workers of this host have ended their run."""
         if not self.closing:
             self.closing = True
             self._tell_all({"kind": "closing"})
 
     def tell_late(self, late: LateCall) -> None:
-        """Workers of this host wait for others in a call."""
+        """Tell the others that workers of this host wait for others in a call."""
         note(self.late, late)
         self._tell_all({"kind": "late", "late": late})
 
@@ -184,7 +184,7 @@ class ElasticPeers:
         return [*own, *(channel.fileno() for channel in channels)]
 
     def hear(self, descriptor: int) -> None:
-        """Take what has come from one of the others."""
+        """Read the messages of one of the others."""
         if self._door is not None and descriptor in self._door.descriptors():
             if (came := self._door.hear(descriptor)) is not None:
                 self._receive(*came)
@@ -196,7 +196,7 @@ class ElasticPeers:
         self._send()
 
     def tick(self) -> None:
-        """Say that we live, notice who doesn't, and say again what has had no answer."""
+        """Send heartbeats, notice silent hosts, and repeat messages that have had no answer."""
         now = time.monotonic()
         beat = now - self._beat_at > BEAT_SECONDS
         self._beat_at = now if beat else self._beat_at
@@ -219,7 +219,7 @@ class ElasticPeers:
             self.verdict = Failure(None, name, 1, f"was cut off from the other hosts: {why}, so it stops here")
 
     def _send(self) -> None:
-        """Give the network what membership has to say, and take out what it has decided."""
+        """Send the outbox of membership, and take out the views that it has decided."""
         outbox, self.membership.outbox = self.membership.outbox, []
         for host, message in outbox:
             if host in self._channels:
@@ -235,7 +235,7 @@ class ElasticPeers:
         self.membership.decided.clear()
 
     def _excuse(self) -> None:
-        """Tell those who leave that the others do without them by now."""
+        """Tell leaving hosts that the others do without them by now."""
         for host in self._leavers - {*self.view.hosts}:
             if host in self._channels:
                 self._channels[host].send({"kind": "parted"})
@@ -244,7 +244,7 @@ class ElasticPeers:
     # ---- hosts that come
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
-        """Take what a launcher that has called says first."""
+        """Read the first message of a launcher that has called."""
         try:
             self._welcome(channel, message)
         except SENSELESS:
@@ -270,7 +270,7 @@ class ElasticPeers:
             _refuse(channel, why) if message.get("kind") == "offer" else channel.close()
 
     def _listen(self, word: str) -> None:
-        """Notice that a guest has hung up; it has nothing more to say."""
+        """Notice that a joining host has hung up; it has nothing more to say."""
         guest = self._guests[word]
         try:
             guest.channel.hear()
@@ -279,7 +279,7 @@ class ElasticPeers:
             del self._guests[word]
 
     def _admit(self, now: float) -> None:
-        """Have guests taken into the view, and notice who is in it and doesn't call."""
+        """Have joining hosts taken into the view, and notice members that don't call."""
         if self._door is not None:
             self._door.tick(now)
             if self.run is not None and self.membership.leader == self.host:
@@ -326,18 +326,18 @@ class ElasticPeers:
     # ---- how the job ends
 
     def tell_failed(self, failure: Failure) -> None:
-        """The job can't go on."""
+        """Tell the others that the job can't go on."""
         failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
         self.verdict = self.verdict or failure
         self._tell_all({"kind": "failed", "failure": asdict(failure)})
 
     def tell_stopped(self, number: int) -> None:
-        """This launcher was asked to end the job."""
+        """Tell the others that this launcher was asked to end the job."""
         seat = self.view.seat(self.host)
         self._tell_all({"kind": "stopped", "number": number, "host": seat.facts["name"] if seat else signal.Signals(number).name})
 
     def tell_finished(self) -> None:
-        """The workers of this host have ended well."""
+        """Tell the others that the workers of this host have ended well."""
         if self.host not in self._finished:
             self._finished.add(self.host)
             self._tell_all({"kind": "finished"})
@@ -347,7 +347,7 @@ class ElasticPeers:
         self.all_finished = {*self.view.hosts} <= self._finished
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for guest in self._guests.values():
             _refuse(guest.channel, "the job that runs there is at its end")
         for channel in self._channels.values():
@@ -360,7 +360,7 @@ class ElasticPeers:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """The same, if what it says of hosts can be used; else raises one of `channel.SENSELESS`. It may be kept for long before it is."""
+    """Give the message if what it says of hosts can be used, perhaps much later; else raise one of `channel.SENSELESS`."""
     views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
     facts = [seat.facts for view in views for seat in view.seats]
     facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]

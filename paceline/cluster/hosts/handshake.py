@@ -1,4 +1,4 @@
-"""Callers that have not proved yet that they know the secret: few at a time, none for long, and none can do more than be hung up on.
+"""Callers that have not yet proved that they know the secret: few at a time, none for long, and all they can do is be dropped.
 
 accept ---> [ caller caller caller ... ]  at most `MOST`; too many: the oldest goes, of the address that holds most of them
                  |            |
@@ -17,7 +17,7 @@ from typing import Any
 from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction
 from paceline.errors import SecretError
 
-MOST = 128  # who have not proved anything
+MOST = 128  # callers that have not proved anything
 _AT_ONCE = 64  # let in before anything else is done
 
 
@@ -26,23 +26,23 @@ def _nothing(text: str) -> None:
 
 
 class Handshakes:
-    """Lets in who calls, and hands on who has the secret. `say` is told once of somebody who came with another one."""
+    """Accepts callers, and hands on those that know the secret. `say` is called, once, with news of a caller with another one."""
 
     def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing) -> None:
-        self.wrong = ""  # of what the last one was told that came with another secret
+        self.wrong = ""  # the refusal that the last caller with another secret got
         self._secret, self._say = secret, say
         self._callers: dict[int, Introduction] = {}  # by descriptor, in the order in which they came
 
     def descriptors(self) -> list[int]:
-        """Where something may come."""
+        """The descriptors on which callers may send."""
         return [*self._callers]
 
     def let_in(self, listening: socket.socket) -> None:
-        """Take all that wait at this socket, which doesn't block."""
+        """Accept all that wait at this socket, which doesn't block."""
         for _ in range(_AT_ONCE):
             try:
                 connection, address = listening.accept()
-            except OSError as error:  # nobody waits there, or it hung up before it was answered
+            except OSError as error:  # no caller waits there, or it hung up before it was answered
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._make_room(0)
                 if error.errno != errno.ECONNABORTED:
@@ -53,7 +53,7 @@ class Handshakes:
             self._make_room(MOST)
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """What this caller says first, once it has proved itself, and the channel to it, which is the lobby's no more."""
+        """Give this caller's first message once it has proved itself, with its channel, which is no longer held here."""
         caller = self._callers.get(descriptor)
         if caller is None:
             return None
@@ -74,22 +74,22 @@ class Handshakes:
         return caller.channel, message
 
     def tick(self, now: float | None = None) -> None:
-        """Hang up on who says nothing."""
+        """Drop silent callers."""
         now = time.monotonic() if now is None else now
         for caller in [each for each in self._callers.values() if now > each.late]:
             self._drop(caller)
 
     def trusted(self) -> list[Channel]:
-        """To those who have proved themselves, and have said nothing yet."""
+        """The channels of callers that have proved themselves, and have said nothing yet."""
         return [caller.channel for caller in self._callers.values() if caller.trusted]
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Drop all callers."""
         for caller in [*self._callers.values()]:
             self._drop(caller)
 
     def _make_room(self, most: int) -> None:
-        """Of too many the oldest goes, of those at the address that most are from: one stranger can't keep the others out."""
+        """Drop the oldest caller when there are too many, of the address that most are from: one stranger can't keep the others out."""
         unproved = [caller for caller in self._callers.values() if not caller.trusted]
         if len(unproved) > most:
             ((crowd, _),) = Counter(caller.address for caller in unproved).most_common(1)

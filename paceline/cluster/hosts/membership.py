@@ -1,4 +1,4 @@
-"""Who takes part: a numbered list of the living, which a majority of the last one agrees on. No host decides alone, none is needed.
+"""Group membership: a numbered view of the living, which a majority of the last one agrees on. No host decides alone, none is needed.
 
     view 3: hosts 0 1 2       0 falls silent
     2 --wish: 0 is gone--> 1  the first of the view that is still heard leads
@@ -27,7 +27,7 @@ LOWEST: Ballot = (-1, -1)
 
 @dataclass(frozen=True)
 class HostSeat:
-    """A host of a view: its number, its workers (numbers that are never used twice), and what others have to know of it."""
+    """A host of a view: its number, its workers (numbers that are never used twice), and facts that others need of it."""
 
     host: int
     workers: tuple[int, ...]
@@ -41,7 +41,7 @@ class View:
     number: int
     seats: tuple[HostSeat, ...]
     fresh: int
-    renewed: bool = False  # groups of the view before are no good, whoever lives
+    renewed: bool = False  # groups of the view before can't be used, whoever lives
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class View:
         return tuple(worker for seat in self.seats for worker in seat.workers)
 
     def seat(self, host: int) -> HostSeat | None:
-        """Where a host stands, None if it is not one of the living."""
+        """The seat of a host, None if the host is not one of the living."""
         return next((seat for seat in self.seats if seat.host == host), None)
 
     def carried(self, hosts: Collection[int]) -> bool:
@@ -63,20 +63,20 @@ class View:
         return 2 * count > len(self.seats) or (0 < 2 * count == len(self.seats) and self.hosts[0] in hosts)
 
     def dump(self) -> dict[str, Any]:
-        """As `load` reads it."""
+        """Write as JSON that `load` reads."""
         seats = [[seat.host, list(seat.workers), seat.facts] for seat in self.seats]
         return {"number": self.number, "seats": seats, "fresh": self.fresh, "renewed": self.renewed}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> View:
-        """From `dump`."""
+        """Read what `dump` has written."""
         seats = tuple(HostSeat(int(host), tuple(map(int, workers)), dict(facts)) for host, workers, facts in value["seats"])
         return cls(int(value["number"]), seats, int(value["fresh"]), bool(value["renewed"]))
 
 
 @dataclass
 class PendingChanges:
-    """What has happened that the view doesn't show yet."""
+    """Changes that have happened and that the view doesn't show yet."""
 
     lost: set[int] = field(default_factory=set)  # workers
     gone: set[int] = field(default_factory=set)  # hosts that are not heard any more
@@ -86,7 +86,7 @@ class PendingChanges:
     broken: bool = False  # connections of workers have broken that live
 
     def dump(self) -> dict[str, Any]:
-        """As `merge` reads it."""
+        """Write as JSON that `merge` reads."""
         joining = {word: [list(seat.workers), seat.facts] for word, seat in self.joining.items()}
         return {"lost": sorted(self.lost), "gone": sorted(self.gone), "come": [*map(list, self.come.items())], "joining": joining} | {
             "broken": self.broken,
@@ -94,7 +94,7 @@ class PendingChanges:
         }
 
     def merge(self, said: dict[str, Any]) -> None:
-        """Take over what another host wishes."""
+        """Add the changes that another host wishes."""
         self.lost |= set(map(int, said["lost"]))
         self.gone |= set(map(int, said["gone"]))
         self.left |= set(map(int, said["left"]))
@@ -105,7 +105,7 @@ class PendingChanges:
         }
 
     def forget(self, view: View) -> None:
-        """Leave out what this view shows, or what can't come about any more."""
+        """Drop the changes that this view shows, or that can't come about any more."""
         self.lost &= set(view.workers) | {worker for worker in self.come if view.seat(self.come[worker]) is not None}
         self.gone &= set(view.hosts)
         self.left &= set(view.hosts)
@@ -120,7 +120,7 @@ class PendingChanges:
 
 
 def follow(view: View, wishes: PendingChanges) -> View:
-    """The view after this one, in which the wishes are fulfilled. A host without workers stays, as it may get some."""
+    """Make the view after this one, in which the wishes are fulfilled. A host without workers stays, as it may get some."""
     seats = []
     for seat in view.seats:
         if seat.host in wishes.gone | wishes.left:
@@ -145,17 +145,17 @@ class Membership:
         self.host, self.view = host, view
         self.expelled = False
         self.outbox: list[tuple[int, dict[str, Any]]] = []
-        self.decided: list[View] = []  # in the order in which they became known here; for who watches to take out
+        self.decided: list[View] = []  # in the order in which they became known here; the caller takes them out
         self._wishes = PendingChanges()
         self._silent: set[int] = set()
         self._said_at = now
         self._open(now)
 
     def _open(self, now: float) -> None:
-        """Nothing is known yet of the view after the present one."""
+        """Forget all ballots: nothing is known yet of the view after the present one."""
         first: Ballot = (0, self.view.hosts[0]) if self.view.seats else LOWEST
         self._promised, self._accepted, self._value = first, LOWEST, dict[str, Any]()
-        self._mine: Ballot | None = None  # the ballot I lead
+        self._mine: Ballot | None = None  # the ballot that this host leads
         self._proposed = dict[str, Any]()
         self._promises: dict[int, tuple[Ballot, dict[str, Any]]] = {}
         self._votes: set[int] = set()
@@ -170,51 +170,51 @@ class Membership:
 
     @property
     def leader(self) -> int:
-        """Who is to bring about the next view, as far as this host hears."""
+        """The host that is to bring about the next view, as far as this host hears."""
         return next((host for host in self.view.hosts if host not in self._silent), self.host)
 
     def lost(self, workers: Iterable[int], now: float) -> None:
-        """Workers of this host are dead, or leave."""
+        """Note that workers of this host are dead, or leave."""
         self._wishes.lost |= set(workers)
         self._press(now)
 
     def come(self, workers: Iterable[int], now: float) -> None:
-        """This host has new workers that are ready to take part."""
+        """Note that this host has new workers that are ready to take part."""
         self._wishes.come |= dict.fromkeys(workers, self.host)
         self._press(now)
 
     def renew(self, number: int, now: float) -> None:
-        """Workers that live have lost a connection in the view `number`: they need another one, to make new groups in."""
+        """Note that living workers have lost a connection in the view `number`: they need another view to make new groups in."""
         if number == self.view.number:
             self._wishes.broken = True
             self._press(now)
 
     def joining(self, word: str, workers: Sequence[int], facts: dict[str, Any], now: float) -> None:
-        """A new host wants to take part; `word` tells it from all others."""
+        """Note that a new host wants to take part; `word` tells it from all others."""
         self._wishes.joining[word] = HostSeat(-1, tuple(workers), facts)
         self._press(now)
 
     def leave(self, now: float) -> None:
-        """This host goes, once the others have decided that they do without it: of what follows it needn't be heard."""
+        """Announce that this host goes, once the others have decided to do without it: it needn't hear what follows."""
         self._wishes.left |= {self.host}
         self._press(now)
 
     def silent(self, host: int, now: float) -> None:
-        """Nothing is heard of this host any more."""
+        """Note that nothing is heard of this host any more."""
         if host != self.host and host in self.view.hosts and host not in self._silent:
             self._silent.add(host)
             self._wishes.gone.add(host)
             self._press(now)
 
     def heard(self, host: int) -> None:
-        """It is heard again. What has been proposed of it goes on."""
+        """Note that this host is heard again. What has been proposed of it goes on."""
         self._silent.discard(host)
         self._wishes.gone.discard(host)
 
     # ---- the protocol
 
     def tick(self, now: float) -> None:
-        """Say again what has had no answer, and what view this is: who is behind hears of the next."""
+        """Repeat what has had no answer, and announce the number of this view: a host that is behind hears of the next."""
         if now - self._said_at >= AGAIN_SECONDS:
             for host in self.view.hosts if not self.expelled else ():
                 if host != self.host:
@@ -222,7 +222,7 @@ class Membership:
             self._press(now)
 
     def hear(self, sender: int, message: dict[str, Any], now: float) -> None:
-        """Take a message of another host (or of this one)."""
+        """Handle a message of another host (or of this one)."""
         kind = message["kind"]
         if kind == "decided":
             self._adopt(View.load(message["view"]), now)
@@ -250,7 +250,7 @@ class Membership:
                 self._count(now)
 
     def _press(self, now: float) -> None:
-        """Bring the next view about, or ask who leads to do so."""
+        """Bring the next view about, or ask the leader to do so."""
         self._said_at = now
         self._wishes.forget(self.view)
         if self.expelled or not (self._wishes or self._mine):
@@ -277,11 +277,11 @@ class Membership:
         self._repeat()
 
     def _repeat(self) -> None:
-        """Say what my ballot has come to."""
+        """Send the state of this host's ballot again."""
         assert self._mine is not None
         said: dict[str, Any] = {"kind": "accept", "value": self._proposed} if self._proposed else {"kind": "prepare"}
         said |= {"number": self.view.number + 1, "ballot": list(self._mine)}
-        for host in [host for host in self.view.hosts if host not in self._votes]:  # my own answer may decide it
+        for host in [host for host in self.view.hosts if host not in self._votes]:  # this host's own answer may decide it
             self._send(host, said)
 
     def _propose(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What launchers tell each other: what a host brings, what failed, in which calls workers wait, and what each must hear of the others."""
+"""Messages between launchers: what a host offers, what failed, in which calls workers wait, and what each must hear of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_WORKERS = 1 << 16  # of one host
 
 @dataclass(frozen=True)
 class Offer:
-    """What one host brings: its workers, the address they are reached at, and two ports that are free there."""
+    """The offer of one host: its workers, the address they are reached at, and two ports that are free there."""
 
     name: str
     workers: int
@@ -26,12 +26,12 @@ class Offer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a view says of this host."""
+        """The facts of this host that a view holds."""
         return {"name": self.name, "address": self.address, "port": self.agent_port}
 
     @classmethod
     def load(cls, value: dict[str, Any]) -> Offer:
-        """From a message. Raises one of `channel.SENSELESS` for what is none."""
+        """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
         found = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
         ports = found.store_port, found.master_port, found.agent_port
         whole = all(type(number) is int for number in (found.workers, *ports, *found.numbers))
@@ -49,7 +49,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the job: who, where, how. `rank` is None when a whole host is gone; `age` are seconds since it happened."""
+    """The failure that ended the job: who, where, how. `rank` is None when a whole host is gone; `age` are seconds since it happened."""
 
     rank: int | None
     host: str
@@ -61,7 +61,7 @@ class Failure:
 
     @classmethod
     def load(cls, value: Any) -> Failure:
-        """From a message. Raises `TypeError` or `ValueError` for what is none."""
+        """Read from a message. Raises `TypeError` or `ValueError` for what is none."""
         found = cls(**value)
         texts, numbers = (found.host, found.words, found.tail), (found.code, 0 if found.rank is None else found.rank)
         if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers) or not 0 <= found.code < 256:
@@ -84,7 +84,7 @@ class LateCall(NamedTuple):
 
 
 def said_late(value: Any) -> LateCall:
-    """From a message. Raises `TypeError` or `ValueError` for what is none."""
+    """Read a late call from a message. Raises `TypeError` or `ValueError` for what is none."""
     found = LateCall(*value)
     if (type(found.call), type(found.what), type(found.given_up)) != (int, str, bool):
         raise ValueError("it is no call")
@@ -92,12 +92,12 @@ def said_late(value: Any) -> LateCall:
 
 
 def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
-    """From a message: the signal by which a launcher was asked to end the job, and its host. Raises `ValueError` for what is none."""
+    """Read from a message the signal by which a launcher was asked to end the job, and its host. Raises `ValueError` for what is none."""
     return signal.Signals(message["number"]).value, str(message["host"])
 
 
 def note(known: dict[int, LateCall], late: LateCall) -> None:
-    """Remember it by its number; that somebody is about to give up stays so."""
+    """Remember a late call by its number; a note that workers are about to give up stays."""
     if late.call not in known or late.given_up:
         known[late.call] = late
 

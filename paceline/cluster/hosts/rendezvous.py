@@ -1,4 +1,4 @@
-"""How the launchers of several hosts meet, agree who is who, and stay in touch until the job is over.
+"""Rendezvous: how the launchers of several hosts meet, agree on ranks, and stay in touch until the job is over.
 
 All are given the same HOST:PORT. The first whose machine owns HOST listens there, the others call it (so do later ones of the same
 machine). It hands out one table of hosts; the connections stay open, so that the end of one host is the end of all, and is named.
@@ -27,7 +27,7 @@ from paceline.formatting import counted
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
 _BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
 _CULPRIT_SECONDS, _ECHO_SECONDS = 0.5, 1.5  # how long the first failure waits for an earlier one from another host
-_INVITED_SECONDS = 4.0  # in which a job that runs already finds who waits at its meeting point (`door.Inviting`)
+_INVITED_SECONDS = 4.0  # in which a running job finds newcomers at its meeting point (`admission.Inviter`)
 _FLUSH_SECONDS = 1.0
 _LONGEST_TAIL = 8_000  # characters
 
@@ -38,7 +38,7 @@ def _tell(text: str) -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a host brings to a meeting, and for how many it waits."""
+    """The terms of a rendezvous: what this host brings, and for how many it waits."""
 
     point: tuple[str, int]
     secret: bytes
@@ -47,7 +47,7 @@ class Meeting:
     host_rank: int | None  # wished for
     deadline: float  # seconds
     command: str = "the same command"  # that starts it on another host
-    say: Callable[[str], None] = _tell  # told of what ends nothing and a user should know
+    say: Callable[[str], None] = _tell  # called with news that ends nothing and that a user should know
 
     @property
     def where(self) -> str:
@@ -56,7 +56,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Admission:
-    """The place of a host in a job that runs already: the view that has it, its number there, and what workers are told of the run."""
+    """The place of a host in a job that runs already: the view that has it, its number there, and the facts of the run."""
 
     view: View
     host: int
@@ -64,7 +64,7 @@ class Admission:
 
 
 class FixedPeers:
-    """The launchers of a job while it runs: a `crew.Peers`. The one that listened decides what was first; the others ask it."""
+    """The launchers of a job of fixed size while it runs. The one that listened decides which failure was first; the others ask it."""
 
     def __init__(self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int) -> None:
         self.table, self.host_rank = table, host_rank
@@ -83,12 +83,12 @@ class FixedPeers:
         return [channel.fileno() for channel in self._channels.values()]
 
     def hear(self, descriptor: int) -> None:
-        """Take what has come from one of the others."""
+        """Read the messages of one of the others."""
         if (gone := hear_from(self._channels, descriptor, self._take)) is not None:
             self._lose(gone[0], f"is gone: {gone[1]}")
 
     def tick(self) -> None:
-        """Say that we live, notice who doesn't, and decide when it is time."""
+        """Send heartbeats, notice silent hosts, and decide when it is time."""
         now = time.monotonic()
         beat = now - self._beat_at > _BEAT_SECONDS
         if beat:
@@ -218,7 +218,7 @@ def _unanswered(meeting: Meeting, error: OSError) -> str:
 
 
 def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
-    """A place in a job that runs, from any of its launchers at these points. Raises as `assemble` does."""
+    """Get a place in a job that runs, from any of its launchers at these points. Raises as `assemble` does."""
     end = time.monotonic() + meeting.deadline
     nap = _SHORTEST_RETRY
     while time.monotonic() < end:
@@ -251,7 +251,7 @@ def _own(meeting: Meeting) -> str | None:
 
 
 def _listen(address: str, meeting: Meeting) -> socket.socket | None:
-    """The meeting point, unless somebody already listens there."""
+    """Listen at the meeting point, unless another process already does."""
     try:
         return network.listen(address, meeting.point[1])
     except OSError as error:
@@ -269,7 +269,7 @@ def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSE
 
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
-    """The way of a host that called: offer, wait for the table, or for a place in a job that runs already."""
+    """Take part as a host that called: offer, wait for the table, or for a place in a job that runs already."""
     reminder = WaitReminder(meeting.say)
     channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
     try:
@@ -291,7 +291,7 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
 
 
 def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> FixedPeers | Admission:
-    """What the answer to an offer means; if it makes no sense, raises one of `channel.SENSELESS`."""
+    """Interpret the answer to an offer; if it makes no sense, raise one of `channel.SENSELESS`."""
     if answer.get("kind") == "refused":
         raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
     if answer.get("kind") == "begin":
@@ -313,7 +313,7 @@ _KINDS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (Place
 
 
 class _Listener:
-    """The one that listens, until all have come."""
+    """The host that listens, until all have come."""
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
@@ -325,7 +325,7 @@ class _Listener:
         listening.setblocking(False)
 
     def gather(self) -> FixedPeers | list[tuple[str, int]]:
-        """Wait for all hosts, and tell each its place; when that fails, all who came are told why.
+        """Wait for all hosts, and tell each its place; when that fails, tell all that came why.
 
         Gives the points of a job that runs already, where its launchers have called.
         """
@@ -370,7 +370,7 @@ class _Listener:
             self._reminder.turn(self._awaited)
 
     def _awaited(self) -> str:
-        """Who is waited for."""
+        """The missing hosts, in words."""
         here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
         left = counted(self._meeting.hosts - 1 - len(self._guests), "host")
         return (
@@ -379,7 +379,7 @@ class _Listener:
         )
 
     def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
-        """Take what a launcher says that has the secret; hang up on what makes no sense."""
+        """Handle a message of a launcher that has the secret; hang up if it makes no sense."""
         try:
             if message.get("kind") == "offer":
                 self._take(channel, Offer.load(message["offer"]), message["hosts"], message["host_rank"])
@@ -391,7 +391,7 @@ class _Listener:
         channel.close()
 
     def _take(self, channel: Channel, offer: Offer, hosts: Any, wish: Any) -> None:
-        """Let it take part. Raises `Mismatch` if it was started otherwise."""
+        """Let a host take part. Raises `Mismatch` if it was started otherwise."""
         if type(hosts) is not int or type(wish) not in (int, type(None)):
             raise TypeError("numbers of hosts are whole")
         self._guests.append((channel, offer, wish))
@@ -410,7 +410,7 @@ class _Listener:
             )
 
     def _council(self) -> FixedPeers:
-        """Wished numbers are given as wished; the others in the order of coming, this host first."""
+        """Assign the wished numbers as wished; the others in the order of coming, this host first."""
         everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._guests]
         wishes = [wish for _, _, wish in everyone if wish is not None]
         if len(set(wishes)) < len(wishes):

@@ -1,10 +1,10 @@
-"""Who doesn't come: when workers wait for others far longer than usual, each launcher asks its own where they are, and shows their stacks.
+"""Hang detection: when workers wait for others far longer than usual, launchers ask theirs where they are, and show their stacks.
 
 worker 1: late in call 71  -->  launcher 0  -->  all launchers: where are yours?
 worker 2: waits, too                             worker 3: computes since 8 s  -->  its stack is shown
                                                  worker 4: says nothing         -->  the same, as far as it answers
 
-They are asked once more when those who wait are about to give up: where losses are survived, who still doesn't come is ended then.
+They are asked once more when the waiting ones are about to give up: where losses are survived, a worker that is still late is ended then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Whereabouts:
         return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
 
     def line(self) -> str:
-        """In words."""
+        """The whereabouts in words."""
         if self.waits:
             return f"it waits itself, in {self.what}"
         return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
@@ -53,7 +53,7 @@ class _Whereabouts:
 
 @dataclass
 class _LateCase:
-    """A call in which somebody waits, and the workers that are asked where they are."""
+    """A call in which some workers wait, and the workers that are asked where they are."""
 
     members: Sequence[WorkerProcess]
     asked: float
@@ -65,16 +65,16 @@ class _LateCase:
 
 @dataclass
 class HangSearch:
-    """The cases of this host's workers."""
+    """Searches for the missing among this host's workers, case by case."""
 
     peers: Peers
     host: str
     say: Callable[[str], None]
-    _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)  # by call, and whether those who wait are about to give up
-    _told: set[tuple[int, int]] = field(default_factory=set)  # of whom, and after how many calls
+    _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)  # by call, and whether the waiting ones are about to give up
+    _told: set[tuple[int, int]] = field(default_factory=set)  # already reported: the worker, and its number of calls
 
     def turn(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
-        """Take what workers and other launchers have said. `ends`: the others can go on without who doesn't come."""
+        """Handle the messages of workers and other launchers. `ends`: the others can go on without a worker that doesn't come."""
         now = time.monotonic()
         for worker in members:
             for record in worker.take("late"):
@@ -112,7 +112,7 @@ class HangSearch:
                     os.kill(worker.process.pid, signal.SIGKILL)  # not `send`: nobody asked it to end, so it counts as a failure
 
     def _tell(self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None) -> None:
-        """Name it and show its stack, unless that has been done, and it hasn't moved since."""
+        """Name a worker and show its stack, unless that has been done, and the worker hasn't moved since."""
         place = (worker.process.pid, late.call if answer is None else answer.done)
         if place in self._told:
             return
@@ -126,7 +126,7 @@ class HangSearch:
 
 
 def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
-    """Whether a worker is past this call, or in it; unless `strict`, whoever waits for others is taken for one that comes."""
+    """Whether a worker is past this call, or in it; unless `strict`, a worker that waits for others is taken for one that comes."""
     if answer is None:
         return False
     return answer.done > call or (answer.waits and (answer.done == call or not strict))

@@ -1,4 +1,4 @@
-"""What a launcher says though nothing is wrong: that a job may not be what was meant, and for whom it waits."""
+"""Hints to the user where nothing is wrong: that a job may not be what was meant, and which hosts it waits for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 
 
 def misplaced(script: str, args: Sequence[str]) -> str | None:
-    """What there is to say of a script's arguments that look like options of `paceline run`; nothing if the script knows them itself."""
+    """A hint that a script's arguments look like options of `paceline run`; None if the script knows them itself."""
     for place, word in enumerate(args):
         if word == "--":
             break
@@ -39,14 +39,14 @@ def _mentions(script: Path, option: str) -> bool:
 
 
 def leftover(script: str, args: Sequence[str]) -> str:
-    """What to add of a script that isn't there, where it is Python itself, as in `python train.py`."""
+    """A hint on a script that isn't there, where it is Python itself, as in `python train.py`."""
     if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
         return ""
     return f": paceline starts Python itself, so leave {script} out: {shlex.join(['paceline', 'run', '...', *args])}"
 
 
 def crowded(workers: int, cores: int, host: str) -> str | None:
-    """What there is to say of so many workers on a host with so many cores."""
+    """A hint on so many workers on a host with so many cores."""
     if workers <= cores:
         return None
     have = "1 core" if cores == 1 else f"{cores} cores"
@@ -54,20 +54,20 @@ def crowded(workers: int, cores: int, host: str) -> str | None:
 
 
 def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
-    """The command of a job; options that are None are left out, as their defaults are."""
+    """Write the command of a job; options that are None are left out, as their defaults are."""
     given = [word for name, value in options.items() if value is not None for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join(["paceline", "run", *given, script, *args])
 
 
 class WaitReminder:
-    """Says what is waited for: after a second, and now and then."""
+    """Reminds the user of a wait: after a second, and now and then."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._next = time.monotonic() + _PATIENT_SECONDS
 
     def turn(self, text: Callable[[], str]) -> None:
-        """To be called often; `text` is what there is to say by now."""
+        """Show `text` if it is time to; call it often."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _AGAIN_SECONDS

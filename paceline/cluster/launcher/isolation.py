@@ -1,4 +1,4 @@
-"""A process of its own for what this one shouldn't keep, such as the import of a large library: what comes of it is an error or none."""
+"""Runs a function in a forked copy of this process, for side effects that this one shouldn't keep; only an error comes back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.errors import PacelineError
 
 
 class AttemptFailed(PacelineError):
-    """What was attempted has raised an error of ours; `kind` is its class."""
+    """The attempted function has raised an error of ours; `kind` is its class."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

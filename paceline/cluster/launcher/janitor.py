@@ -1,4 +1,4 @@
-"""The deputy of a launcher: a process that outlives it by a moment, and ends what it left behind.
+"""The janitor of a launcher: a process that outlives it by a moment, and ends and removes what it left behind.
 
 Started as a script of its own, with the standard library only. Its input is a pipe from the launcher: `+N` and `-N` name the
 process groups that live. The end of input without `done` means that the launcher was killed.
@@ -33,24 +33,24 @@ _END_SECONDS = 1.5  # that a killed process may take to end: it has no environme
 
 
 def sockets(mark: str) -> str:
-    """How the folders begin that the servers of a job listen in: one that was killed is looked for by name, as nobody may have seen it."""
+    """The prefix of the folders where a job's servers listen: those of a killed one are found by name, as nobody may have seen it."""
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
 def brand(mark: str) -> None:
     """Let semaphores that multiprocessing makes in this process, and in its children, have the job's mark in their names from now on.
 
-    They are found by it where their makers were killed: a file doesn't tell who has made it.
+    The janitor finds them by it where their makers were killed: a file doesn't tell which process has made it.
     """
-    from multiprocessing import current_process  # here: the deputy does without
+    from multiprocessing import current_process  # here: the janitor does without
 
     current_process()._config["semprefix"] = f"/mp-{mark[:_MARKED]}"  # type: ignore[attr-defined]
 
 
 def end_group(group: int, held: set[int]) -> set[int]:
-    """SIGKILL to all processes of a group, and their litter with them; gives who they were. None left is no error.
+    """Send SIGKILL to all processes of a group, and remove their litter; gives their numbers. An empty group is no error.
 
-    `held` is told which semaphores they had in hand (`semaphores`).
+    `held` is called with the semaphores that they had in hand (`semaphores`).
     """
     if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
         return set()
@@ -63,7 +63,7 @@ def end_group(group: int, held: set[int]) -> set[int]:
 
 
 def state(pid: int) -> str:
-    """What a process does, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" where nothing is said."""
+    """The state of a process, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" where nothing is said."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -91,7 +91,7 @@ def members(group: int) -> list[int]:
 
 
 def children(process: int) -> list[int]:
-    """What the main thread of a process has forked; empty where the kernel doesn't say."""
+    """The child processes that the main thread of a process has forked; empty where the kernel doesn't say."""
     try:
         return [int(number) for number in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
     except OSError:
@@ -118,7 +118,7 @@ def marked(mark: str) -> list[int]:
 
 
 def litter(suspects: list[int]) -> list[Path]:
-    """The temporary folders where these processes listen (readers, servers); who is killed can't remove its own."""
+    """The temporary folders where these processes listen (readers, servers); a killed process can't remove its own."""
     folders = []
     for process in suspects:
         try:
@@ -134,7 +134,7 @@ def litter(suspects: list[int]) -> list[Path]:
 
 
 def _opened(process: int) -> Iterator[str]:
-    """What the descriptors of a process stand for."""
+    """The files and sockets behind the descriptors of a process."""
     for link in (_PROC / str(process) / "fd").iterdir():
         try:
             yield os.readlink(link)
@@ -143,7 +143,7 @@ def _opened(process: int) -> Iterator[str]:
 
 
 def semaphores(suspects: list[int]) -> set[int]:
-    """The semaphores with a name that these processes have open or mapped, by inode: they may never come to take the name away."""
+    """The named semaphores that these processes have open or mapped, by inode: they may never come to take the name away."""
     found: set[int] = set()
     start = str(_SHARED / "sem.")
     for process in suspects:
@@ -160,7 +160,7 @@ def semaphores(suspects: list[int]) -> set[int]:
 def sweep(mark: str, groups: list[int], held: set[int]) -> set[int]:
     """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
 
-    Gives who was ended, once none of them does anything any more; `held` is told of their semaphores, as by `end_group`.
+    Gives their numbers, once none of them does anything any more; `held` is called with their semaphores, as by `end_group`.
     """
     ended = set(groups).union(*(end_group(group, held) for group in groups))
     for attempt in range(_ROUNDS):
@@ -209,9 +209,9 @@ def reclaim(mark: str, killed: set[int], held: set[int], since: float) -> None:
 
 
 def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Iterator[Path]:
-    """Files of torch, which have their maker's number in their names; and semaphores of multiprocessing that have the job's mark (`brand`).
+    """Find files of torch, which have their maker's number in their names; and semaphores of multiprocessing with the job's mark (`brand`).
 
-    Who makes a semaphore opens it under a name of six letters, then gives it its own too, and takes the first away, at once, and the
+    The maker of a semaphore opens it under a name of six letters, then gives it its own too, and takes the first away, at once, and the
     other where it can: it may be killed in between. Others' look the same: without the mark it has to be one that was held.
     """
     found = {path: state for path in (_SHARED.iterdir() if _SHARED.is_dir() else ()) if (state := _new(path, since))}
@@ -226,7 +226,7 @@ def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Ite
 
 
 def _new(path: Path, since: float) -> os.stat_result | None:
-    """What is known of a file of this user that has come or changed its names since then; None for others."""
+    """The status of a file of this user that has come or changed its names since then; None for others."""
     try:
         state = path.lstat()
     except FileNotFoundError:

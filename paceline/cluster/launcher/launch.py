@@ -1,4 +1,4 @@
-"""`paceline run`: the launcher of one host. Checks what was asked for, meets the other hosts, and hands each worker its place."""
+"""`paceline run`, the launcher of one host: checks the request, meets the other hosts, and gives each worker its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.formatting import choices
 PLACEMENTS = ("block", "round-robin")
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
 _DESCRIPTORS = 64  # of any process of a job; more for each worker of its host, and of all
-USAGE = 2  # the exit code for what was asked wrongly
+USAGE = 2  # the exit code for a wrong request
 _NOT_INHERITED = (
     "TORCHELASTIC_",
     "PACELINE_SECRET",
@@ -50,7 +50,7 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What `paceline run` was asked for. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
+    """The request of one `paceline run`. `workers` are those of this host; `deadline` is how long hosts wait for each other (seconds).
 
     `join` is HOST:PORT, the same on all hosts; `threads` is the number of threads of each worker (None: cores / workers, or
     OMP_NUM_THREADS where it is set); `sync`, `name` and `servers` reach `start()` as PACELINE_SYNC, PACELINE_NAME and PACELINE_SERVERS.
@@ -122,24 +122,24 @@ def _work(
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
         mending = None if assembly is None else partial(_mending, job, assembly, ready.again)
-        crew = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
-        code = crew.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
-        back = assembly is not None and assembly.cut_off and not crew.asked and job.patience > 0
+        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
+        code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
+        back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
 
 
-def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, crew: Supervisor) -> Replacement:
+def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, supervisor: Supervisor) -> Replacement:
     def begin(rank: int) -> None:
         assert assembly.run is not None
         with again(assembly.run, rank) as task:
-            crew.begin(task)
+            supervisor.begin(task)
 
     assert job.min_workers is not None
-    return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, crew.say)
+    return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, supervisor.say)
 
 
 def check(job: LaunchRequest) -> None:
-    """Raise `UsageError` for what makes no sense, before anything is started."""
+    """Raise `UsageError` for a request that makes no sense, before anything is started."""
     script = Path(job.script)
     if not script.exists():
         raise UsageError(f"the script {job.script} doesn't exist (looked in {Path.cwd()}){hints.leftover(job.script, job.args)}")
@@ -167,7 +167,7 @@ def check(job: LaunchRequest) -> None:
 
 
 def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
-    """The ranks of each host, from the number of its workers: in blocks, or one to each host in turn while it has workers left.
+    """Deal ranks to hosts, given the number of workers of each: in blocks, or one to each host in turn while it has workers left.
 
     Example: 2 and 1 workers are [[0, 1], [2]] in blocks, [[0, 2], [1]] round-robin.
     """
@@ -181,7 +181,7 @@ def deal(workers: Sequence[int], placement: str) -> list[list[int]]:
 
 
 def meeting_point(join: str) -> tuple[str, int]:
-    """HOST and PORT of `--join`; an IPv6 address stands in brackets."""
+    """Parse HOST and PORT of `--join`; an IPv6 address is in brackets."""
     host, colon, port = join.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -190,7 +190,7 @@ def meeting_point(join: str) -> tuple[str, int]:
 
 
 def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
-    """The job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one."""
+    """Get the job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one."""
     if job.secret_file is not None:
         return secret.read(job.secret_file)
     if environ.get("PACELINE_SECRET"):
@@ -209,7 +209,7 @@ Again = Callable[
 
 @dataclass(frozen=True)
 class _LauncherParts:
-    """What a launcher has before it starts its workers."""
+    """The parts of a launcher before it starts its workers."""
 
     tasks: list[WorkerCommand]
     peers: Peers
@@ -219,13 +219,13 @@ class _LauncherParts:
 
 @dataclass(frozen=True)
 class _HostOffer:
-    """What this host brings: the job's secret, its offer, where its workers serve their stores, and where its launcher is called."""
+    """The offer of this host: the job's secret, its addresses, where its workers serve their stores, and where its launcher is called."""
 
     key: bytes
     offer: Offer
     stores: list[socket.socket]
     agent: socket.socket | None  # where losses are survived
-    progress: str | None  # the folder of the workers' pages, where somebody watches them
+    progress: str | None  # the folder of the workers' pages, where they are observed
     held: ExitStack  # closed when the job is over here
     inherited: ExitStack  # closed when the workers have started: it is theirs
 
@@ -251,7 +251,7 @@ def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inhe
 def _prepare(
     job: LaunchRequest, environ: dict[str, str], mine: _HostOffer, points: Sequence[Point], ranks: Sequence[int]
 ) -> _LauncherParts:
-    """Meet the other hosts, agree on addresses and ports, and write down what each worker is to be told."""
+    """Meet the other hosts, agree on addresses and ports, and write down the command of each worker."""
     environ["PACELINE_JOB"] = random.token_hex(16)
     if mine.agent is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
@@ -278,7 +278,7 @@ def _prepare(
 
 
 def _line(job: LaunchRequest) -> str:
-    """How this job is started on another host. What may differ there isn't said, but the number of workers."""
+    """Write the command that starts this job on another host. Options that may differ there aren't shown, but the number of workers."""
     given = {"hosts": job.hosts, "join": job.join, "secret_file": job.secret_file, "workers": job.workers, "sync": job.sync}
     given |= {
         "placement": None if job.placement == PLACEMENTS[0] else job.placement,
@@ -289,7 +289,7 @@ def _line(job: LaunchRequest) -> str:
 
 
 def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, ranks: Sequence[int]) -> list[WorkerCommand]:
-    """The workers of this host at the start of the job."""
+    """Make the commands of this host's workers at the start of the job."""
     lent = secret.lend(mine.key)
     mine.inherited.callback(os.close, lent)
     tasks = []
@@ -307,7 +307,7 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
 
 
 def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, mine: _HostOffer, ranks: Sequence[int]) -> _LauncherParts:
-    """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what they are called by the launcher."""
+    """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what the launcher calls them."""
     assert mine.agent is not None and job.join is not None
     channels = enter(place.view, place.host, mine.key)
     assembly = ElasticPeers(place.host, place.view, channels, MeetingPoint(mine.agent, mine.key, meeting_point(job.join)))
@@ -319,14 +319,14 @@ def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, min
 
 
 def _first_view(table: Sequence[Offer]) -> View:
-    """All hosts, with the workers that they start."""
+    """Make the first view: all hosts, with the workers that they start."""
     seats = [HostSeat(host, offer.numbers, offer.facts) for host, offer in enumerate(table)]
     return View(1, tuple(seats), len(seats))
 
 
 @contextmanager
 def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer, run: str, rank: int) -> Iterator[WorkerCommand]:
-    """A worker that comes while the others train; it finds them by its orders. `run`: what they have said of it, as JSON."""
+    """Make the command of a worker that comes while the others train and finds them by its pipe. `run`: the facts of the run, as JSON."""
     address = brought.offer.address
     with ExitStack() as inherited:
         store = inherited.enter_context(network.listen(address))
@@ -343,7 +343,7 @@ def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer,
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
-    """The page of a worker, where somebody wants to watch it."""
+    """Make the page of a worker, where it is observed."""
     if not folder:
         return None
     page = Page(progress.path(Path(folder).absolute(), rank))
@@ -353,7 +353,7 @@ def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | No
 
 
 def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:
-    """The environment of every worker of this host, all but what tells them apart."""
+    """The environment of every worker of this host, but for the variables that tell them apart."""
     mine, leader = table[rank], table[0]
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     here = sum(other.workers for other in table if other.machine == mine.machine)
@@ -384,7 +384,7 @@ def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tup
 
 
 def _reserve(address: str) -> socket.socket:
-    """A port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
+    """Reserve a port for MASTER_PORT that stays ours: bound but not listening, so that a worker can still bind it (SO_REUSEADDR)."""
     reserved = socket.socket(network.family(address), socket.SOCK_STREAM)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The output of many workers on one screen: whole lines, each with the rank that wrote it, and otherwise the script's own bytes."""
+"""The output of many workers on one screen: whole lines, each prefixed with the rank that wrote it, else the script's own bytes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def _by_rank(rank: Hashable) -> bytes:
 
 
 class Screen:
-    """Where output goes: standard output or error of the launcher. Never blocks; `full` asks its writers to wait.
+    """One output of the launcher: its standard output or error. Never blocks; `full` asks its writers to wait.
 
-    `prefix` gives what stands before the lines of each writer, `copy` is given all that is shown.
+    `prefix` gives the beginning of each writer's lines, `copy` is called with all that is shown.
     """
 
     def __init__(self, descriptor: int, prefix: Callable[[Any], bytes] = _by_rank, copy: Callable[[bytes], object] | None = None) -> None:
         self.descriptor = descriptor
         self.broken = False
-        self.last: Hashable = None  # who wrote last; None: the launcher
+        self.last: Hashable = None  # the last writer; None: the launcher
         self._prefix, self._copy = prefix, copy
         self._pending: deque[bytes] = deque()
         self._size = 0
@@ -75,7 +75,7 @@ class Screen:
         except BlockingIOError:
             written = 0
         except OSError:
-            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the launcher is told.
+            # Nobody reads any more (a closed pipe or terminal): the rest goes nowhere, and the launcher learns of it.
             self.broken = True
             self.drop()
             return
@@ -98,7 +98,7 @@ class Screen:
 
 
 class _StoreNoiseFilter:
-    """Leaves out what torch says, with a stack each time, of what strangers send to its store; but for the first line of the first."""
+    """Removes torch's long complaints, each with a stack, of what strangers send to its store; but for the first line of the first."""
 
     def __init__(self) -> None:
         self._said = False
@@ -127,7 +127,7 @@ class OutputStream:
         self._hush = _StoreNoiseFilter()
 
     def read(self) -> bool:
-        """Take what is there (the descriptor doesn't block); False when there was nothing."""
+        """Read what is there (the descriptor doesn't block); False when there was nothing."""
         try:
             data = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
@@ -172,7 +172,7 @@ class OutputStream:
         return bool(self._held)
 
     def tail(self) -> str:
-        """The last that was written."""
+        """The last text that was written."""
         return b"".join((*self._tail, self._held)).decode(errors="replace")
 
     def _remember(self, data: bytes) -> None:
@@ -197,14 +197,14 @@ def stand_in() -> None:
 
 
 def screens() -> tuple[Screen, Screen]:
-    """Standard output and error; one screen when both are the same file, so that their lines don't mix."""
+    """Make the screens of standard output and error; one when both are the same file, so that their lines don't mix."""
     out, err = os.fstat(1), os.fstat(2)
     first = Screen(1)
     return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2)
 
 
 def last_words(tail: str) -> str:
-    """The traceback that the text ends with, chained ones included; where there is none, its last lines."""
+    """The traceback at the end of the text, chained ones included; where there is none, its last lines."""
     lines = tail.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
     if not starts:

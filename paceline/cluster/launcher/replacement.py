@@ -1,4 +1,4 @@
-"""What a launcher does with workers that die while others can go on: it has them left out of the view, and starts others in their place."""
+"""Replaces workers that die while others can go on: has them left out of the view, and starts others in their place."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Replacement:
     _gone: dict[int, float] = field(default_factory=dict)  # workers that are out of the view, and since when
     _buried: set[int] = field(default_factory=set)
     _due: list[tuple[float, int]] = field(default_factory=list)  # when others are started in their place, and as which ranks
-    _told: dict[int, int] = field(default_factory=dict)  # of each worker: the last view that it was told of
-    _called: set[int] = field(default_factory=set)  # who is ready, as the others know
+    _told: dict[int, int] = field(default_factory=dict)  # the last view that each worker got
+    _called: set[int] = field(default_factory=set)  # workers that are ready, as the others know
     _causes: set[tuple[str, str]] = field(default_factory=set)  # of failures, as the workers said
     _failures: list[Failure] = field(default_factory=list)
     _falls: dict[int, int] = field(default_factory=dict)  # by rank: how often in a row it died before it had trained for a while
@@ -51,11 +51,11 @@ class Replacement:
     _parting_since: float | None = None  # when the last worker of a host that leaves had gone
 
     def active(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Whether losses are survived by now: all who were there at the start have begun to train."""
+        """Whether losses are survived by now: all workers of the start have begun to train."""
         return bool(workers) and all(worker.joining or worker.said("surviving") for worker in workers)
 
     def members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """Those of the present view."""
+        """The workers of the present view."""
         return [worker for worker in workers if worker.number in self.assembly.view.workers]
 
     @property
@@ -64,7 +64,7 @@ class Replacement:
         return bool(self._due)
 
     def look(self, workers: Sequence[WorkerProcess]) -> None:
-        """Have the dead left out of the view, at once, and let in who is ready; tell the others."""
+        """Have the dead left out of the view, at once, and ready workers let in; tell the others."""
         now = time.monotonic()
         left = [w for w in workers if w.number not in self._gone and not w.said("closed")]
         gone = [w for w in left if w.ended is not None or w.said("failed") or w.said("left")]
@@ -89,7 +89,7 @@ class Replacement:
         self._tell(workers)
 
     def leave(self, workers: Sequence[WorkerProcess]) -> bool:
-        """Have all workers of this host go after their present turn; False where there are no others who could go on."""
+        """Have all workers of this host go after their present turn; False where no others could go on."""
         others = [seat for seat in self.assembly.view.seats if seat.host != self.assembly.host and seat.workers]
         if not others or not self.active(workers):
             return False
@@ -109,7 +109,7 @@ class Replacement:
         return self.assembly.parted or now - self._parting_since > _PART_SECONDS
 
     def _free(self, workers: Sequence[WorkerProcess], now: float) -> None:
-        """End a worker that was stopped (SIGSTOP) and doesn't go on: nobody else can tell that it won't answer."""
+        """End a worker that was stopped (SIGSTOP) and doesn't go on: no other process can tell that it won't answer."""
         if now - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at = now
@@ -123,7 +123,7 @@ class Replacement:
                 os.kill(worker.process.pid, signal.SIGKILL)
 
     def _tell(self, workers: Sequence[WorkerProcess]) -> None:
-        """Tell each worker of the views that it doesn't know."""
+        """Send each worker the views that it doesn't know."""
         for worker in workers:
             for roster in self.assembly.rosters:
                 if worker.ended is None and roster.number > self._told.get(worker.number, 0):
@@ -131,9 +131,9 @@ class Replacement:
                     worker.order(roster.dump())
 
     def turn(self, workers: Sequence[WorkerProcess], suspect: Suspect) -> Failure | None:
-        """Take leave of who has ended, and start others; gives the failure that ends the job, if one does."""
+        """Remove workers that have ended, and start others; gives the failure that ends the job, if one does."""
         now = time.monotonic()
-        if self.assembly.closing:  # the run is over: nobody is let in any more
+        if self.assembly.closing:  # the run is over: no worker is let in any more
             self._due.clear()
             for worker in workers:
                 if worker.joining and not worker.said("surviving"):
@@ -160,7 +160,7 @@ class Replacement:
         return self._too_few(workers)
 
     def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
-        again = self.restarts > 0 and not (worker.joining and failure.is_echo)  # nobody was left to join
+        again = self.restarts > 0 and not (worker.joining and failure.is_echo)  # no worker was left to join
         self.say(f"{failure.line()}; {'it is started again' if again else 'the others go on'}")
         if again:
             self.restarts -= 1
@@ -168,7 +168,7 @@ class Replacement:
             self._due.sort()
 
     def _pause(self, worker: WorkerProcess) -> float:
-        """Seconds before another takes its place: longer each time, where it dies again and again without having trained for a while."""
+        """Seconds before a worker is replaced: longer each time, where it dies again and again without having trained for a while."""
         trained = next((float(str(record["time"])) for record in worker.records if record["event"] == "surviving"), math.inf)
         steady = (worker.ended or time.time()) - trained > _STEADY_SECONDS
         self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1
@@ -184,5 +184,5 @@ class Replacement:
         if members and time.monotonic() - self._short_since < self.patience:
             return None
         if not members and (self._due or any(w.ended is None and w.number not in self._gone for w in workers)):
-            return None  # those who are on their way find out by themselves that nobody is left
-        return min(self._failures, key=lambda failure: (failure.is_echo, failure.age))  # the last: others were survived
+            return None  # newcomers find out by themselves that nobody is left
+        return min(self._failures, key=lambda failure: (failure.is_echo, failure.age))  # the last: the job survived the others

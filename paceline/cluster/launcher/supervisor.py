@@ -1,4 +1,4 @@
-"""The workers of this host: started, watched, and ended together. Whoever failed first is found and named."""
+"""Supervises the workers of this host: starts, watches and ends them together. The first failure is found and named."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _VERDICT_SECONDS = 4.0  # how long the other hosts have to agree on the cause
 _KILL_SECONDS = 2.5  # after a failure, and SIGTERM at once
 _LAST_WORDS_SECONDS = 1.0  # how long the culprit may take to end by itself
 _ASKED_TERM_SECONDS, _ASKED_KILL_SECONDS = 3.0, 6.0  # after Ctrl-C or SIGTERM: SIGINT at once, then these
-_DRAIN_SECONDS = 0.5  # how long output may be held open by who escaped from its worker's process group
+_DRAIN_SECONDS = 0.5  # how long a process that escaped from its worker's process group may hold output open
 _FLUSH_SECONDS = 2.0  # how long a screen that takes nothing is waited for, once the job was asked to end
 _LITTER_SECONDS = 1.0  # between two looks at the temporary folders of workers' children
 _SLACK_SECONDS = 0.2  # a death is seen a little after it happened, a record carries its own time
 
 
 class Supervisor:
-    """The workers of one host, from their start to the exit code of the job."""
+    """Supervises the workers of one host, from their start to the exit code of the job."""
 
     def __init__(self, host: str, mark: str, peers: Peers, mending: Callable[[Supervisor], Replacement] | None = None) -> None:
         self._host, self._mark, self._peers = host, mark, peers
@@ -44,7 +44,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._signed_at: float | None = None  # monotonic: the first sign of a failure
         self._failure: Failure | None = None  # what failed first on this host
-        self._told_at = 0.0  # monotonic: when the other hosts were told of it
+        self._told_at = 0.0  # monotonic: when the other hosts got it
         self._ending_at: float | None = None  # monotonic: the workers are being ended since
         self._asked: int | None = None  # the signal that asked for the end
         self._leaving = False  # this host was asked to go, and the others go on
@@ -121,7 +121,7 @@ class Supervisor:
         return self._asked is not None or self._leaving
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """Show a line of the launcher's own."""
         self._err.say(text)
 
     def _inform(self, deputy: subprocess.Popen[bytes], line: str) -> None:
@@ -130,7 +130,7 @@ class Supervisor:
             deputy.stdin.write(line.encode() + b"\n")
             deputy.stdin.flush()
         except BrokenPipeError:
-            return  # somebody killed the deputy; workers still die with their launcher, by PR_SET_PDEATHSIG
+            return  # the janitor was killed; workers still die with their launcher, by PR_SET_PDEATHSIG
 
     def _over(self) -> bool:
         if any(worker.ended is None for worker in self._workers):
@@ -144,7 +144,7 @@ class Supervisor:
         return self._failure is not None and time.monotonic() - self._told_at > _VERDICT_SECONDS
 
     def _turn(self, wake: int) -> None:
-        """Wait for something to happen, and let everybody have their say."""
+        """Wait for something to happen, and handle it."""
         poll = select.poll()
         callbacks: dict[int, Callable[[], object]] = {wake: partial(_empty, wake)}
         for worker in self._workers:
@@ -191,16 +191,16 @@ class Supervisor:
                     self._litter[child] = folders
 
     def _look(self, worker: WorkerProcess) -> None:
-        """Find out whether it has ended; all are looked at before one is reaped, which takes time: the order tells the culprit."""
+        """Find out whether a worker has ended; all are looked at before one is reaped, which takes time: the order tells the culprit."""
         if worker.ended is None and os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             worker.ended = time.time()
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Take leave of a worker that has ended; its process group, and what it last wrote, go with it."""
+        """Reap a worker that has ended, with its process group and its last output."""
         if worker.ended is None or worker.reaped:
             return
         worker.reaped = True
-        self._known |= janitor.end_group(worker.process.pid, self._held)  # before it is reaped: until then nobody else gets its number
+        self._known |= janitor.end_group(worker.process.pid, self._held)  # before it is reaped: until then no other process gets its number
         status = worker.process.wait()
         self._inform(self._deputy, f"-{worker.process.pid}")
         worker.code = status if status >= 0 else 128 - status
@@ -265,7 +265,7 @@ class Supervisor:
                 worker.send(signal.SIGKILL)
 
     def _mend(self, now: float) -> None:
-        """Go on without those who have died, if that can be."""
+        """Go on without the dead, if that can be."""
         assert self._mending is not None
         failure = self._mending.turn(self._workers, self._suspect)
         if failure is not None:
@@ -287,7 +287,7 @@ class Supervisor:
             self._peers.tell_failed(first)
 
     def _suspect(self, worker: WorkerProcess) -> Failure | None:
-        """What this worker has failed of, if it has: by its own record, its exit code, or its leaving without a word."""
+        """The failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + _SLACK_SECONDS
         code = 0 if worker.was_sent or worker.ended is None else worker.code
@@ -342,7 +342,7 @@ class Supervisor:
         self._flush(wake)
 
     def _final(self) -> Failure | None:
-        """The verdict, with the exit code and the words of the worker as they are now that it has ended."""
+        """The verdict, with the exit code and the last output of the worker now that it has ended."""
         verdict = self._verdict()
         own = next((worker for worker in self._workers if verdict is not None and worker.rank == verdict.rank), None)
         return verdict if own is None else self._suspect(own) or verdict

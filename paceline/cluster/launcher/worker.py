@@ -1,4 +1,4 @@
-"""One worker as its launcher sees it: how it is started, what it reports, how it ended."""
+"""One worker process as its launcher sees it: how it is started, what it reports, how it ended."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class WorkerCommand:
-    """One worker to be started: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
+    """The start of one worker: its rank, command, environment, the descriptors that it inherits, and its page if it has one."""
 
     rank: int
     command: Sequence[str]
     environ: dict[str, str]
     descriptors: tuple[int, ...]
     page: Page | None = None
-    number: int | None = None  # where losses are survived (`orders.named`)
+    number: int | None = None  # where losses are survived (`commands.named`)
     joining: bool = False  # the others train already
 
 
@@ -53,28 +53,28 @@ class WorkerProcess:
         return any(record["event"] == event for record in self.records)
 
     def take(self, event: str) -> list[dict[str, object]]:
-        """The records of this kind, once each."""
+        """Take the records of this kind, once each."""
         found = [record for record in self.records if record["event"] == event]
         for record in found:
             self.records.remove(record)
         return found
 
     def stack(self) -> str:
-        """What it was doing, if it has been asked (`orders.STACK`) and has answered."""
+        """The stack of the worker, if it was asked for (`commands.STACK`) and has come."""
         try:
             return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
         except BlockingIOError:
             return ""
 
     def order(self, line: bytes) -> None:
-        """Tell it something; one that is gone, or has not listened for long, misses it."""
+        """Send the worker a command; one that is gone, or has not listened for long, misses it."""
         try:
             os.write(self.orders_fd, line)
         except (BrokenPipeError, BlockingIOError):
             return
 
     def listen(self) -> None:
-        """Read what it reports."""
+        """Read the worker's reports."""
         try:
             data = os.read(self.records_fd, 1 << 16)
         except BlockingIOError:
@@ -87,7 +87,7 @@ class WorkerProcess:
         self.records += [json.loads(line) for line in lines]
 
     def send(self, number: int) -> None:
-        """Send it a signal, once."""
+        """Send the worker a signal, once."""
         if self.ended is None and number not in self.was_sent:
             self.was_sent.add(number)
             os.kill(self.process.pid, number)  # not reaped yet: the number is still its own
@@ -139,7 +139,7 @@ def ending(code: int) -> str:
 
 
 def preparation(launcher: int) -> Callable[[], None] | None:
-    """What a worker does between fork and exec: it dies with its launcher, and hears Ctrl-C even if the launcher's shell didn't."""
+    """Make what a worker runs between fork and exec: it dies with its launcher, and hears Ctrl-C even if the launcher's shell didn't."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -57,7 +57,7 @@ class TorchGroup:
         self.traffic: Traffic = meter.traffic
         self._subs = self._tags = 0
         self._address = "127.0.0.1"
-        self.trace = Trace(0)  # told of native all-reduces
+        self.trace = Trace(0)  # records native all-reduces
 
     @classmethod
     def from_store(
