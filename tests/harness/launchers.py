@@ -69,13 +69,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 # What pl.start() does, as far as the launcher sees it.
 JOINED = """
 import sys
-from paceline.cluster import report
+from paceline.cluster.control import events
 from paceline.cluster.discover import discover
 from paceline.errors import *
 place = discover()
-report.joined(place)
+events.joined(place)
 def hook(kind, error, trace):
-    report.report_failure(place, kind, error)
+    events.report_failure(place, kind, error)
     sys.__excepthook__(kind, error, trace)
 sys.excepthook = hook
 """

@@ -70,7 +70,7 @@ class TestEndings:
     @SOAK
     def test_a_server_is_stopped(self, job: Jobs) -> None:
         """Whether parameters or a step are waited for: the deadline is kept."""
-        launched = self.started(job, after="run._scene.deadline = 5; open('trains', 'w'); time.sleep(0.3)")
+        launched = self.started(job, after="run._context.deadline = 5; open('trains', 'w'); time.sleep(0.3)")
         process = servers(launched)[0]
         process.suspend()
         ended = launched.end(30)

@@ -32,9 +32,9 @@ class Net(nn.Module):
         return self.top(torch.cat([self.many(ids % 5000), self.few(ids % 37)], dim=1).tanh())
 model = Net()
 def slay(now, which, where):  # one of the servers that this worker has started
-    if now and run._cast.tables.lasting and not (out / where).exists():
+    if now and run._prepared.tables.lasting and not (out / where).exists():
         (out / where).touch()
-        run._scene.table_servers.__self__._processes[which].kill()
+        run._context.table_servers.__self__._processes[which].kill()
 """
 SAVED = "[*model.parameters(), model.many.lookup(torch.arange(5000)), model.few.lookup(torch.arange(40))]"
 
@@ -68,7 +68,7 @@ def test_workers_killed_in_every_place(job: Jobs, alone: Callable[..., Outcome],
     ]
 
 
-TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._cast.tables._library.wires.callers)} {len(run.events)}')"
+TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._prepared.tables._library.wires.callers)} {len(run.events)}')"
 
 
 @pytest.mark.slow

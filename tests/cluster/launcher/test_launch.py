@@ -44,7 +44,7 @@ class TestOutput:
 
     def test_bytes_that_are_no_text(self, script, tmp_path):
         path = script("os.write(1, b'\\xff\\xfe\\n')")
-        command = f"from paceline.cluster.launcher.launch import *; run(Job({path!r}))"
+        command = f"from paceline.cluster.launcher.launch import *; run(LaunchRequest({path!r}))"
         done = subprocess.run([sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True)
         assert done.stdout == b"[0] \xff\xfe\n"
 

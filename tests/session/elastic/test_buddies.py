@@ -89,7 +89,7 @@ class Training:
         context = self.run._context
         before = self.buddies._names
         names = tuple(self.buddies._names[rank] for rank in ranks)
-        layout = self.run._own.sync.layout()
+        layout = self.run._own.sync.join_info()
         group = context.group.sub(ranks)
         if group is None:
             return ""
@@ -403,7 +403,7 @@ def test_where_nobody_has_anything_alone_nothing_is_sent(strategy: Strategy) -> 
 
 KEPT = r"rank {old} was lost: .*; what it alone had is kept by rank {new}, as of step {step} \({ago} ago\)"
 COPIED = """
-            buddies = run._survival._heart.buddies
+            buddies = run._recovery._heart.buddies
             def copied():
                 while buddies.courier.whole < run.steps:
                     time.sleep(0.001)

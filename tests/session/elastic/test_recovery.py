@@ -117,7 +117,7 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
         worker=10, view=1, orders=CommandPipe(heard), _worker_context=SimpleNamespace(place=None), _agreement=None, _heart=None
     )
     recovery.orders.arm(1, frozenset({10}), lambda: None)
-    monkeypatch.setattr(surviving.report, "broken", broken)
+    monkeypatch.setattr(surviving.events, "broken", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)
     for name, answer in {"_open": MagicMock(), "_meet": {}, "_regroup": None, "_say": None}.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)

@@ -214,7 +214,7 @@ class Later:
 
 
 def test_numbers_on_their_way_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.session.record.log._Copy", Later)
+    monkeypatch.setattr("paceline.session.record.log._DeviceCopy", Later)
     monkeypatch.setattr("paceline.session.record.log._scalar", lambda name, value: torch.tensor(value, dtype=torch.float64))
     monkeypatch.setattr(Later, "arrived", False)
     logs, where = job(tmp_path, 1)
