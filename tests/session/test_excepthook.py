@@ -104,7 +104,7 @@ def test_where_a_script_stands() -> None:
         return callsite.place()
 
     line = here.__code__.co_firstlineno + 1
-    assert here().endswith(f"test_uncaught.py:{line})") and here().startswith(" (")
+    assert here().endswith(f"test_excepthook.py:{line})") and here().startswith(" (")
 
 
 FAILING = """

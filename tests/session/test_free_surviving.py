@@ -247,7 +247,7 @@ ASKS_AGAIN = {
     "optimizer": """torch.optim.SGD(model.parameters(), 0.5)
 
 def lingers(run):
-    desk, keeper = run._backward.sync.desk, run._backward.sync.callers[0]
+    desk, keeper = run._backward.sync.sample_queue, run._backward.sync.callers[0]
     def take(most, take=desk.take):
         found, end = take(most), time.monotonic() + 30
         if found is None and not (out / "over").exists():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 
 TRAIN = """
-from paceline.sync.parameterserver import ParameterServer
+from paceline.sync.parameterserver.strategy import ParameterServer
 
 torch.manual_seed(1)
 x = torch.randn(160, 8, dtype=torch.float64)

@@ -267,7 +267,7 @@ raise RuntimeError("connection reset by peer")
 
     @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
-        joined = textwrap.indent(JOINED + "report.closed(place)\n", "    ")
+        joined = textwrap.indent(JOINED + "events.closed(place)\n", "    ")
         path = script(f"if sys.argv[1:]:\n{joined}time.sleep(1.6 * rank)")
         assert [one.end()[0] for one in (launch(path, 2), launch(path, 2, args=["joined"]))] == [0, 0]
 

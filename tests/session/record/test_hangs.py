@@ -210,7 +210,7 @@ class TestWatching:
         found = worker(120.0)
         assert found.report()["event"] == "shows"
         os.kill(os.getpid(), commands.STACK)
-        assert b"test_watching.py" in os.read(found.shown, 1 << 16)
+        assert b"test_hangs.py" in os.read(found.shown, 1 << 16)
         found.agreement.meet("run.mean")
         os.write(found.orders, commands.ASK)
         where = found.report()
