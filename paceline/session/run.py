@@ -30,6 +30,7 @@ from paceline.session.loop import collectives
 from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import checks
+from paceline.session.prepare.abilities import resolve
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.collector import LogCollector
@@ -42,7 +43,6 @@ from paceline.session.record.total_steps import TotalSteps
 from paceline.session.replicas.compare import Comparison, ReplicaComparer
 from paceline.session.replicas.manual_gradients import ManualGradients
 from paceline.state.versioned import Randomness, Stateful
-from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
@@ -73,26 +73,26 @@ class Run:
         self.events: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._worker_context, self._context, self._agreement = worker_context, context, context.agreement
-        subgroups = Subgroups(context, lambda: self.cluster)
-        self._backward = GradientTracker(strategy.begin(context), context)
-        self._loop = TrainingLoop(context, self._backward, self, worker_context.page)
+        subgroups = Subgroups(context, lambda: self.cluster)  # strategies find the workers of a host through it
+        sync = strategy.begin(context)
+        abilities = resolve(sync)
+        self._backward = GradientTracker(sync, context, abilities)
+        self._loop = TrainingLoop(context, self._backward, abilities, self, worker_context.page)
         self._prepared = Prepared(context, self._backward, self._loop, self.device, subgroups)
         self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, lambda: self._collector.next))
         self._hints = StartupHints(self._prepared, self._loop)
         self._watch.strange, self._prepared.first = self._hints.strange, self._hints.prepared
         self.state = self._prepared.state
         self._progress = RunProgress(self._loop, self._prepared.loaders)
-        self._own = state.WorkerState(Randomness(self.device), self._backward.sync, self._prepared.optimizers)
-        patience, pinned = worker_context.deadline, self.device.type == "cuda"
-        self._saving = CheckpointSaver(
-            self.state, self._own, context, self.event, tables=self._prepared.tables, deadline=patience, pinned=pinned
-        )
+        self._own = state.WorkerState(Randomness(self.device), sync, abilities, self._prepared.optimizers)
+        tables, patience, pinned = self._prepared.tables, worker_context.deadline, self.device.type == "cuda"
+        self._saving = CheckpointSaver(self.state, self._own, context, self.event, tables=tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
         self._collector = LogCollector(self._loop, self._prepared, context, self.event)
         self._closed = self._waits = self._joined = False
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker_context.replicate!r}"
         self.seed = collectives.seed(context.agreement, seed, arguments)
-        self._comparer = ReplicaComparer(comparison, context, self._prepared, self._backward.sync)
+        self._comparer = ReplicaComparer(comparison, context, self._prepared, sync, abilities.replicated)
         self._comparer.event, self._comparer.conclude = self.event, self._conclude
         self._loop.asked = lambda loader: self._begin() if loader.terms.training else None
         self.state.add("progress", self._progress)
@@ -211,7 +211,7 @@ class Run:
             if self._recovery.short and not self._recovery.pending:
                 self._wait_for_others()
             if self._recovery.pending:
-                self._backward.sync.converge()
+                self._own.abilities.converge()
                 self._recovery.admit()
         return self._recovery.generation
 
@@ -417,10 +417,10 @@ class Run:
     def _conclude(self) -> None:
         self._log.finish(self._agreement)
         self._saving.wait()
-        sent, tally, sync, tables = self._loop.sent, self._saving.tally(), self._backward.sync, self._prepared.tables
+        sent, tally, remote, tables = self._loop.sent, self._saving.tally(), self._own.abilities.remote, self._prepared.tables
         facts, served = (tables.facts(), tables.served()) if self.is_first else ([], [])
-        if self.is_first and isinstance(sync, RemoteOptimizer) and sync.attached:
-            facts, served = [*sync.facts(), *facts], [*sync.served(), *served]
+        if self.is_first and remote is not None and remote.attached:
+            facts, served = [*remote.facts(), *facts], [*remote.served(), *served]
         outcome = RunOutcome(self.strategy, self.cluster, self._prepared, sent, self.event, self.events, tally, facts, served, self.results)
         conclude(outcome, self._context, self.folder, self._log)
 

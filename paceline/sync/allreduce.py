@@ -29,7 +29,7 @@ from paceline.comm.buckets import Bucket, BucketShape, build, cut, put, scaled, 
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
-from paceline.sync.base import Slot, Sync
+from paceline.sync.base import Slot
 from paceline.sync.bucket_memory import BucketMemory
 from paceline.sync.compressed import CompressedExchange, Kind
 from paceline.sync.context import SyncContext
@@ -77,7 +77,7 @@ class AllReduce:
             raise UsageError(f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec such as int8()")
         return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
 
-    def begin(self, context: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> AllReduceSync:
         coded = None
         if self._lossy and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
@@ -88,7 +88,7 @@ class AllReduceSync:
     """The running side of `AllReduce`."""
 
     replicas_diverge = False
-    has_sync_points = True
+    exchanges_in_backward = True
 
     def __init__(
         self, context: SyncContext, reducing: Callable[[SyncContext], Reducer], limit: int, coded: CompressedExchange | None = None
@@ -114,10 +114,6 @@ class AllReduceSync:
         self._late: dict[int, Tensor] = {}
         self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
         self._full = b""
-
-    @property
-    def exchanges_in_backward(self) -> bool:
-        return True
 
     # ---- layout
 
@@ -348,19 +344,9 @@ class AllReduceSync:
 
     # ---- the rest of the life of a strategy
 
-    def stepped(self, optimizer: Any) -> None:
-        """See `Sync.stepped`: nothing to do, the gradient was the mean already."""
-
     def commit(self) -> None:
         if self._coded is not None:
             self._coded.commit()
-
-    def replicated_state(self) -> dict[str, Tensor] | None:
-        """See `Sync.replicated_state`: replicas are always equal, and what a codec keeps is each worker's own."""
-        return {}
-
-    def converge(self) -> None:
-        """See `Sync.converge`: replicas are always equal."""
 
     def abort(self) -> None:
         self._held.clear()
@@ -372,14 +358,14 @@ class AllReduceSync:
         self._rewind()
 
     def join_info(self) -> Any:
-        """See `Sync.join_info`: the order of parameters in coded buckets."""
+        """Give the order of parameters in coded buckets."""
         if self._coded is None or not self._buckets:
             return None
         order = [number for bucket in self._buckets for number in bucket.members]
         return {"order": order, "coded": self._coded.join_info()}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """See `Sync.regroup`: new buckets, of the same parameters if a codec has kept something of them."""
+        """Make new buckets, of the same parameters if a codec has kept something of them."""
         layout = self.join_info() if layout is None else layout
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
         self._context, self._reducer = context, self._reducing(context)
@@ -396,14 +382,14 @@ class AllReduceSync:
             self._coded.keep(states)
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_from_peer`: residuals begin with nothing, and there is nothing else."""
+        """Take over nothing: residuals begin with zeros, and there is no other state."""
 
     @property
     def has_unreplicated_state(self) -> bool:
         return self._coded is not None and self._coded.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """See `Sync.unreplicated_state`: what a codec has kept of gradients."""
+        """Give what a codec has kept of gradients."""
         return None if self._coded is None else self._coded.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -416,7 +402,7 @@ class AllReduceSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Sync.state_dict`: an exact mean has no state; of coded buckets their order, and what the codec has kept."""
+        """Give the order of coded buckets, and what the codec has kept; an exact mean has no state."""
         if self._coded is None or not self._buckets:
             return {}
         order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]

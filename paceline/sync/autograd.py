@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from paceline.comm.agreement import CallDiscarded
 from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
-from paceline.sync.abilities import LendsGradients, RemoteOptimizer
+from paceline.sync.abilities import Abilities
 from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
 
@@ -54,15 +54,16 @@ class ParameterHook:
 class GradientTracker:
     """The backward passes over some parameters, on behalf of a strategy."""
 
-    def __init__(self, sync: Sync, context: SyncContext) -> None:
+    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities) -> None:
         self.sync, self.context = sync, context
+        self._remote = abilities.remote is not None  # optimizers step elsewhere
         self.taps: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
         self.owing = False  # a silent pass was made or asked for since the last exchange
         self._overwrites: Callable[[int, Tensor], bool] = (
-            sync.overwrites if isinstance(sync, LendsGradients) else lambda number, grad: False
+            (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
         )
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.reached = False  # some worker's pass has touched a parameter, since somebody set this
@@ -86,9 +87,7 @@ class GradientTracker:
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         told = {id(slot.parameter): slot for slot in slots}
         before, self.slots = self.slots, [told.get(id(slot.parameter), slot) for slot in self.slots]
-        owned = isinstance(self.sync, RemoteOptimizer) and any(
-            one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True)
-        )
+        owned = self._remote and any(one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True))
         for slot in new:
             tap = ParameterHook(len(self.taps), slot.name, slot.parameter)
             self._by_id[id(slot.parameter)] = tap
@@ -264,12 +263,7 @@ class GradientTracker:
     def _uneven(self) -> bool:
         """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
         part, self._part = self._part, self.context.step_state.share_of_step
-        return (
-            not self.sync.exchanges_in_backward
-            and part not in (None, self._part)
-            and isinstance(self.sync, RemoteOptimizer)
-            and not self.sync.replicas_diverge
-        )
+        return not self.sync.exchanges_in_backward and part not in (None, self._part) and self._remote and not self.sync.replicas_diverge
 
     def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
         if prior is None or not bool(prior.any()):

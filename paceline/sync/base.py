@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.sync.context import SyncContext
-
-if TYPE_CHECKING:
-    pass
 
 Axes = tuple[str, ...]
 
@@ -29,16 +26,14 @@ class Slot(NamedTuple):
 
 
 class Sync(Protocol):
-    """When replicas agree. A strategy is told of every gradient and every step; its docstring says what p.grad is and what step does."""
+    """When replicas agree: the core of a running strategy, which is given every gradient and hears of the end of every turn.
+
+    Its docstring says what p.grad is and what `step` does. What only some strategies can is an ability (`sync/abilities.py`).
+    """
 
     @property
     def replicas_diverge(self) -> bool:
         """Whether replicas, and so what their optimizers remember, may differ between two steps."""
-        ...
-
-    @property
-    def has_sync_points(self) -> bool:
-        """Whether there are moments between two turns, without being asked for, at which all replicas are equal."""
         ...
 
     @property
@@ -51,59 +46,19 @@ class Sync(Protocol):
         ...
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        """Backward has made what it adds to the gradient of slot `number`; it counts `scale` in the mean (0: as zeros)."""
+        """Take what backward adds to the gradient of slot `number`; it counts `scale` in the mean (0: as zeros)."""
         ...
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """The outermost backward has ended, or a rank without one joins it: number and final addend of each slot that any rank has used."""
-        ...
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """End the outermost backward, or join those of other ranks; give number and final addend of each slot that any rank has used."""
         ...
 
     def commit(self) -> None:
-        """The turn of the loader is over and nothing failed."""
+        """End the turn of the loader, in which nothing has failed."""
         ...
 
     def abort(self) -> None:
-        """The turn has failed: forget what it exchanged."""
-        ...
-
-    def replicated_state(self) -> dict[str, Tensor] | None:
-        """Between two turns: what it keeps that is equal on all workers, as all replicas are now; None, on all workers, if they aren't."""
-        ...
-
-    def converge(self) -> None:
-        """Replicas are about to be looked at as one (evaluated, saved, ended): make them equal. Collective."""
-        ...
-
-    def join_info(self) -> Any:
-        """What who has just come has to know for `regroup`: JSON."""
-        ...
-
-    def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """The workers are others now: go on with the new group of the scene. Collective; what was under way is void, or sent anew.
-
-        `layout`: what `layout` gave where somebody has just come, on all workers.
-        """
-        ...
-
-    def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
-        ...
-
-    @property
-    def has_unreplicated_state(self) -> bool:
-        """Whether this worker may have something that no other has; quick."""
-        ...
-
-    def unreplicated_state(self) -> dict[str, Any] | None:
-        """What this worker alone has, between two turns; None if that is nothing. Its tensors stay as they are until the next call."""
-        ...
-
-    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """What `own` gave after `step` on a worker that is lost becomes mine to send; False where that is out of date, or can't be used."""
+        """Forget what the turn has exchanged, as it has failed."""
         ...
 
     def detach(self) -> None:
@@ -111,7 +66,7 @@ class Sync(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
+        """Give what has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
         ...
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:

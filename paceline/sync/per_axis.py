@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.sync.abilities import LendsGradients
-from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Slot, Strategy, Sync
+from paceline.sync.allreduce import AllReduce, AllReduceSync
+from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
+from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
 
 
@@ -34,8 +34,8 @@ class Sequence:
     `inner` is `(AllReduce(...), "local")`, `outer` is `(LocalSGD(...), "host")`.
     """
 
-    inner: tuple[Strategy, str]
-    outer: tuple[Strategy, str]
+    inner: tuple[AllReduce, str]
+    outer: tuple[LocalSGD, str]
 
     __repr__ = spell
 
@@ -43,10 +43,10 @@ class Sequence:
         for part, kind, axis in ((self.inner, AllReduce, "local"), (self.outer, LocalSGD, "host")):
             if not isinstance(part, tuple) or len(part) != 2 or not isinstance(part[0], kind) or part[1] != axis:
                 raise UsageError(f"{part!r} can't stand there; write Sequence((AllReduce(), 'local'), (LocalSGD(32), 'host'))")
-        if isinstance(self.outer[0], LocalSGD) and self.outer[0].after:
+        if self.outer[0].after:
             raise UsageError(f"{self!r}: LocalSGD(after=...) begins with gradients of all workers, and here are none; leave after out")
 
-    def begin(self, context: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> PerAxisSync:
         if context.local is None:
             raise UsageError(f"{self!r} needs to know who is on which host, and nothing here does")
         inside = _inside(context)
@@ -67,7 +67,7 @@ class PerAxisSync:
     replicas_diverge = True
     exchanges_in_backward = True
 
-    def __init__(self, context: SyncContext, inside: SyncContext, inner: Sync, outer: Sync) -> None:
+    def __init__(self, context: SyncContext, inside: SyncContext, inner: AllReduceSync, outer: LocalSGDSync) -> None:
         self._context, self._inside, self._inner, self._outer = context, inside, inner, outer
         self.has_sync_points = outer.has_sync_points
 
@@ -79,7 +79,7 @@ class PerAxisSync:
         self._inner.ready(number, grad, scale)
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        return isinstance(self._inner, LendsGradients) and self._inner.overwrites(number, grad)
+        return self._inner.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         found = self._inner.backward_done(where)
@@ -92,7 +92,6 @@ class PerAxisSync:
         return found
 
     def stepped(self, optimizer: Optimizer) -> None:
-        self._inner.stepped(optimizer)
         self._outer.stepped(optimizer)
 
     def commit(self) -> None:
@@ -100,7 +99,7 @@ class PerAxisSync:
         self._outer.commit()
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """See `Sync.replicated_state`: inside a host replicas are equal always."""
+        """Give what the outer strategy does: inside a host replicas are always equal."""
         return self._outer.replicated_state()
 
     def converge(self) -> None:
@@ -128,7 +127,7 @@ class PerAxisSync:
         return self._outer.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """See `Sync.unreplicated_state`: what codecs keep inside a host stays there."""
+        """Give what the outer strategy does: what codecs keep inside a host stays there."""
         return self._outer.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -142,7 +141,7 @@ class PerAxisSync:
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
-        """See `Sync.load_state_dicts`. What codecs keep inside a host is that of the first workers, if there are other hosts now."""
+        """Take up what was saved; if there are other hosts now, codecs inside a host go on with what the first workers kept."""
         found = [state for state in states if state]
         if any("outer" not in state for state in found):
             raise UsageError("this checkpoint was written with another kind of strategy than Sequence; resume with that one")

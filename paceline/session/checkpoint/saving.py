@@ -94,7 +94,7 @@ class CheckpointSaver:
             return bytes(msgpack.packb([*begun[0], *astuple(self._tally)]))
 
         def act() -> str:
-            self._own.sync.converge()
+            self._own.abilities.converge()
             own = self._collect()
             what = "run.save, begun" if order.background else "run.save, written"
             path, missed, *counted = msgpack.unpackb(self._context.agreement.tell(what, lambda: first(own)))

@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness
+from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
 
 OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker has for itself
@@ -65,6 +66,7 @@ class WorkerState:
 
     randomness: Randomness
     sync: Sync
+    abilities: Abilities
     optimizers: list[Optimizer]
 
     def snapshot(self) -> Snapshot:

@@ -10,6 +10,7 @@ import msgpack
 from torch import nn
 
 from paceline.data.loader import ShareLoader
+from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate
 from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.buddies import BuddyReplication
@@ -22,8 +23,6 @@ from paceline.session.replicas.compare import ReplicaComparer
 from paceline.session.replicas.contents import own_buffers
 from paceline.state.snapshot import Snapshot, loads, pack
 from paceline.state.versioned import Stateful
-from paceline.sync.abilities import RemoteOptimizer
-from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
 
@@ -47,16 +46,15 @@ class ElasticRun:
     ) -> None:
         self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
         self._replicate = replicate
-        self.buddies = BuddyReplication(context, own.sync, loop, replicate)
+        if own.abilities.recoverable is None:
+            raise UsageError("with this strategy a run can't go on when workers are lost; leave out --min-workers")
+        self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
+        self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
         loop.committed = self.buddies.committed
         self.moved: Callable[[ViewGroups], None] = lambda founded: None
         self.lost: Callable[[str], None] = lambda text: None
         self.facts: Callable[[], dict[str, Any]] = dict
         self.learn: Callable[[dict[str, Any]], None] = lambda facts: None
-
-    @property
-    def _sync(self) -> Sync:
-        return self._own.sync
 
     def regroup(self, founded: ViewGroups) -> None:
         worker_context, context = founded.worker_context, self._context
@@ -74,7 +72,7 @@ class ElasticRun:
         self._prepared.regroup()
         layout = founded.layout or {}
         self.leaving.hear(layout.get("leaving", ()))
-        self._sync.regroup(context, layout.get("sync"))
+        self._recoverable.regroup(context, layout.get("sync"))
         self._prepared.tables.regroup(context, layout.get("tables"))
         self.buddies.regroup(founded.members)
         self._loop.settle()
@@ -98,17 +96,17 @@ class ElasticRun:
 
     def keepers(self) -> list[ServerReplication]:
         """Who looks after servers, of each kind that there are by now."""
-        found = [self._sync.copies if isinstance(self._sync, RemoteOptimizer) else None, self._prepared.tables.copies]
+        found = [None if self._remote is None else self._remote.copies, self._prepared.tables.copies]
         return [copies for copies in found if copies is not None]
 
     def servers_lost(self) -> list[str]:
         return [name for keeper in self.keepers() for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
-        return self._sync.servers_begun() if isinstance(self._sync, RemoteOptimizer) else []
+        return [] if self._remote is None else self._remote.servers_begun()
 
     def join_info(self) -> Any:
-        return {"sync": self._sync.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self.leaving.join_info()}
+        return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self.leaving.join_info()}
 
     def form(self) -> str:
         digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode())
@@ -120,7 +118,7 @@ class ElasticRun:
     def give(self) -> tuple[bytes, str]:
         snapshot = self._prepared.state.snapshot(copy=False)
         facts = {"facts": self.facts(), "compared": self._comparer.facts()}
-        kept = {} if isinstance(self._sync, RemoteOptimizer) else self._sync.state_dict()  # lies on servers
+        kept = self._own.sync.state_dict() if self._remote is None else {}  # lies on servers
         mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
 
@@ -129,7 +127,7 @@ class ElasticRun:
         snapshot = loads(whole)
         self._prepared.state.restore(snapshot)
         facts = loads(mine).unpack()
-        self._sync.load_from_peer(facts["sync"])
+        self._recoverable.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
         self.learn(facts["facts"])
         self._comparer.learn(facts["compared"])
@@ -141,7 +139,7 @@ class ElasticRun:
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
         own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
         tensors = {path: tensor for path, tensor in snapshot.tensors.items() if path not in own}
-        if not self._sync.replicas_diverge:
+        if not self._own.sync.replicas_diverge:
             return Snapshot(0, snapshot.tree, tensors).sha256()
         tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
         return Snapshot(0, sorted(tensors), tensors).sha256()

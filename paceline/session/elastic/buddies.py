@@ -20,7 +20,7 @@ from paceline.errors import LOSSES
 from paceline.fault.replicate import BUDGET, CopyShelf, Replicate, ReplicationTimes, cadence, heirs
 from paceline.fault.replicator import PATIENCE, Replicator
 from paceline.session.loop.turns import TrainingLoop
-from paceline.sync.base import Sync
+from paceline.sync.abilities import Unreplicated
 from paceline.sync.context import SyncContext
 
 AIM: Final = 0.8 * BUDGET  # when it is decided how often: figures go up and down
@@ -36,10 +36,10 @@ class Fate(NamedTuple):
 
 
 class BuddyReplication:
-    """One worker's part. `sync` is asked for what only this worker has, and takes over what others had."""
+    """One worker's part. `unreplicated` gives what only this worker has, and takes over what others had; None: nobody has anything."""
 
-    def __init__(self, context: SyncContext, sync: Sync, loop: TrainingLoop, replicate: Replicate) -> None:
-        self._context, self._sync, self._loop = context, sync, loop
+    def __init__(self, context: SyncContext, unreplicated: Unreplicated | None, loop: TrainingLoop, replicate: Replicate) -> None:
+        self._context, self._unreplicated, self._loop = context, unreplicated, loop
         self._auto, self._off = replicate == "auto", replicate == "off"
         self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
         self.shelf = CopyShelf()
@@ -75,7 +75,7 @@ class BuddyReplication:
         while not courier.remarks.empty():
             self._context.announce(courier.remarks.get())
         if courier.works:
-            courier.start(self._sync.unreplicated_state(), step)
+            courier.start(None if self._unreplicated is None else self._unreplicated.unreplicated_state(), step)
             self._stalls.append(time.perf_counter() - began)
         elif courier.broken is not None and not isinstance(courier.broken, LOSSES):
             self._context.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
@@ -92,11 +92,16 @@ class BuddyReplication:
         if self._off or not self._apart:
             return None
         if self.courier is None:
-            return self._sync.has_unreplicated_state
+            return self._owns
         courier = self.courier
         if not courier.seconds or not self._stalls or not self._steps:
             return None
         return [self._start, *map(statistics.median, (self._stalls, courier.seconds, self._steps)), courier.nbytes]
+
+    @property
+    def _owns(self) -> bool:
+        """Whether this worker may have something that no other has."""
+        return self._unreplicated is not None and self._unreplicated.has_unreplicated_state
 
     @property
     def _apart(self) -> bool:
@@ -162,7 +167,7 @@ class BuddyReplication:
 
     def _tell(self) -> list[Any]:
         """What each worker knows: of copies, of owners, of who is gone. Collective."""
-        self._owners |= {self._names[self._context.group.rank]} if self._sync.has_unreplicated_state else set()
+        self._owners |= {self._names[self._context.group.rank]} if self._owns else set()
         mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
         told = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
         for each in told:
@@ -192,9 +197,9 @@ class BuddyReplication:
 
     def _take_over(self, name: int) -> int | None:
         """As of which step it goes on here; None if it can't."""
-        return next(
-            (step for step, state in self.shelf.read(name, self._context.announce) if self._sync.load_unreplicated_state(state, step)), None
-        )
+        mine = self._unreplicated
+        copies = [] if mine is None else self.shelf.read(name, self._context.announce)
+        return next((step for step, state in copies if mine is not None and mine.load_unreplicated_state(state, step)), None)
 
     def fates(self, before: Sequence[int]) -> str:
         """In words what became of what the lost ones alone had, of the workers `before` in rank order; empty if that is nothing."""

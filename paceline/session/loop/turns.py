@@ -35,7 +35,7 @@ from paceline.session.loop.loss_scale import loss_scale
 from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.step_clock import StepClock
 from paceline.session.tables import RunTables
-from paceline.sync.abilities import RemoteOptimizer
+from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
@@ -46,8 +46,10 @@ T = TypeVar("T")
 class TrainingLoop:
     """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the scene."""
 
-    def __init__(self, context: SyncContext, backward: GradientTracker, beat: StepListener, page: Page | None = None) -> None:
-        self.context, self.backward, self.beat, self._page = context, backward, beat, page
+    def __init__(
+        self, context: SyncContext, backward: GradientTracker, abilities: Abilities, beat: StepListener, page: Page | None = None
+    ) -> None:
+        self.context, self.backward, self.abilities, self.beat, self._page = context, backward, abilities, beat, page
         self.steps = 0
         self.quiet = 0  # depth of no_sync
         self.over = False  # all have agreed to stop: training loaders give no more steps
@@ -131,7 +133,7 @@ class TrainingLoop:
     def epoch_begins(self, loader: ShareLoader) -> None:
         self._calls += 1
         if not loader.terms.training:
-            self.backward.sync.converge()  # replicas are evaluated as one
+            self.abilities.converge()  # replicas are evaluated as one
         course = self._courses.setdefault(id(loader), LoaderProgress(loader))
         course.epoch_at = self._calls
         if loader.terms.training:
@@ -320,8 +322,8 @@ class TrainingLoop:
 
     def elsewhere(self, optimizer: Any) -> bool:
         """Whether this optimizer steps on servers."""
-        sync = self.backward.sync
-        return isinstance(sync, RemoteOptimizer) and sync.steps(optimizer)
+        remote = self.abilities.remote
+        return remote is not None and remote.steps(optimizer)
 
     def give(self, optimizer: Any, *, whole: bool) -> None:
         """Have servers know what the next step of its tables is made of. `whole`: nothing else of its step can fail."""
@@ -333,10 +335,10 @@ class TrainingLoop:
 
     def step_elsewhere(self, optimizer: Any) -> None:
         """Have it step there; all workers do."""
-        sync = self.backward.sync
-        assert isinstance(sync, RemoteOptimizer)
+        remote = self.abilities.remote
+        assert remote is not None
         began = time.perf_counter()
-        self._settle(lambda: sync.step(optimizer))
+        self._settle(lambda: remote.step(optimizer))
         self.backward.seconds += time.perf_counter() - began
 
     def _settle(self, act: Callable[[], Any], *, stepped: bool = True) -> None:
@@ -346,10 +348,10 @@ class TrainingLoop:
             self.undo.stepped()
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        sync = self.backward.sync
-        if not isinstance(sync, RemoteOptimizer) or not sync.attached:
+        remote = self.abilities.remote
+        if remote is None or not remote.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        found = self._call(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip")
+        found = self._call(lambda: remote.clip(parameters, max_norm, norm_type), "run.clip")
         return torch.zeros(()) if found is None else found
 
     def _call(self, act: Callable[[], T], what: str) -> T | None:
@@ -389,7 +391,8 @@ class TrainingLoop:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
         self.idle_epochs.acted = True
-        self.backward.sync.stepped(optimizer)
+        if self.abilities.observer is not None:
+            self.abilities.observer.stepped(optimizer)
         if not self._open:
             self.backward.turn()
 
@@ -425,4 +428,4 @@ class TrainingLoop:
         for course in list(self._open):
             self.turn_ends(course.loader)
             self.idle_epochs.flush(course)
-        self.backward.sync.converge()
+        self.abilities.converge()

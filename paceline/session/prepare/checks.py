@@ -21,8 +21,7 @@ from paceline.comm.group import Group
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.session.prepare.metrics import is_metric
-from paceline.sync.abilities import RemoteOptimizer
-from paceline.sync.base import Slot, Sync
+from paceline.sync.base import Slot
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
 
@@ -127,19 +126,19 @@ def check_scaler(known: list[Any]) -> None:
             )
 
 
-def check_elsewhere(thing: Any, sync: Sync) -> None:
+def check_elsewhere(thing: Any) -> None:
     """Raise `UsageError` for a scaler where optimizers step on servers: each worker would decide for itself whether a step is skipped."""
-    if isinstance(sync, RemoteOptimizer) and isinstance(thing, Scaler) and thing.is_enabled():
+    if isinstance(thing, Scaler) and thing.is_enabled():
         raise UsageError(
             "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is one worker's share: use bfloat16, which "
             "needs no scaler, or AllReduce"
         )
 
 
-def check_owner(known: list[Slot], optimizers: list[Optimizer], sync: Sync) -> None:
+def check_owner(known: list[Slot], optimizers: list[Optimizer]) -> None:
     """Raise `UsageError` for a second optimizer of a parameter that a server steps: it would go on with the first one."""
     owner = {id(slot.parameter): slot.optimizer for slot in known if slot.optimizer is not None}
-    for optimizer in optimizers if isinstance(sync, RemoteOptimizer) else ():
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             first = next((owner[id(p)] for p in group["params"] if owner.get(id(p), optimizer) is not optimizer), None)
             if first is not None:

@@ -25,7 +25,6 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
 from paceline.session.replicas.manual_gradients import ManualGradients
 from paceline.session.replicas.step_count import StepCount
-from paceline.sync.abilities import RemoteOptimizer
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
 
@@ -57,8 +56,7 @@ class OptimizerWatch:
 
     def begin(self) -> None:
         """Be called from now on, and have counts compared where all take the same steps."""
-        sync = self._loop.backward.sync
-        self._alike = sync.has_sync_points and not sync.replicas_diverge and not isinstance(sync, RemoteOptimizer)
+        self._alike = not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
         if self._alike:
             self._prepared.context.agreement.tally = self.tally.told
         with _REGISTRY:
@@ -104,12 +102,12 @@ class OptimizerWatch:
     def _check(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
         loop, name, turn = self._loop, type(optimizer).__qualname__, self._loop.training
-        sync, partial = loop.backward.sync, turn is not None and turn.train and not turn.last_micro
+        partial = turn is not None and turn.train and not turn.last_micro
         watched, handles = bool(loop.backward.taps), self._prepared.tables.handles()
         why = ""
         if partial:
             why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
-        elif watched and isinstance(sync, RemoteOptimizer):
+        elif watched and loop.abilities.remote is not None:
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
         elif loop.undo is not None:
             why = "when a worker is lost (--min-workers), it would step twice for one step"

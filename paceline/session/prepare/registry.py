@@ -24,7 +24,6 @@ from paceline.session.prepare import checks, hooks, lazy, metrics
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.options import PrepareOptions
 from paceline.state.versioned import Stateful, Versioned
-from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
@@ -52,6 +51,7 @@ class Prepared:
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
         self.tables = loop.tables
+        self._remote = loop.abilities.remote
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
@@ -68,7 +68,8 @@ class Prepared:
             self._count_in(metric)
         for kind, bind in (("scheduler", hooks.bind_scheduler), ("scaler", hooks.bind_scaler)):
             for thing in self._fresh(by_kind[kind]):
-                checks.check_elsewhere(thing, self._backward.sync)
+                if self._remote is not None:
+                    checks.check_elsewhere(thing)
                 bind(thing, self._loop)
                 self._add(kind, thing)
         if any(scaler.is_enabled() for scaler in self._loop.scalers):
@@ -89,7 +90,8 @@ class Prepared:
             self.models.append((prefix, model))
             self._add("model", model)
         slots = list(checks.slots(self.models, optimizers))
-        checks.check_owner(self.slots, optimizers, self._backward.sync)
+        if self._remote is not None:
+            checks.check_owner(self.slots, optimizers)
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter))) for slot in self.slots]
         found = list(checks.unknown(slots, self.slots))
@@ -142,7 +144,7 @@ class Prepared:
         self.check_known()
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         orphans = [slot.name for slot in self.slots if slot.optimizer is None and id(slot.parameter) in mine]
-        if orphans and isinstance(self._backward.sync, RemoteOptimizer):
+        if orphans and self._remote is not None:
             raise UsageError(
                 f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after run.prepare (add_param_group), and "
                 "optimizers step on servers here; give the optimizer to run.prepare again, on every worker"
@@ -151,7 +153,7 @@ class Prepared:
 
     def _open_tables(self) -> None:
         """Bring servers in for the sparse tables that have come."""
-        found, sync = self.tables.find(self.models), self._backward.sync
+        found, remote = self.tables.find(self.models), self._remote
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
@@ -169,7 +171,7 @@ class Prepared:
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        self.tables.open(found, self.optimizers, sync.rows if isinstance(sync, RemoteOptimizer) and sync.sample_queue is not None else None)
+        self.tables.open(found, self.optimizers, remote.rows if remote is not None and remote.sample_queue is not None else None)
 
     def _bind(self) -> None:
         """Follow all that is prepared; again when there is more."""
@@ -183,9 +185,8 @@ class Prepared:
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
         loop.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
-        sync = self._backward.sync
-        if isinstance(sync, RemoteOptimizer) and sync.arriving is not None:
-            lazy.announce([model for _, model in self.models], sync.arriving, loop)
+        if self._remote is not None and self._remote.arriving is not None:
+            lazy.announce([model for _, model in self.models], self._remote.arriving, loop)
         for _, model in self.models:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)
@@ -204,8 +205,7 @@ class Prepared:
 
     @property
     def _sample_queue(self) -> SampleQueue | None:
-        sync = self._backward.sync
-        return sync.sample_queue if isinstance(sync, RemoteOptimizer) else None
+        return self._loop.abilities.sample_queue
 
     def _synchronise(self, models: list[nn.Module]) -> None:
         """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""

@@ -17,7 +17,6 @@ from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
 from paceline.session.record.log import MetricsLog
-from paceline.sync.abilities import RemoteOptimizer
 from paceline.sync.context import SyncContext
 
 
@@ -38,8 +37,7 @@ class LogCollector:
     @property
     def sample_queue(self) -> SampleQueue | None:
         """Where workers get their samples while they are not in lockstep."""
-        sync = self._loop.backward.sync
-        return sync.sample_queue if isinstance(sync, RemoteOptimizer) else None
+        return self._loop.abilities.sample_queue
 
     def open(self, log: MetricsLog) -> None:
         """Hand over what is in this log."""
@@ -124,7 +122,7 @@ class LogCollector:
             self._context.announce(text)
             recovery.wait()
         if recovery.pending:
-            loop.backward.sync.converge()
+            loop.abilities.converge()
             recovery.admit()
 
     def _come_together(self) -> None:
@@ -137,7 +135,7 @@ class LogCollector:
         agreement.entering = None
         loop.end_broken()
         self._line_up("the end of an epoch")
-        loop.backward.sync.converge()
+        loop.abilities.converge()
 
     def _line_up(self, where: str, mine: int = 0) -> list[int]:
         """All are here: at the same step from now on, that of whoever took most; gives what each has as `mine`."""

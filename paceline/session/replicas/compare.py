@@ -28,6 +28,7 @@ from paceline.formatting import choices
 from paceline.session.prepare.registry import Prepared
 from paceline.session.replicas.contents import CHANGED, SAME, Entry, ReplicaContents, ReplicaDigest, plain
 from paceline.state.checksum import flat
+from paceline.sync.abilities import Replicated
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
@@ -114,15 +115,16 @@ class ComparisonVerdict(NamedTuple):
 class ReplicaComparer:
     """One worker's part in comparing. `event` notes what has happened, `conclude` writes that down: collective."""
 
-    def __init__(self, comparison: Comparison, context: SyncContext, prepared: Prepared, sync: Sync) -> None:
-        if comparison.asked and not sync.has_sync_points:
+    def __init__(self, comparison: Comparison, context: SyncContext, prepared: Prepared, sync: Sync, replicated: Replicated | None) -> None:
+        meets = not sync.replicas_diverge if replicated is None else replicated.has_sync_points
+        if comparison.asked and not meets:
             raise UsageError(
                 f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
                 "a strategy that makes them equal, such as AllReduce() or LocalSGD(16)"
             )
         every = USUAL if comparison.every == "auto" else comparison.every
-        self._comparison, self._every = comparison, every if sync.has_sync_points else None
-        self._context, self._mirrored, self._sync = context, ReplicaContents(prepared, apart=sync.replicas_diverge), sync
+        self._comparison, self._every = comparison, every if meets else None
+        self._context, self._mirrored, self._replicated = context, ReplicaContents(prepared, apart=sync.replicas_diverge), replicated
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
         self._done: int | None = None  # comparisons that lie behind
@@ -159,7 +161,7 @@ class ReplicaComparer:
             self._see_buffers()
         if self._every is None or self._due(steps) == self._done:
             return
-        more = self._sync.replicated_state()
+        more = {} if self._replicated is None else self._replicated.replicated_state()
         if more is not None:
             self._done = self._due(steps)
             if self._context.group.size > 1:

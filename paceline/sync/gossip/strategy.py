@@ -99,7 +99,7 @@ class GossipSync:
     """The running side of `Gossip`."""
 
     replicas_diverge = True
-    has_sync_points = False
+    exchanges_in_backward = False
 
     def __init__(self, context: SyncContext, plan: Gossip) -> None:
         self._context, self._plan = context, plan
@@ -117,10 +117,6 @@ class GossipSync:
         if self._account is not None:
             context.accounts.append(self._account)
         self._turn = _MixingRound()
-
-    @property
-    def exchanges_in_backward(self) -> bool:
-        return False
 
     # ---- layout
 
@@ -185,7 +181,7 @@ class GossipSync:
     # ---- mixing
 
     def commit(self) -> None:
-        """See `Sync.commit`: a step is over; mix."""
+        """End a step, and mix where that is due."""
         self._steps += 1
         self._open = False
         if not self._equals and self._steps % self._plan.every == 0 and self._context.group.size > 1:
@@ -272,12 +268,8 @@ class GossipSync:
             self._known[key] = self._equal[index].clone()
         return self._known[key]
 
-    def replicated_state(self) -> dict[str, Tensor] | None:
-        """See `Sync.replicated_state`: replicas differ all the time."""
-        return None
-
     def converge(self) -> None:
-        """See `Sync.converge`: the mean of all."""
+        """Make every replica the mean of all."""
         if self._equals:
             return
         self._context.agreement.repeat(self._means, what="the mean of replicas")
@@ -297,7 +289,7 @@ class GossipSync:
         return None if rate is None else list(rate)
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """See `Sync.regroup`: neighbours are others, and don't know each other; so the next mixing makes all equal."""
+        """Have the next mixing make all equal, as neighbours are others and don't know each other."""
         self._context = context
         if not isinstance(self._graph, str):
             context.announce(
@@ -311,22 +303,11 @@ class GossipSync:
     def load_from_peer(self, state: dict[str, Any]) -> None:
         self._steps = state["gossip"]
 
-    @property
-    def has_unreplicated_state(self) -> bool:
-        return False
-
-    def unreplicated_state(self) -> dict[str, Any] | None:
-        """See `Sync.unreplicated_state`: what a replica has that its neighbours don't have yet is not copied."""
-        return None
-
-    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        return False
-
     def detach(self) -> None:
         self._buckets, self._known = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Sync.state_dict`; replicas are equal then."""
+        """Give the number of steps, as replicas are equal then."""
         return {"gossip": self._steps + self._open}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:

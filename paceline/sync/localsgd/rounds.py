@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from paceline.codec.codec import lift, plain
 from paceline.comm.buckets import Bucket, BucketShape, build, cut
 from paceline.errors import LOSSES, UsageError, ViewChanged
-from paceline.sync.abilities import LendsGradients
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot
 from paceline.sync.compressed import CompressedExchange
@@ -50,7 +49,7 @@ class LocalSGDSync:
 
     @property
     def exchanges_in_backward(self) -> bool:
-        """See `Sync.exchanges_in_backward`: while it warms up."""
+        """Whether it still warms up."""
         return self._warm is not None
 
     # ---- layout
@@ -115,7 +114,7 @@ class LocalSGDSync:
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        return isinstance(self._warm, LendsGradients) and self._warm.overwrites(number, grad)
+        return self._warm is not None and self._warm.overwrites(number, grad)
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         self._part, self._open = self._context.step_state.share_of_step, True
@@ -130,7 +129,7 @@ class LocalSGDSync:
     # ---- rounds
 
     def commit(self) -> None:
-        """See `Sync.commit`: a step is over, and with it perhaps a round."""
+        """End a step, and with it perhaps a round."""
         self._steps += 1
         if self._warm is not None:
             self._warm.commit()
@@ -270,7 +269,7 @@ class LocalSGDSync:
         return found
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """See `Sync.replicated_state`: right after a round; while it warms up, always."""
+        """Give where all agreed to be, right after a round; while it warms up, always, and nothing."""
         if self._warm is not None:
             return {}
         if any(turn.level != self._steps for turn in self._rounds if turn.units):
@@ -279,7 +278,7 @@ class LocalSGDSync:
         return {f"where all last agreed to be, {unit.index}": unit.start for unit in self._units} | memories
 
     def converge(self) -> None:
-        """See `Sync.converge`: a round that ends early; the step under way is part of it."""
+        """End a round early; the step under way is part of it."""
         if self._warm is not None:
             return
         if self._open:
@@ -310,7 +309,7 @@ class LocalSGDSync:
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """See `Sync.regroup`: where all last agreed to be stays, and what has not come everywhere is sent anew."""
+        """Keep where all last agreed to be, and send anew what has not come everywhere."""
         layout = self.join_info() if layout is None else layout
         self._context, self._reducer = context, reducer("auto")(context)
         self._steps, self._every = layout["steps"], layout["every"]
@@ -350,14 +349,14 @@ class LocalSGDSync:
         return self._warm is None and bool(self._units)
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """See `Sync.unreplicated_state`: what I have changed since the last rounds, and what a codec has kept."""
+        """Give what I have changed since the last rounds, and what a codec has kept."""
         if not self.has_unreplicated_state:
             return None
         coded = None if self._coded is None else self._coded.unreplicated_state()
         return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """See `Sync.load_unreplicated_state`; a round that has ended since had it in it."""
+        """Carry it into the rounds that are under way; a round that has ended since had it in it."""
         fresh = [turn for turn in self._rounds if turn.landed <= step]
         rounds = list(zip(self._rounds, state["rounds"], strict=False))
         if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
@@ -374,14 +373,13 @@ class LocalSGDSync:
     def detach(self) -> None:
         self._release()
         self._reducer.close()
-        for part in (self._warm, self._coded):
-            if isinstance(part, CompressedExchange):
-                part.close()
-            elif part is not None:
-                part.detach()
+        if self._warm is not None:
+            self._warm.detach()
+        if self._coded is not None:
+            self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Sync.state_dict`; replicas are equal then, so what counts is what is remembered from round to round."""
+        """Give what is remembered from round to round; replicas are equal then."""
         units = self._units
         coded = {} if self._coded is None or not units else self._coded.state_dict()
         return {

@@ -19,7 +19,6 @@ from paceline.codec.codec import Codec, lift
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
-from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import Outer, average
@@ -72,5 +71,5 @@ class LocalSGD:
         if self.alpha and not self.delay:
             raise UsageError(f"{self!r}: alpha mixes what is late; give delay too, or leave alpha out")
 
-    def begin(self, context: SyncContext) -> Sync:
+    def begin(self, context: SyncContext) -> LocalSGDSync:
         return LocalSGDSync(context, self)

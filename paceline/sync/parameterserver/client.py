@@ -80,10 +80,6 @@ class ParameterServerSync:
         return self.free
 
     @property
-    def has_sync_points(self) -> bool:
-        return not self.free
-
-    @property
     def free(self) -> bool:
         """Whether workers are not in lockstep."""
         return self.pace.free and (len(self.workers) > 1 or self.context.survives)
@@ -318,8 +314,6 @@ class ParameterServerSync:
         self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
         return total
 
-    def stepped(self, optimizer: Optimizer) -> None: ...
-
     def commit(self) -> None:
         self.wrapper.commit()
         self.pace.commit()
@@ -332,10 +326,6 @@ class ParameterServerSync:
         if isinstance(self.pace, ElasticBulkSynchronous):
             self.release()
             self.pace.abort()
-
-    def replicated_state(self) -> dict[str, Tensor] | None:
-        """See `Sync.replicated_state`: in lockstep all workers read the same parameters after each step."""
-        return None if self.free else {}
 
     def converge(self) -> None:
         self.coming.arrive()
@@ -385,17 +375,6 @@ class ParameterServerSync:
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         """See `Sync.load_from_peer`: all there is lies on servers, or came with the parameters."""
-
-    @property
-    def has_unreplicated_state(self) -> bool:
-        """See `Sync.has_unreplicated_state`: what optimizers remember lies on servers."""
-        return False
-
-    def unreplicated_state(self) -> dict[str, Any] | None:
-        return None
-
-    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        return False
 
     def detach(self) -> None:
         left, pool = self.wires.left, None if self._endpoints is None else self._endpoints.pool

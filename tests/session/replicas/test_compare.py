@@ -311,8 +311,12 @@ NEVER: list[Strategy] = [pl.Gossip(), pl.LocalSGD(4, fragments=2), pl.LocalSGD(4
 @pytest.mark.parametrize("sync", NEVER, ids=repr)
 def test_strategies_whose_replicas_differ_always(sync: Strategy) -> None:
     def body(run: Run) -> Trained:
-        watch: Injury = lambda model, opt: levels.append(run._backward.sync.replicated_state())  # noqa: E731
         levels: list[Any] = []
+        replicated = run._own.abilities.replicated
+
+        def watch(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+            levels.append(None if replicated is None else replicated.replicated_state())
+
         found = train(run, {(1, 1): flipping("scale", 0)} | {(0, step): watch for step in range(1, 102)}, steps=102, batch=2)
         assert set(map(type, levels)) <= {type(None)}
         return found

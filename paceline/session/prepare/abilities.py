@@ -1,0 +1,28 @@
+"""What the running strategy can beyond the core: the only place that asks."""
+
+from __future__ import annotations
+
+from paceline.sync.abilities import (
+    Abilities,
+    Converging,
+    LendsGradients,
+    Recoverable,
+    RemoteOptimizer,
+    Replicated,
+    StepObserver,
+    Unreplicated,
+)
+from paceline.sync.base import Sync
+
+
+def resolve(sync: Sync) -> Abilities:
+    """Find out what this strategy can."""
+    return Abilities(
+        observer=sync if isinstance(sync, StepObserver) else None,
+        converging=sync if isinstance(sync, Converging) else None,
+        replicated=sync if isinstance(sync, Replicated) else None,
+        recoverable=sync if isinstance(sync, Recoverable) else None,
+        unreplicated=sync if isinstance(sync, Unreplicated) else None,
+        lender=sync if isinstance(sync, LendsGradients) else None,
+        remote=sync if isinstance(sync, RemoteOptimizer) else None,
+    )

@@ -1,0 +1,193 @@
+"""What a strategy has to be, what only some can, and who asks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import paceline as pl
+from paceline.session.replicas.compare import Comparison
+from paceline.session.run import Run
+from paceline.sync import abilities
+from paceline.sync.allreduce import AllReduceSync
+from paceline.sync.base import Slot, Strategy, Sync
+from paceline.sync.context import SyncContext
+from tests.runs import alone, batches, distance, parameters, workers
+
+PACKAGE = Path(pl.__file__).parent
+CORE = {"attach", "ready", "backward_done", "commit", "abort", "detach", "state_dict", "load_state_dicts"}
+FLAGS = {"replicas_diverge", "exchanges_in_backward"}
+CAN = {name for name, ability in vars(abilities).items() if getattr(ability, "_is_runtime_protocol", False)}
+
+
+def ready(run: Run) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batches())
+
+
+def advance(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    opt.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    opt.step()
+
+
+def members(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_a_strategy_is_a_core_of_eight() -> None:
+    assert members(Sync) == CORE | FLAGS
+
+
+class Bare:
+    """A strategy with nothing but the core: `AllReduceSync`, and whoever asks for more finds nothing."""
+
+    replicas_diverge = False
+    exchanges_in_backward = True
+
+    def __init__(self, inner: AllReduceSync) -> None:
+        self._inner = inner
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        self._inner.attach(slots)
+
+    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+        self._inner.ready(number, grad, scale)
+
+    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+        return [(number, mean.clone()) for number, mean in self._inner.backward_done(where)]
+
+    def commit(self) -> None:
+        self._inner.commit()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def detach(self) -> None:
+        self._inner.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        self._inner.load_state_dicts(states)
+
+
+class BareAllReduce:
+    def begin(self, context: SyncContext) -> Bare:
+        return Bare(pl.AllReduce().begin(context))
+
+
+def test_the_core_is_enough_to_train_evaluate_compare_save_and_resume(tmp_path: Path) -> None:
+    def train(run: Run) -> dict[str, Tensor]:
+        model, opt, loader = ready(run)
+        for _ in run.epochs(1):
+            for x, y in loader:
+                advance(model, opt, x, y)
+        with torch.no_grad():
+            for x, _ in loader:
+                model(x)
+        run.save()
+        found = parameters(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        assert run.resume(run.folder.path)
+        assert distance(parameters(model), found) == 0
+        return found
+
+    assert workers(2, lambda run: run._own.abilities, strategy=BareAllReduce()) == [abilities.Abilities()] * 2
+    assert distance(workers(2, train, strategy=BareAllReduce(), comparison=Comparison(1))[0], alone(train)) < 1e-12
+
+
+ABLE: list[tuple[Strategy, set[str]]] = [
+    (pl.AllReduce(), {"recoverable", "unreplicated", "lender"}),
+    (pl.LocalSGD(4), {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"}),
+    (pl.Gossip(), {"observer", "converging", "recoverable"}),
+    (pl.ParameterServer(), {"converging", "recoverable", "remote"}),
+    (
+        pl.Sequence((pl.AllReduce(), "local"), (pl.LocalSGD(4), "host")),
+        {"observer", "converging", "replicated", "recoverable", "unreplicated", "lender"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "able"), ABLE, ids=repr)
+def test_what_each_strategy_can(strategy: Strategy, able: set[str]) -> None:
+    def found(run: Run) -> set[str]:
+        return {name for name, ability in vars(run._own.abilities).items() if ability is not None}
+
+    assert workers(2, found, strategy=strategy) == [able, able]
+
+
+def test_no_step_of_plain_all_reduce_asks_for_more_than_the_core() -> None:
+    """Only what is named here is called between the first turn and the end, evaluation and `save` included."""
+    asked: set[str] = set()
+
+    class Watched(AllReduceSync):
+        def __getattribute__(self, name: str) -> Any:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    class Watching:
+        def begin(self, context: SyncContext) -> Sync:
+            made: Any = pl.AllReduce().begin(context)
+            made.__class__ = Watched
+            return made  # type: ignore[no-any-return]
+
+    def train(run: Run) -> None:
+        model, opt, loader = ready(run)
+        asked.clear()
+        for x, y in loader:
+            advance(model, opt, x, y)
+        run.save()
+
+    workers(1, train, strategy=Watching())
+    workers(2, train, strategy=Watching())
+    assert {name for name in asked if not name.startswith("_")} <= CORE | FLAGS | {"overwrites"}
+
+
+# ---- who asks
+
+STRATEGIES = {"AllReduce", "LocalSGD", "Gossip", "ParameterServer", "Sequence"}
+RUNNING = {f"{name}Sync" for name in STRATEGIES} | {"PerAxisSync", "Sync", "Strategy", *CAN}
+
+
+def asks(tree: ast.AST) -> list[int]:
+    """The lines with an `isinstance` of a strategy, or of what only some can."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            kinds = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+            kinds |= {part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)}
+            found += [node.lineno] if kinds & (STRATEGIES | RUNNING) else []
+    return found
+
+
+def test_only_prepare_asks_what_a_strategy_is() -> None:
+    outside = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "session/prepare" not in path.parents]
+    found = {str(path.relative_to(PACKAGE)): lines for path in outside if (lines := asks(ast.parse(path.read_text())))}
+    assert not found, f"only session/prepare may ask what a strategy is: {found}; be handed `Abilities` instead"
+
+
+FOREIGN = re.compile(r"server|table\b|tables\b|\blost\b|\bloss(es)?\b|\bviews? changed|WorkerLost|LOSSES|RemoteOptimizer", re.IGNORECASE)
+PLAIN = ["sync/base.py", "sync/allreduce.py"]
+
+
+@pytest.mark.parametrize("path", PLAIN)
+def test_the_plain_path_knows_nothing_of_servers_tables_or_losses(path: str) -> None:
+    text = (PACKAGE / path).read_text()
+    assert not [line for line in text.splitlines() if FOREIGN.search(line)]
+
+
+def test_the_core_is_short() -> None:
+    assert len((PACKAGE / "sync/base.py").read_text().splitlines()) < 160
