@@ -121,7 +121,7 @@ ABLE: list[tuple[Strategy, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "able"), ABLE, ids=repr)
+@pytest.mark.parametrize(("strategy", "able"), ABLE, ids=[type(strategy).__name__ for strategy, _ in ABLE])
 def test_what_each_strategy_can(strategy: Strategy, able: set[str]) -> None:
     def found(run: Run) -> set[str]:
         return {name for name, ability in vars(run._own.abilities).items() if ability is not None}
