@@ -20,7 +20,7 @@ from paceline.sync import abilities
 from paceline.sync.allreduce import AllReduceSync
 from paceline.sync.base import Slot, Strategy, Sync
 from paceline.sync.context import SyncContext
-from tests.runs import alone, batches, distance, parameters, workers
+from tests.harness.runs import alone, batches, distance, parameters, workers
 
 PACKAGE = Path(pl.__file__).parent
 CORE = {"attach", "ready", "backward_done", "commit", "abort", "detach", "state_dict", "load_state_dicts"}

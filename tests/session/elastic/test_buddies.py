@@ -58,7 +58,7 @@ class Training:
     def begin(cls, run: Run, replicate: Replicate) -> Training:
         said: list[str] = []
         run._context.announce = said.append
-        buddies = BuddyReplication(run._context, run._own.sync, run._loop, replicate)
+        buddies = BuddyReplication(run._context, run._own.abilities.unreplicated, run._loop, replicate)
         run._loop.committed = buddies.committed
         return cls(run, model(), buddies, said)
 
