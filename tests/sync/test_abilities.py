@@ -29,8 +29,10 @@ CAN = {name for name, ability in vars(abilities).items() if getattr(ability, "_i
 
 
 def ready(run: Run) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model, generator = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # workers are threads here, and torch's own generator is the same for all of them
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
     return run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batches())
 
 
