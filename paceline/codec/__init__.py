@@ -1,1 +1,1 @@
-"""What goes on the wire: tensors made smaller, and the mean of a group through that."""
+"""Gradient compression: codings that make tensors smaller on the wire, and codecs that sum a group's tensors through them."""

@@ -1,4 +1,4 @@
-"""What a user types for a codec that is chosen while training: `auto`."""
+"""The codec `auto`, which is chosen while training; here as a user types it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class auto:
-    """Exact at first; after a dozen steps the best of `candidates`, if it promises steps that are 1.1 times as fast. Said in one line.
+    """Exact at first; after a dozen steps the best of `candidates`, if it promises steps that are 1.1 times as fast. Announced in one line.
 
-    The candidates that are there by default lose too little for the loss to tell.
+    The default candidates lose too little for the loss to show it.
     """
 
     candidates: tuple[Codec | Coding, ...] = field(default_factory=lambda: (half(), int8()))
@@ -30,5 +30,5 @@ class auto:
 
     @property
     def stages(self) -> int:
-        """The most that one of them has."""
+        """The largest number of stages of any candidate."""
         return max(lift(candidate).stages for candidate in self.candidates)

@@ -1,4 +1,4 @@
-"""The sum of a group through a coding, the same bits on every rank; what is lost on the way may be kept and sent later.
+"""Codecs: the sum of a group through a coding, the same bits on every rank; what is lost may be kept as a residual and sent later.
 
     gathered    every rank sends its message to all, all decode and add them in rank order            n payloads, one stage
     scattered   each piece goes to the rank that owns it; that one adds, encodes the sum again,       2 payloads, two stages
@@ -30,10 +30,10 @@ State = dict[str, Any]  # of tensors, numbers and such dicts
 
 
 class Sum(NamedTuple):
-    """What has come of a sum."""
+    """The result of a sum: the total, and how to subtract what has arrived."""
 
     total: Tensor  # the same bits on every rank
-    settle: Callable[[Tensor], None]  # takes off a tensor, which may be what was given, what of mine is in the total
+    settle: Callable[[Tensor], None]  # subtracts this rank's part of the total from a tensor, perhaps the one that was given
     state: State
 
 
@@ -42,10 +42,10 @@ Way = Generator[Work[Any], Any, Sum]
 
 @dataclass(frozen=True)
 class Wire:
-    """What a codec sends through: a group of the same ranks for each stage; and the circumstances of this sum.
+    """The groups that a codec sends through, one of the same ranks for each stage; and the circumstances of this sum.
 
     `scale` is what gradients are multiplied by (of a GradScaler): residuals are kept without it. `step` counts the sums before this one.
-    `draw` is what is drawn by chance from.
+    `draw` is the source of random draws.
     """
 
     groups: tuple[Group, ...]
@@ -59,7 +59,7 @@ class Wire:
         return self.groups[0]
 
     def after(self, stages: int) -> Wire:
-        """The same, so many stages later."""
+        """Make a wire that begins so many stages later."""
         return replace(self, groups=self.groups[stages:])
 
 
@@ -70,15 +70,15 @@ class Codec(Protocol):
 
     @property
     def stages(self) -> int:
-        """How often `sum` yields, at most."""
+        """The largest number of times that `sum` yields."""
         ...
 
     def choose(self, name: str, shape: Size) -> Codec:
-        """The codec for a tensor with this name and shape: itself, unless it decides by those."""
+        """Choose the codec for a tensor with this name and shape: itself, unless it decides by those."""
         ...
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        """The state at the beginning."""
+        """Make the state at the beginning."""
         ...
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
@@ -88,13 +88,13 @@ class Codec(Protocol):
 
 @runtime_checkable
 class Summing(Protocol):
-    """What tells a codec from a coding."""
+    """Tells a codec from a coding."""
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way: ...
 
 
 def lift(given: Codec | Coding) -> Codec:
-    """A codec from what is written: `exact()` is the group's own sum; other codings are gathered if they are sparse, else scattered."""
+    """Make a codec of a codec or coding: `exact()` is the group's own sum; others are gathered if they are sparse, else scattered."""
     if isinstance(given, Summing):
         return given
     if isinstance(given, exact):
@@ -105,7 +105,7 @@ def lift(given: Codec | Coding) -> Codec:
 
 
 class _Simple:
-    """What codecs without choice and without state share."""
+    """The common part of codecs without choice and without state."""
 
     def choose(self, name: str, shape: Size) -> Any:
         return self
@@ -129,7 +129,7 @@ class plain(_Simple):
 
 @dataclass(frozen=True)
 class gathered(_Simple):
-    """Every rank gets every message: n payloads come in. Best for few ranks, and for what adds up badly in small form, such as topk."""
+    """Every rank gets every message: n payloads come in. Best for few ranks, and for codings whose sum is no smaller, such as topk."""
 
     coding: Coding
 
@@ -150,7 +150,7 @@ class gathered(_Simple):
 class scattered(_Simple):
     """Every rank adds one piece and sends the sum, encoded again, to all: two payloads, for any number of ranks.
 
-    What the second encoding loses counts as lost by the rank that owns the piece.
+    The loss of the second encoding counts as lost by the rank that owns the piece.
     """
 
     coding: Coding
@@ -189,7 +189,7 @@ class scattered(_Simple):
 
 @dataclass(frozen=True)
 class error_feedback:
-    """What `codec` loses is kept, and added to what is sent the next time.
+    """Keeps what `codec` loses as a residual, and adds that to what is sent the next time.
 
     The sum of all that arrived, plus what is kept, is the sum of all that was given. When the total isn't finite (a GradScaler will skip
     the step) nothing is kept of it. State: a residual as large as the tensors.
@@ -231,16 +231,16 @@ class error_feedback:
 
 @runtime_checkable
 class Predicate(Protocol):
-    """What tensors `where` is asked about."""
+    """The question that `where` asks about tensors."""
 
     def holds(self, name: str, shape: Size) -> bool:
-        """Whether it holds for a tensor with this name and shape."""
+        """Whether the answer is yes for a tensor with this name and shape."""
         ...
 
 
 @dataclass(frozen=True)
 class smaller:
-    """Tensors with fewer than `numel` elements."""
+    """Selects tensors with fewer than `numel` elements."""
 
     numel: int
 
@@ -252,7 +252,7 @@ class smaller:
 
 @dataclass(frozen=True)
 class named:
-    """Tensors whose name fits a pattern of the shell: `named("*.bias")`."""
+    """Selects tensors whose name fits a pattern of the shell: `named("*.bias")`."""
 
     pattern: str
 
@@ -264,7 +264,7 @@ class named:
 
 @dataclass(frozen=True)
 class where:
-    """`then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`."""
+    """Uses `then` for tensors for which `predicate` holds, `otherwise` for the others: `where(smaller(10_000), exact(), int8())`."""
 
     predicate: Predicate
     then: Codec | Coding
@@ -293,7 +293,7 @@ class where:
 
 @dataclass(frozen=True)
 class after:
-    """`codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up."""
+    """Uses `codec` from the sum number `steps` on (0 is the first), `before` until then: a warm-up."""
 
     steps: int
     codec: Codec | Coding
@@ -323,17 +323,17 @@ class after:
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all of `x` is finite; looks closer only where its sum isn't."""
+    """Whether all of `x` is finite; looks closer only where the sum isn't."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def keeps(state: State) -> bool:
-    """Whether a residual is somewhere in it."""
+    """Whether a state holds a residual somewhere."""
     return any(key == "residual" or (isinstance(value, dict) and keeps(value)) for key, value in state.items())
 
 
 def residuals(state: State) -> State:
-    """What of it is kept by this rank alone: all else is the same on all ranks."""
+    """The residuals of a state, which this rank alone keeps: all else is the same on all ranks."""
     return {
         key: residuals(value) if isinstance(value, dict) else value
         for key, value in state.items()
@@ -342,14 +342,14 @@ def residuals(state: State) -> State:
 
 
 def alike(state: State, other: State) -> bool:
-    """Whether two hold residuals of the same tensors, so that they can be merged."""
+    """Whether two states hold residuals of the same tensors, so that they can be merged."""
     return state.keys() == other.keys() and all(
         alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape for key, value in state.items()
     )
 
 
 def merge(states: Sequence[State]) -> State:
-    """The state of a rank that goes on for several, itself first: it sends later what they have kept; all else is the first one's.
+    """Merge states into one of a rank that goes on for several, itself first: it sends later what they kept; all else is the first one's.
 
     Residuals are parts of a sum, so their sum is what has to survive when ranks leave.
     """
@@ -364,7 +364,7 @@ def merge(states: Sequence[State]) -> State:
 
 
 def fresh(state: State) -> State:
-    """The state of a rank that has joined those with `state`: it has kept nothing yet."""
+    """Make the state of a rank that has joined those with `state`: it has kept nothing yet."""
     made: State = {}
     for key, value in state.items():
         made[key] = torch.zeros_like(value) if key == "residual" else fresh(value) if isinstance(value, dict) else value
@@ -376,6 +376,6 @@ def _take(y: Tensor, x: Tensor) -> None:
 
 
 def _sparse(coding: Coding) -> bool:
-    """Whether it keeps few elements, so that the sum of two has more."""
+    """Whether a coding keeps few elements, so that the sum of two has more."""
     outer = getattr(coding, "outer", coding)
     return bool(_sparse(outer)) if outer is not coding else hasattr(coding, "fraction")

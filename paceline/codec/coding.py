@@ -1,4 +1,4 @@
-"""One tensor, smaller, and back: local, without state, and of a size that is known before there is a value.
+"""Codings: one tensor, smaller, and back: local, without state, and of a size that is known before there is a value.
 
     x (1-D float32)  --encode-->  message: parts of fixed dtypes and lengths  --decode-->  about x
 
@@ -8,7 +8,7 @@
                                   /   \\      |
                              levels scales indices
 
-Messages of a coding have one layout for one length, so whoever receives knows how much comes. Decoding multiplies and then adds, never
+Messages of a coding have one layout for one length, so the receiver knows how much comes. Decoding multiplies and then adds, never
 both at once: processors that fuse the two give other bits, and every rank has to get the same.
 """
 
@@ -25,12 +25,12 @@ from paceline.errors import UsageError
 from paceline.formatting import spell
 
 SPAN = 128 << 10  # elements that are worked on together, so that what lies between stays in the cache
-NARROWED = "through a codec float64 travels as float32"  # what a strategy says once
+NARROWED = "through a codec float64 travels as float32"  # announced once by a strategy
 Message = Sequence[Tensor]
 
 
 class WirePart(NamedTuple):
-    """A piece of a message; `values` says that it holds numbers that another coding may make smaller."""
+    """A part of a message; `values` says that it holds numbers that another coding may make smaller."""
 
     dtype: torch.dtype
     numel: int
@@ -38,7 +38,7 @@ class WirePart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its length on the wire."""
+        """Bytes of the part on the wire."""
         return self.numel * self.dtype.itemsize
 
 
@@ -50,7 +50,7 @@ class Coding(Protocol):
         ...
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        """Write `x` into the parts of `message`. What is drawn by chance comes from `draw` (None: torch's own generator)."""
+        """Write `x` into the parts of `message`. Random numbers come from `draw` (None: torch's own generator)."""
         ...
 
     def decode(self, message: Message, out: Tensor) -> None:
@@ -68,7 +68,7 @@ def nbytes(coding: Coding, numel: int) -> int:
 
 
 def room(coding: Coding, numel: int, device: torch.device | str = "cpu") -> tuple[Tensor, list[Tensor]]:
-    """An empty message: all its bytes in one tensor, and its parts in there."""
+    """Make an empty message: all its bytes in one tensor, and its parts in there."""
     whole = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
     return whole, parts(coding, numel, whole)
 
@@ -84,7 +84,7 @@ def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
 
 
 def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the stretches in which a tensor is worked on, multiples of `unit`; on a GPU all at once."""
+    """Cut a tensor into (start, stop) of stretches to work on, multiples of `unit`; on a GPU all at once."""
     width = max(1, SPAN // unit) * unit if x.device.type == "cpu" else max(1, x.numel())
     for start in range(0, x.numel(), width):
         yield start, min(start + width, x.numel())
@@ -92,7 +92,7 @@ def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class exact:
-    """float32 as it is: four bytes an element."""
+    """Sends float32 as it is: four bytes an element."""
 
     __repr__ = spell
 
@@ -111,7 +111,7 @@ class exact:
 
 @dataclass(frozen=True)
 class compose:
-    """`inner` on the values that `outer` leaves: `compose(topk(0.01), int8())`. As many codings as one likes, from left to right."""
+    """Applies `inner` to the values that `outer` leaves: `compose(topk(0.01), int8())`. Takes any number of codings, from left to right."""
 
     outer: Coding
     inner: Coding

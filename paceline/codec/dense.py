@@ -30,7 +30,7 @@ BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1, gives their bits in
 
 
 class _NarrowFloat:
-    """Another floating-point type."""
+    """A coding as another floating-point type."""
 
     kind: torch.dtype
 
@@ -46,7 +46,7 @@ class _NarrowFloat:
 
 @dataclass(frozen=True)
 class half(_NarrowFloat):
-    """float16: two bytes an element, 11 significant bits; what is larger than 65,504 becomes that."""
+    """float16: two bytes an element, 11 significant bits; values larger than 65,504 become that."""
 
     __repr__ = spell
     kind = torch.float16
@@ -72,7 +72,7 @@ class bfloat16(_NarrowFloat):
 
 
 class _Blocks:
-    """What codings in blocks share: `_write` and `_read` work on some rows, one block each."""
+    """The common part of codings in blocks: `_write` and `_read` work on some rows, one block each."""
 
     block: int
     packed: int = 1  # levels in a byte
@@ -99,7 +99,7 @@ class _Blocks:
             (rows.sub_ if minus else rows.add_)(piece)
 
     def _rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Whole blocks as rows, with their scales and levels; then the block that is shorter, as a row of its own."""
+        """Iterate over whole blocks as rows, with their scales and levels; then the shorter block, as a row of its own."""
         scales, levels = message
         whole = x.numel() // self.block * self.block
         for start, stop in spans(x[:whole], self.block):
@@ -117,7 +117,7 @@ class _Blocks:
 
 
 class _Levels(_Blocks):
-    """Whole levels up to `top`, as many above zero as below."""
+    """Codes values as whole levels up to `top`, as many above zero as below."""
 
     rounding: Rounding
     top: int
@@ -128,7 +128,7 @@ class _Levels(_Blocks):
             raise UsageError(f"rounding={self.rounding!r} is unknown; {choices(str(self.rounding), ROUNDINGS)}")
 
     def _levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
-        """The levels, as float32; `scales` is written."""
+        """Compute the levels, as float32; `scales` is written."""
         low, high = torch.aminmax(rows, dim=1)
         scale = torch.maximum(high, low.neg_()).mul_(1 / self.top)
         scales.copy_(scale)
@@ -188,8 +188,8 @@ class int4(_Levels):
 class sign(_Blocks):
     """One bit an element: its sign; and for each `block` of them the mean of their sizes (1-bit SGD, Seide et al. 2014).
 
-    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the blocks, the less what is small
-    drowns among what is large. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that again.
+    With SGD it needs `error_feedback` around it, with Adam it does as well without. The smaller the blocks, the less the small
+    drown among the large. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that again.
     """
 
     block: int = 64

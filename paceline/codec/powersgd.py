@@ -26,7 +26,7 @@ SEED = 1909  # of the first Q, the same on every rank
 
 
 class _Matrices(NamedTuple):
-    """Where a tensor lies in the flat one, and the matrix that it is; without one it is sent as it is."""
+    """Where a tensor lies in the flat one, and its matrix; without one it is sent as it is."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class _Matrices(NamedTuple):
 
 @dataclass(frozen=True)
 class powersgd:
-    """Matrices of rank `rank`; a tensor of more dimensions is one with its first against all others. `inner` is how P and Q travel.
+    """Sums matrices with rank `rank`; a tensor of more dimensions is one with its first against all others. `inner` is how P and Q travel.
 
     Vectors, and matrices that would not become smaller, travel with P as they are. Loses so much that it needs `error_feedback` around it.
     On processors of different kinds the products may differ in their last bits.
@@ -106,7 +106,7 @@ class powersgd:
         return found
 
     def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
-        """The shapes of what travels: P with the tensors that are no matrices (side 0), or Q (side 1)."""
+        """The shapes of the tensors that travel: P with the tensors that are no matrices (side 0), or Q (side 1)."""
         found = []
         for cut in cuts:
             if cut.matrix:

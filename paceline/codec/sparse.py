@@ -25,7 +25,7 @@ MARGIN = 1.25  # so many times the wanted number is hoped for beyond the guessed
 
 
 class _Picked:
-    """Values, and indices that `_where` finds in the rest of the message."""
+    """A coding of values, and of indices that `_where` finds in the rest of the message."""
 
     fraction: float
 
@@ -49,7 +49,7 @@ class _Picked:
 
 @dataclass(frozen=True)
 class topk(_Picked):
-    """The `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
+    """Keeps the `fraction` of largest size, with their indices: eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
 
     `threshold="sampled"` finds them several times faster: a sample says from which size on elements count, so a few of the largest may be
     missed where sizes are spread unevenly. What it picks depends on the values alone, not on chance.
@@ -98,7 +98,7 @@ class topk(_Picked):
 
 @dataclass(frozen=True)
 class randomk(_Picked):
-    """A random `fraction` of the elements, other ones each time: four bytes for each, and eight for the seed (Stich et al. 2018).
+    """Keeps a random `fraction` of the elements, other ones each time: four bytes for each, and eight for the seed (Stich et al. 2018).
 
     One is drawn from each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
     """

@@ -1,1 +1,1 @@
-"""Which samples go to which worker."""
+"""Data: which samples go to which worker, for map-style data sets and for streams."""

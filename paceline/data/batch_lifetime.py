@@ -1,4 +1,4 @@
-"""What was lent to a script with a batch: its tensors, for as long as somebody holds them."""
+"""The lifetime of a batch: which of its tensors a script still holds after its turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEMS = (list, tuple)
 
 
 def lent(batch: Any) -> Lent:
-    """References to the tensors and arrays of `batch`, which a list of the caller's holds: none to those that a data set has itself."""
+    """Make references to the tensors and arrays of `batch`, which a caller's list holds: none to those that a data set has itself."""
     found: Lent = []
     if sys.getrefcount(batch) <= _WHOLE:
         _collect(batch, found, _FRESH)
@@ -25,17 +25,17 @@ def lent(batch: Any) -> Lent:
 
 
 def alive(batch: Lent) -> bool:
-    """Whether something of it is still held."""
+    """Whether a tensor of the batch is still held."""
     return any(reference() is not None for reference in batch)
 
 
 def places(batch: Lent) -> set[int]:
-    """Where in memory the tensors of it lie that are still held."""
+    """The addresses of the batch's tensors that are still held."""
     return set(memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor)))
 
 
 def memory(values: Iterable[Any]) -> Iterator[int]:
-    """Where in memory the tensors among these values lie, and those in dicts, lists and tuples of them."""
+    """The addresses of the tensors among these values, and of those in dicts, lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):  # what vmap makes has none
@@ -61,7 +61,7 @@ def _collect(value: Any, found: Lent, most: int) -> None:
 
 
 def _held_by_one_list() -> tuple[int, int]:
-    """How many references `lent` counts to a batch that a list alone holds, and `_collect` to a tensor in it."""
+    """Count the references that `lent` sees to a batch that a list alone holds, and `_collect` to a tensor in it."""
     counts: list[int] = []
 
     def count(value: Any) -> None:

@@ -1,6 +1,6 @@
-"""Map-style data where workers are not in lockstep: each takes its next samples when it is ready for them.
+"""Dynamic dealing of map-style data, where workers are not in lockstep: each takes its next samples when it is ready for them.
 
-    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        whoever asks first gets the next piece
+    global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...        the first to ask gets the next piece
 
 All indices of an epoch are drawn before it begins, as long as they are not too many; then the workers meet for the next part of it.
 """
@@ -24,7 +24,7 @@ PART = 1 << 20  # indices, about, that are drawn at a time
 
 
 class StepSamples(NamedTuple):
-    """What a step consists of: my samples, in so many micro-batches, of a global batch of `whole`."""
+    """The samples of a step: this worker's, in so many micro-batches, of a global batch of `whole`."""
 
     samples: int
     micros: int
@@ -32,7 +32,7 @@ class StepSamples(NamedTuple):
 
 
 class QueueFeed(IndexFeed):
-    """The index lists of one worker: it takes a piece each time its DataLoader asks for one."""
+    """The index lists of one worker, which takes a piece each time its DataLoader asks for one."""
 
     def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
@@ -67,18 +67,18 @@ class QueueFeed(IndexFeed):
 
     @property
     def size(self) -> int:
-        """The samples of a global batch; of the first one here, where they are of many sizes."""
+        """Number of samples of a global batch; of the first one here, where they are of many sizes."""
         assert self.indices is not None
         return self.terms.loader.batch_size or len(self.indices.batch(self.indices.first) or [0])
 
     @property
     def most(self) -> int:
-        """How many samples I take at a time: my share of a global batch."""
+        """How many samples this worker takes at a time: its share of a global batch."""
         return self.terms.shares(self.size)[self.terms.rank]
 
 
 class DynamicPipeline(IndexedPipeline):
-    """The pipeline of a map-style data set whose samples are taken from a desk; in evaluation it deals as `IndexedPipeline` does."""
+    """The pipeline of a map-style data set that takes samples from a `SampleQueue`; in evaluation it deals as `IndexedPipeline` does."""
 
     def __init__(self, terms: LoaderSpec, sample_queue: SampleQueue) -> None:
         super().__init__(terms)
@@ -134,7 +134,7 @@ class DynamicPipeline(IndexedPipeline):
         return GlobalBatch(taken.samples, taken.micros, self._rest(first, taken.micros), weights, float(taken.whole), [None] * taken.micros)
 
     def _first(self) -> MicroBatchPart | None:
-        """What was read for the first part of the next piece; None where the epoch is over."""
+        """Read the first part of the next piece; None where the epoch is over."""
         while True:
             found = self._next()
             if found is not None:
@@ -160,7 +160,7 @@ class DynamicPipeline(IndexedPipeline):
             yield found
 
     def _further(self) -> bool:
-        """All have taken what there was: meet for the next part of the epoch. False at its end."""
+        """Meet for the next part of the epoch, as all have taken what there was. False at its end."""
         indices = self._found
         start = indices.high
         with self._sample_queue.together():
@@ -174,7 +174,7 @@ class DynamicPipeline(IndexedPipeline):
         return None if self.terms.training else super().peek()
 
     def regroup(self, index: int) -> None:
-        """What is left of the part is dealt to the workers that there are now."""
+        """Deal what is left of the part to the present workers."""
         if not self.terms.training:
             super().regroup(index)
             return
@@ -182,7 +182,7 @@ class DynamicPipeline(IndexedPipeline):
         self._depth()
         indices.regroup(self.terms.agreement, start)
         indices.refill(start)
-        indices.batch(start)  # drawn now, where I am alone
+        indices.batch(start)  # drawn now, where this worker is alone
         self._feed.go(indices, start)
         self.primed(start)
         self._open(rng.twin(self.terms.loader.generator))

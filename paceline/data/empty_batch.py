@@ -1,4 +1,4 @@
-"""A batch of no rows, as a collate function would make it: told by how its batches of one sample and of two differ.
+"""A batch of no rows, as a collate function would make it: derived from how its batches of one sample and of two differ.
 
 one sample     {"image": [1, 3, 8], "boxes": [[4, 4]],         "name": ("a",),     "n": 1, "anchors": [9, 4]}
 twice          {"image": [2, 3, 8], "boxes": [[4, 4], [4, 4]], "name": ("a", "a"), "n": 2, "anchors": [9, 4]}
@@ -24,9 +24,9 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
-    """`one` with no rows, where `one` is a batch of one sample and `two` of twice that sample: what grows from one to the other are rows.
+    """Make `one` with no rows, where `one` is a batch of one sample and `two` of twice that sample: what grows between them are rows.
 
-    Raises `DataError` for what has changed otherwise, with its type, and where nothing has grown; unless `surely`, `one` is given then.
+    Raises `DataError` for values that have changed otherwise, with their type, and where nothing has grown (gives `one` unless `surely`).
     """
     emptier = _Emptier()
     try:
@@ -41,7 +41,7 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
 
 
 def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
-    """What `collate` would make of no samples, told by what it makes of this one; of copies, as it may change its samples."""
+    """Make what `collate` would make of no samples, from what it makes of this one; of copies, as it may change its samples."""
     return emptied(collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely)
 
 
@@ -82,7 +82,7 @@ class _Emptier:
         return one[(slice(None),) * dim + (slice(self._left(one, one.shape[dim], two.shape[dim])),)]
 
     def _left(self, value: Any, one: int, two: int) -> int:
-        """How long it is without rows: nothing is left of rows, and one of the edges between them."""
+        """Length without rows: nothing is left of rows, and one of the edges between them."""
         left = 2 * one - two
         if left < 0:
             raise _unable(value)
@@ -116,7 +116,7 @@ class _Emptier:
 
 
 def _same(one: Any, two: Any) -> Any:
-    """What is no row stays as it is, if it is the same for one sample and two."""
+    """Keep a value that is no row, if it is the same for one sample and two."""
     a, b = torch.as_tensor(one), torch.as_tensor(two)
     if a.dtype != b.dtype or not torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True):
         raise _unable(one)

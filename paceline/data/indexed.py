@@ -1,4 +1,4 @@
-"""Map-style data: my share of the indices of each global batch goes through a DataLoader like the user's own."""
+"""Dealing of map-style data: this worker's share of each global batch's indices goes through a DataLoader like the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.data.spec import GlobalBatch, LoaderSpec, MicroBatchPart, Pipeline
 from paceline.errors import DataError
 
 READ_WHOLE = "each item of the data set is a whole batch here (batch_size=None): every worker reads it all and takes its rows along dim 0"
-TWICE: Final = "twice"  # the sample that was asked for is asked for twice next, which tells what of a batch are rows
+TWICE: Final = "twice"  # the sample that was asked for is asked for twice next, which shows what of a batch are rows
 
 
 class IndexFeed:
@@ -29,7 +29,7 @@ class IndexFeed:
         self.terms = terms
         self.indices: EpochIndices | None = None
         self.dealt: deque[tuple[int, MicroBatchPart]] = deque()
-        self.round = 0  # what was asked for in an earlier round is void
+        self.round = 0  # lists that were asked for in an earlier round are discarded
         self.ghosts = True  # what is asked for where a share is empty, as the terms were when it was begun with
         self._step = 0
         self._waiting: deque[tuple[Any, MicroBatchPart]] = deque()
@@ -49,7 +49,7 @@ class IndexFeed:
         return index
 
     def go(self, indices: EpochIndices, step: int) -> None:
-        """Go on at `step`; what was asked for before is void."""
+        """Go on at `step`; lists that were asked for before are discarded."""
         self.indices = indices
         self.round += 1
         self.ghosts = self.terms.ghosts
@@ -86,11 +86,11 @@ class IndexedPipeline(Pipeline):
         self._asked = -1  # the step asked for last
         self._left = 0  # parts of it that have not been read
         self._held: tuple[int, tuple[MicroBatchPart, Any]] | None = None  # what was read ahead for `peek`, and its round
-        self.at_once: int | None = None  # see `EpochIndices`
+        self.at_once: int | None = None  # as in `EpochIndices`
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
-        """A DataLoader draws its base seed and then its sampler; so it is here, draw for draw. In the middle of an epoch
-        the same order is drawn again, from the same generators, and skipped."""
+        """Begin an epoch with the draws of a DataLoader, draw for draw: its base seed, then its sampler. In the middle of an epoch
+        draw the same order again, from the same generators, and skip."""
         loader = self.terms.loader
         self.end()
         start, check, now = 0, None, None
@@ -122,7 +122,7 @@ class IndexedPipeline(Pipeline):
         return start
 
     def primed(self, start: int) -> None:
-        """The first indices are here, and nothing has been read yet."""
+        """Note that the first indices are here, and nothing has been read yet."""
 
     def step(self, index: int) -> GlobalBatch | None:
         indices = self._found
@@ -155,7 +155,7 @@ class IndexedPipeline(Pipeline):
         self._feed.go(self._found, index)
 
     def regroup(self, index: int) -> None:
-        self._depth()  # met by who joins
+        self._depth()  # a worker that joins makes this call, too
         self._found.regroup(self.terms.agreement, index)
         self.redeal(index)
 
@@ -214,7 +214,7 @@ class IndexedPipeline(Pipeline):
         return data if self.terms.ghosts else emptied(data, twice, surely=not self.terms.training)
 
     def _read(self) -> tuple[MicroBatchPart, Any]:
-        """The next part that isn't void, with what was read for it."""
+        """Read the next part that isn't discarded, with its batch."""
         held, self._held = self._held, None
         if held is not None and held[0] == self._feed.round:
             return held[1]
@@ -234,7 +234,7 @@ class IndexedPipeline(Pipeline):
 
 
 def like(loader: DataLoader[Any], feed: Any, seeds: torch.Generator, *, batched: bool, dataset: Any = None) -> DataLoader[Any]:
-    """A DataLoader that reads as `loader` does, where `feed` says; its base seed comes from `seeds`."""
+    """Make a DataLoader that reads as `loader` does, where `feed` says; its base seed comes from `seeds`."""
     index: dict[str, Any] = {"batch_sampler": feed} if batched else {"batch_size": None, "sampler": feed}
     return DataLoader(
         loader.dataset if dataset is None else dataset,

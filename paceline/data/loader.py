@@ -29,24 +29,24 @@ VERSION = 1
 
 @dataclass(slots=True)
 class Turn:
-    """One turn of the loop body: my part of a global batch, or of one of its micro-batches."""
+    """One turn of the loop body: this worker's part of a global batch, or of one of its micro-batches."""
 
     index: int  # step in the epoch
     epoch: int
     global_batch: int  # samples of the step, over all workers and micro-batches
-    share: int  # mine of this turn
-    weight: float  # mine of this turn: samples, or what `weigh` says
+    share: int  # this worker's of this turn
+    weight: float  # this worker's of this turn: samples, or what `weigh` says
     total: float  # the weights of the whole step, over all workers and micro-batches
-    ghost: bool  # the batch is not mine: weight 0, its gradients are to be replaced by zeros
+    ghost: bool  # the batch is another's: weight 0, its gradients are to be replaced by zeros
     micro: int
     last_micro: bool
     train: bool
-    scale: float  # what my gradients are multiplied by before they are summed over workers and micro-batches
+    scale: float  # the factor of this worker's gradients before they are summed over workers and micro-batches
     source: int | None = None  # where some worker has a ghost: the first one that has samples
 
 
 class LoaderObserver(Protocol):
-    """Who is called by a loader as it moves, in the thread that iterates it.
+    """Callbacks of a loader as it moves, in the thread that iterates it.
 
     `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step, and counts how often the workers have
     become others: the loader deals to those that there are now, once all have come to the same step.
@@ -61,26 +61,26 @@ class LoaderObserver(Protocol):
 
 
 class NoObserver:
-    """A Watcher that does nothing."""
+    """A LoaderObserver that does nothing."""
 
     def epoch_asked(self, loader: ShareLoader) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def generation(self, loader: ShareLoader) -> int:
-        """The workers stay."""
+        """Give 0: the workers stay."""
         return 0
 
     def epoch_begins(self, loader: ShareLoader) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def turn_ends(self, loader: ShareLoader) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def epoch_ends(self, loader: ShareLoader) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def deal(
@@ -108,10 +108,10 @@ def deal(
     into that many turns. `train` None: what torch.is_grad_enabled() is at iter(). `pad`: an empty share is a ghost (the first sample
     of the batch) in evaluation, too, and not a batch of no rows. For streams: `readers` "worker" (each worker
     reads everything) or "host" (the first of each host reads, `local` is the group of my host), or `shard="mine"` (the stream
-    gives each rank its own samples). `say` is told, once each, what costs more than one would think. `move` brings each batch to a device.
+    gives each rank its own samples). `say` is called, once each, with surprising costs. `move` brings each batch to a device.
     `sample_queue`: where workers that are not in lockstep take the samples of a training loader from.
 
-    Raises `DataError` for what can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
+    Raises `DataError` for a loader that can't be dealt: a DistributedSampler, a stream that shards itself, no length, no batch.
     """
     _check(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
@@ -138,7 +138,7 @@ def deal(
 
 
 class ShareLoader:
-    """An iterable over my share of each global batch; everything else (`dataset`, `batch_size`, ...) is the user's DataLoader's.
+    """An iterable over this worker's share of each global batch; everything else (`dataset`, `batch_size`, ...) is the user's DataLoader's.
 
     A step of `len()` is one global batch; with `accumulate=k` it takes k turns of the loop. `turn` is the present turn.
     """
@@ -155,7 +155,7 @@ class ShareLoader:
         self._round = 0  # counts iter()
         self._open = False  # between the first batch of an epoch and its end
         self._again = False  # the present step is to be dealt again
-        self._stale = False  # what was read ahead is dealt by shares that are no more
+        self._stale = False  # what was read ahead is dealt by outdated shares
         self._ending = False  # no further step of this epoch is wanted
         self._resumed: dict[str, Any] | None = None
         self._generation = 0  # of the workers that are dealt to
@@ -187,7 +187,7 @@ class ShareLoader:
 
     @property
     def length(self) -> int | None:
-        """`len()`, None where it isn't known."""
+        """The result of `len()`, None where it isn't known."""
         try:
             return len(self)
         except (TypeError, NotImplementedError):  # what a sampler or a stream without a length raises
@@ -221,7 +221,7 @@ class ShareLoader:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
         self.terms.agreement = agreement
         self.terms.shares = policy(shares, agreement.group.size)
-        self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as who joins in the middle of an epoch does
+        self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as a worker that joins in the middle of an epoch does
         if self._open:
             self._again = self.turn is not None
             self._pipeline.regroup(self._index)
@@ -230,7 +230,7 @@ class ShareLoader:
         return [self.epoch, step, self.terms.training, self.terms.accumulate]
 
     def _follow(self) -> bool:
-        """Deal to the workers that there are now; whether they have become others."""
+        """Deal to the present workers; whether they have changed."""
         found = False
         while (now := self.hooks.generation(self)) != self._generation:
             if self._pipeline.apart:
@@ -242,7 +242,7 @@ class ShareLoader:
         return found
 
     def peek(self) -> Any:
-        """In the loop body: my part of the next batch (or micro-batch) as it was read, for who can begin with it early; it stays the next.
+        """In the loop body: this worker's part of the next batch (or micro-batch) as it was read, for early use; it stays the next.
 
         None at the end of an epoch, and for streams, which are not known ahead. Waits for no other worker.
         """
@@ -253,7 +253,7 @@ class ShareLoader:
         self._ending = self._open
 
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
-        """Where this loader stands, the same on every worker: numbers, text and tensors.
+        """The position of this loader, the same on every worker: numbers, text and tensors.
 
         Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
         """
@@ -264,7 +264,7 @@ class ShareLoader:
         return {**head, **self._pipeline.state(self._index + 1 if done else self._index)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where `state_dict` was called, with any number of workers; the next iter() goes on there."""
+        """Return to where `state_dict` was called, with any number of workers; the next iter() goes on there."""
         if state.get("version") != VERSION or state["stream"] != isinstance(self._pipeline, StreamPipeline):
             kinds = ("a map-style data set", "a stream")
             raise DataError(
@@ -288,7 +288,7 @@ class ShareLoader:
                         held[0] = self.terms.move(held[0])
                     if turn.train and not self.terms.alone:
                         self.lent = lent(held[0])
-                    yield held.pop()  # by nobody but the script from here on
+                    yield held.pop()  # held by the script alone from here on
                     if mine != self._round:
                         raise DataError("a newer iter() of this loader has ended this one: a loader has one position")
                     self.hooks.turn_ends(self)
@@ -308,11 +308,11 @@ class ShareLoader:
             if step is None and self._pipeline.paused:
                 self._generation = self.hooks.generation(self)  # where all come together, and others are let in
                 self.regroup(self.terms.agreement, self.terms.reshared())
-            elif not self._follow():  # nobody was lost meanwhile
+            elif not self._follow():  # no worker was lost meanwhile
                 return step
 
     def _move(self) -> None:
-        """To the next step, or to the present one again."""
+        """Move to the next step, or to the present one again."""
         self.turn = None
         if not self._again:
             self._index += 1
@@ -326,7 +326,7 @@ class ShareLoader:
             self._pipeline.redeal(self._index)
 
     def _close(self) -> None:
-        """The end of an epoch that was run through or broken off, told to the watcher."""
+        """Tell the observer of the end of an epoch that was run through or broken off."""
         ended = self._open or self.turn is not None
         self.ran_through = self._open and self.turn is None
         if self.turn is not None:
@@ -345,7 +345,7 @@ class ShareLoader:
             self._index = 0
 
     def _parts(self, step: GlobalBatch) -> Iterator[tuple[Turn, list[Any]]]:
-        """The turns of a step, each with a list of its batch: who takes it out holds it alone."""
+        """The turns of a step, each with a list of its batch: the taker of the batch holds it alone."""
         for micro in range(step.micros):
             part = next(step.parts)
             weight, total = (part.share, step.global_batch) if step.weights is None else (step.weights[micro], step.total)
@@ -407,7 +407,7 @@ def _check(loader: DataLoader[Any], loss: str, weigh: Weigh | None, accumulate: 
 
 
 def check_options(loss: str, weigh: Weigh | None, accumulate: int) -> None:
-    """Raise `DataError` for what no loader can be dealt by."""
+    """Raise `DataError` for options by which no loader can be dealt."""
     if loss not in {"mean", "sum"}:
         raise DataError(f"loss is {loss!r}: it must be 'mean' or 'sum', as the loss function's reduction is")
     if loss == "sum" and weigh is not None:

@@ -1,4 +1,4 @@
-"""The reader of a stream: what a DataLoader's worker runs. It is told which batch to read, and how to cut it."""
+"""The reader of a stream, which a DataLoader's worker runs: commands say which batch to read, and how to cut it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BRIEF = 256  # elements of a tensor that its mark looks at
 
 
 class ReadStart(NamedTuple):
-    """Where the first read begins: batches that were consumed before, what the data set's state was, and the mark of those batches."""
+    """The start of a first read: batches that were consumed before, what the data set's state was, and the mark of those batches."""
 
     done: int
     state: Any
@@ -32,7 +32,7 @@ class ReadStart(NamedTuple):
 
 
 class ReadCommand(NamedTuple):
-    """What a reader is told. `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any more."""
+    """A command to a reader. `number` counts its batches (-1: nothing to do); those before `oldest` aren't asked for any more."""
 
     number: int
     oldest: int = 0
@@ -45,7 +45,7 @@ class ReadCommand(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """What a reader gives: of each wanted rank its parts, by micro-batch (or the one batch that the stream gave, uncut)."""
+    """The answer of a reader: of each wanted rank its parts, by micro-batch (or the one batch that the stream gave, uncut)."""
 
     samples: int
     parts: list[list[MicroBatchPart]]
@@ -79,7 +79,7 @@ class StreamReader(Dataset[Any]):
 
 
 class ReadState:
-    """How far a stream has been read, and the batches that may be asked for again."""
+    """The position of a reader in its stream, and the batches that may be asked for again."""
 
     def __init__(self, stream: Any, collate: Callable[[Any], Any], *, drop_last: bool) -> None:
         self.stream = stream
@@ -91,7 +91,7 @@ class ReadState:
         self._mark = 0  # of what was read so far
 
     def obey(self, command: ReadCommand) -> ReadResult:
-        """What a command asks for."""
+        """Carry out a command."""
         if command.start is not None:
             self._begin(command.start, command.batch)
         for old in [number for number in self._kept if number < command.oldest]:
@@ -149,7 +149,7 @@ class ReadState:
         return True
 
     def _state(self) -> Any:
-        """What the stream says where it is; None where it has nothing to say."""
+        """The stream's own state; None where it has none."""
         sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
         for source, of_iterator in sources:
             if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
@@ -169,14 +169,14 @@ class ReadState:
 
 
 def recut(cuts: Cuts, count: int) -> Cuts:
-    """How a last batch of `count` samples is cut: as the others are."""
+    """Cut a last batch of `count` samples as the others are."""
     ratios = [sum(shares[rank] for _, shares in cuts) for rank in range(len(cuts[0][1]))]
     micros = pieces(count, min(len(cuts), count))
     return tuple((first, proportional(stop - first, ratios)) for first, stop in micros)
 
 
 def _marked(sample: Any, count: int, before: int) -> int:
-    """A number that tells one stream from another: of how many samples a batch has and of the first one, as far as it can be told."""
+    """A number that tells one stream from another: of how many samples a batch has and of the first one, as far as possible."""
     try:
         body = pack(_brief(sample))
     except DataError:

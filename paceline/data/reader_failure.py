@@ -1,4 +1,4 @@
-"""The next batch of a DataLoader; and who was it, where one of its readers (processes) has died instead of giving one."""
+"""Failures of readers: gives the next batch of a DataLoader, or names the reader (process) that has died instead of giving one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ENDED_SECONDS = 2.0  # a broken connection is seen before the end of the process
 
 
 def read(batches: Iterator[Any], nothing: Any) -> Any:
-    """The next of `batches`, an iterator of a DataLoader; `nothing` at its end. Raises `DataError` where a reader has died.
+    """Read the next of `batches`, an iterator of a DataLoader; `nothing` at its end. Raises `DataError` where a reader has died.
 
-    What a data set raises in a reader comes here as it is, with the reader alive or ended in order.
+    An error that a data set raises in a reader comes here as it is, with the reader alive or ended in order.
     """
     try:
         return next(batches, nothing)
@@ -34,7 +34,7 @@ def read(batches: Iterator[Any], nothing: Any) -> Any:
 
 
 def _died(batches: Any, *, patient: bool) -> str | None:
-    """What there is to say of a reader that ended in disorder; None where none did. `patient`: one of them has, or is about to."""
+    """Describe a reader that ended in disorder; None where none did. `patient`: one of them has, or is about to."""
     readers = list(getattr(batches, "_workers", ()))
     if patient and readers:
         with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD says by it that one has ended
@@ -54,7 +54,7 @@ def _died(batches: Any, *, patient: bool) -> str | None:
 
 
 def _quieten(batches: Any) -> None:
-    """What is known now needn't be raised again by torch's handler of SIGCHLD, wherever this process is when the other readers end."""
+    """Keep torch's handler of SIGCHLD from raising again what is known now, wherever this process is when the other readers end."""
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False

@@ -1,4 +1,4 @@
-"""Where samplers take their randomness from: found, kept, put back, so that the same order can be drawn again."""
+"""Random generators of samplers: found, kept and put back, so that the same order can be drawn again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def put_own(loader: DataLoader[Any], state: State) -> None:
 
 
 def twin(generator: torch.Generator | None) -> torch.Generator:
-    """A generator that will give what `generator` (None: torch's own) would give now."""
+    """Make a generator that will give what `generator` (None: torch's own) would give now."""
     other = torch.Generator()
     other.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return other
@@ -122,7 +122,7 @@ def _python_tuple(state: list[Any]) -> tuple[Any, ...]:
 
 
 def _listed(value: Any) -> Any:
-    """A state of numpy's with its arrays as lists, so that it can be written as text."""
+    """Convert a state of numpy's, with its arrays as lists, so that it can be written as text."""
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "values": value.tolist()}
     if isinstance(value, np.generic):

@@ -61,7 +61,7 @@ class EpochIndices:
         self._high = start  # the first step that isn't here yet
         self._due = start  # the step at which all meet next
         self._end: int | None = None
-        self._fresh = True  # the generators stand where they stood when the epoch began
+        self._fresh = True  # the generators are where they were when the epoch began
         self._wanted: int | None = None
         self._states: dict[int, rng.State] = {}  # batches drawn -> the samplers' generators after that
         self._moved = 0
@@ -113,11 +113,11 @@ class EpochIndices:
         return min(self._batches, default=self._high)
 
     def sizes(self) -> list[int]:
-        """How many samples the batches have that are here."""
+        """The numbers of samples of the batches that are here."""
         return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
-        """A number that tells the order of all batches before `step`, to be compared on resume."""
+        """A number that identifies the order of all batches before `step`, to be compared on resume."""
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
@@ -131,13 +131,13 @@ class EpochIndices:
         self._wanted = mark
 
     def settle(self, step: int) -> None:
-        """The epoch ends before `step`: generators that were drawn from for later batches go back, as if nothing had been drawn ahead."""
+        """End the epoch before `step`: generators that were drawn from for later batches go back, as if nothing had been drawn ahead."""
         later = [drawn for drawn in self._states if drawn > step]
         if later:
             rng.put_own(self._loader, self._states[max((drawn for drawn in self._states if drawn <= step), default=min(later))])
 
     def _draw(self, count: int) -> list[Any]:
-        """The next `count` global batches from the user's samplers, fewer at the end."""
+        """Draw the next `count` global batches from the user's samplers, fewer at the end."""
         if self._source is None or self._drawn != self._high:
             self._reopen()
         assert self._source is not None
@@ -153,7 +153,7 @@ class EpochIndices:
         return batches
 
     def _remember(self, drawn: int) -> None:
-        """Keep what the samplers' generators are after so many batches, where they are drawn ahead and have moved."""
+        """Keep the state of the samplers' generators after so many batches, where they are drawn ahead and have moved."""
         if self.agreement.group.size == 1 and not self._ahead:
             return
         state = rng.own_state(self._loader)

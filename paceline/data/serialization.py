@@ -1,4 +1,4 @@
-"""Values as bytes and back: indices, batches and states that travel between workers. Nothing is pickled.
+"""Serialization of plain values: indices, batches and states that travel between workers. Nothing is pickled.
 
 None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and scalars, and tensors keep their types. Anything else
 raises `DataError`, which names the type.
@@ -22,7 +22,7 @@ ALIGN = 64
 
 
 def pack(value: Any, *, what: str = "this value", apart: list[Tensor] | None = None) -> bytes:
-    """`value` as bytes; tensors are put into the list `apart`, where there is one, and are not in the bytes then."""
+    """Write `value` as bytes; tensors are put into the list `apart`, where there is one, and are not in the bytes then."""
 
     def other(part: Any) -> msgpack.ExtType:
         if type(part) is tuple:
@@ -51,7 +51,7 @@ def pack(value: Any, *, what: str = "this value", apart: list[Tensor] | None = N
 
 
 def unpack(data: bytes, apart: list[Tensor] | None = None) -> Any:
-    """The value that `pack` made `data` of; `apart` are the tensors that were kept out of it."""
+    """Read the value that `pack` made `data` of; `apart` are the tensors that were kept out of it."""
 
     def other(code: int, body: bytes) -> Any:
         if code == TUPLE:

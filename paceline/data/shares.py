@@ -39,7 +39,7 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
-    """The policy that `shares` stands for: None is `equal`, numbers are `proportional`, a callable is itself with its answers checked.
+    """Make the policy that `shares` means: None is `equal`, numbers are `proportional`, a callable is itself with its answers checked.
 
     Raises `DataError` where the number of shares is not `size`.
     """
@@ -63,7 +63,7 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def probe(shares: Shares, batch: int | None) -> list[list[int]]:
-    """What a policy answers for some batches, to be compared between workers; `batch` is the usual one, if there is one."""
+    """Ask a policy for its shares of some batches, to be compared between workers; `batch` is the usual one, if there is one."""
     sizes = PROBES if batch is None else (batch, *PROBES)
     return [list(shares(size)) for size in sizes]
 

@@ -1,4 +1,4 @@
-"""The terms on which a loader is dealt, and what comes out of it step by step."""
+"""The specification of a dealt loader: how its batches are shared, and the pipeline interface that delivers them step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoaderSpec:
     loss: Loss = "mean"
     weigh: Weigh | None = None
     accumulate: int = 1
-    train: bool | None = None  # as the caller said; None: told by torch.is_grad_enabled() at iter()
+    train: bool | None = None  # as the caller said; None: what torch.is_grad_enabled() is at iter()
     readers: Readers = "worker"
     shard: Sharding | None = None
     local: Group | None = None  # the workers of this host
@@ -44,7 +44,7 @@ class LoaderSpec:
 
     @property
     def rank(self) -> int:
-        """Whose shares are mine."""
+        """The rank of this worker, whose shares it takes."""
         return self.agreement.group.rank
 
     @property
@@ -54,7 +54,7 @@ class LoaderSpec:
 
     @property
     def ghosts(self) -> bool:
-        """Whether who has an empty share gets the first sample as a ghost, and not no rows."""
+        """Whether a worker with an empty share gets the first sample as a ghost, and not no rows."""
         return (self.training and not self.idle) or self.pad
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -73,7 +73,7 @@ class LoaderSpec:
         return None if self.alone else source(self.micros(batch)[micro][1])
 
     def reshared(self) -> Shares | Sequence[float] | None:
-        """What was asked for, for the workers that there are now: ratios go with their workers, and who has come gets the mean."""
+        """The requested shares, for the present workers: ratios go with their workers, and newcomers get the mean."""
         size, asked = self.agreement.group.size, self.asked
         if asked is None or callable(asked):
             if asked is not None and len(asked(self.loader.batch_size or size)) != size:
@@ -84,7 +84,7 @@ class LoaderSpec:
         return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
 
     def announce(self, text: str) -> None:
-        """Say it, once."""
+        """Announce a text, once."""
         if text not in self._said:
             self._said.add(text)
             self.say(f"paceline: {text}")
@@ -96,7 +96,7 @@ def source(shares: Sequence[int]) -> int | None:
 
 
 class MicroBatchPart(NamedTuple):
-    """My part of one micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+    """This worker's part of a micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
 
     whole: int
     share: int
@@ -105,25 +105,25 @@ class MicroBatchPart(NamedTuple):
 
 @dataclass(slots=True)
 class GlobalBatch:
-    """A global batch: how many samples, in how many micro-batches, and my part of each, made when asked for."""
+    """A global batch: how many samples, in how many micro-batches, and this worker's part of each, made when asked for."""
 
     global_batch: int
     micros: int
     parts: Iterator[MicroBatchPart]
-    weights: list[float] | None = None  # of my parts, where they are not their samples
+    weights: list[float] | None = None  # of this worker's parts, where they are not their samples
     total: float = 0.0  # of all workers
     sources: Sequence[int | None] | None = None  # of each micro-batch, as `LoaderSpec.source` says, where it would say something else
 
 
 def drained(parts: list[MicroBatchPart]) -> Iterator[MicroBatchPart]:
-    """These parts, each let go of as it is given."""
+    """Iterate over these parts, letting go of each as it is given."""
     parts.reverse()
     while parts:
         yield parts.pop()
 
 
 class Pipeline(Protocol):
-    """What reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
+    """Reads the data of one loader, share by share. The calls marked * are made on all workers at the same step.
 
     `apart`, `paused` and `place` are here as they are in lockstep.
     """
@@ -135,11 +135,11 @@ class Pipeline(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether they have come together in the middle of it, and `regroup` is to go on."""
+        """Whether workers have come together in the middle of the epoch, and `regroup` is to go on."""
         return False
 
     def place(self, index: int) -> int:
-        """What step `index` is called where workers compare where they are."""
+        """The name of step `index` where workers compare where they are."""
         return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
@@ -151,7 +151,7 @@ class Pipeline(Protocol):
         ...
 
     def peek(self) -> Any:
-        """What comes next of this epoch for me, read already; None where there is no more, or it can't be known yet."""
+        """Give this worker's next batch of this epoch, read already; None where there is no more, or it can't be known yet."""
         ...
 
     def redeal(self, index: int) -> None:
@@ -163,20 +163,20 @@ class Pipeline(Protocol):
         ...
 
     def state(self, index: int) -> dict[str, Any]:
-        """Where the data stands before step `index`, which is the last one asked for or the one after it."""
+        """The position of the data before step `index`, which is the last one asked for or the one after it."""
         ...
 
     def next_epoch(self) -> dict[str, Any]:
-        """Where the data stands before the next epoch."""
+        """The position of the data before the next epoch."""
         ...
 
     def end(self) -> None:
-        """Let go of what the epoch held."""
+        """Release what the epoch held."""
         ...
 
 
 def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
-    """A batch that was read whole, dealt along dim 0 of its tensors."""
+    """Deal a batch that was read whole along dim 0 of its tensors."""
     count = rows(item, missing=1 if terms.alone and terms.accumulate == 1 else None)
     micros = terms.micros(count)
 
@@ -188,7 +188,7 @@ def whole_rows(terms: LoaderSpec, item: Any) -> GlobalBatch:
 
 
 def rows_part(terms: LoaderSpec, item: Any, count: int, micro: tuple[int, tuple[int, ...]], rank: int) -> MicroBatchPart:
-    """The part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
+    """Make the part of `rank` in the micro-batch `micro` of `item`, which has `count` rows."""
     first, shares = micro
     start, stop = spans(shares)[rank]
     if start == stop:

@@ -1,4 +1,4 @@
-"""Streams: data that can only be read from its start. Each reader reads every global batch and cuts the shares out of it.
+"""Dealing of streams, data that can only be read from its start: each reader reads every global batch and cuts the shares out of it.
 
 step t      one global batch = the next one of DataLoader worker t % W (as torch does it; those that have ended are left out)
 reader      keeps the samples of the batches that it has read ahead, so that they can be dealt again by other shares
@@ -27,11 +27,11 @@ COMPARED = 16  # steps between two comparisons of what the workers read
 
 
 class ReadCommands:
-    """What the DataLoader workers of a stream are told, in turn; `told` remembers it."""
+    """The commands to the DataLoader workers of a stream, in turn; `issued` remembers them."""
 
     def __init__(self, workers: int) -> None:
-        self.told: deque[tuple[int, int]] = deque()  # (round, worker; -1: nothing was asked)
-        self.round = 0  # what was told in an earlier round is void
+        self.issued: deque[tuple[int, int]] = deque()  # (round, worker; -1: nothing was asked)
+        self.round = 0  # answers to commands of an earlier round are discarded
         self.oldest = [0] * workers  # the batches of each worker that may be asked for again
         self._workers = workers
         self._slot = 0  # commands given so far: a DataLoader hands them to its workers in turn
@@ -48,7 +48,7 @@ class ReadCommands:
         worker = self._slot % self._workers
         self._slot += 1
         asked = worker == self._next and not self._ended[worker]
-        self.told.append((self.round, worker if asked else -1))
+        self.issued.append((self.round, worker if asked else -1))
         if worker == self._next:
             self._next = (worker + 1) % self._workers
         if not asked:
@@ -57,19 +57,19 @@ class ReadCommands:
         return self._ask._replace(number=self._numbers[worker] - 1, oldest=self.oldest[worker], start=self._starts.pop(worker, None))
 
     def open(self, cursor: StreamPosition) -> None:
-        """A new iterator of a DataLoader begins: its first command goes to the first worker, and all workers begin anew."""
+        """Begin a new iterator of a DataLoader: its first command goes to the first worker, and all workers begin anew."""
         self._slot = 0
-        self.told.clear()
-        told = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
-        self._starts = {worker: ReadStart(*start) for worker, start in enumerate(told)}
+        self.issued.clear()
+        saved = zip(cursor.numbers, cursor.states, cursor.marks, strict=True)
+        self._starts = {worker: ReadStart(*start) for worker, start in enumerate(saved)}
 
     def go(self, cursor: StreamPosition, ask: ReadCommand) -> None:
-        """Go on where `cursor` stands, with commands like `ask`; what was told before is void."""
+        """Go on where `cursor` is, with commands like `ask`; earlier commands are discarded."""
         self.round += 1
         self._numbers, self._ended, self._next, self._ask = list(cursor.numbers), list(cursor.ended), cursor.worker, ask
 
     def end(self, worker: int) -> None:
-        """The stream of a worker has ended: it is asked no more."""
+        """Note that the stream of a worker has ended: it gets no more commands."""
         self._ended[worker] = True
 
 
@@ -156,15 +156,15 @@ class StreamPipeline(Pipeline):
 
     def end(self) -> None:
         self._batches = None
-        self._commands.told.clear()
+        self._commands.issued.clear()
 
     def _fetch(self) -> ReadResult | None:
-        """The next global batch of the stream; None at its end."""
+        """Read the next global batch of the stream; None at its end."""
         after = self._after
         while not all(after.ended):
             assert self._batches is not None
             dealt: ReadResult = read(self._batches, None)
-            made, worker = self._commands.told.popleft()
+            made, worker = self._commands.issued.popleft()
             if made != self._commands.round or worker < 0:
                 continue
             if dealt.ended:
@@ -196,7 +196,7 @@ class StreamPipeline(Pipeline):
         return ReadCommand(0, batch=batch, cuts=cuts, wanted=self._hands.wanted, ghosts=self.terms.ghosts, train=self.terms.training)
 
     def _seeds(self) -> torch.Generator:
-        """The same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
+        """Make the same base seed for all readers of one stream: shuffled by the seeds of DataLoader workers, it is the same for all."""
         seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
             state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
@@ -248,7 +248,7 @@ def _hands(terms: LoaderSpec) -> StreamAccess:
 
 
 def _self_sharding(value: Any, depth: int) -> str | None:
-    """What tells that a stream cuts itself by rank; None where nothing does."""
+    """The sign that a stream cuts itself by rank; None where there is none."""
     called = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
     if called in {"split_by_node", "split_dataset_by_node"}:
         return called

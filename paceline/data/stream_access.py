@@ -1,4 +1,4 @@
-"""How my share of a stream comes into my hands: I read everything, the first worker of my host reads, or the stream is mine alone."""
+"""Access to a stream: each worker reads everything, the first worker of a host reads for all, or the stream is sharded by itself."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from paceline.errors import DataError
 
 @dataclass
 class StreamPosition:
-    """Where a stream stands: of each DataLoader worker the batches consumed, whether it has ended, its mark and what the stream says."""
+    """The position in a stream: of each DataLoader worker the batches consumed, whether it has ended, its mark and what the stream says."""
 
     numbers: list[int]
     ended: list[bool]
     marks: list[int]
     states: list[Any]
-    worker: int = 0  # whose batch comes next
+    worker: int = 0  # the reader of the next batch
     every: list[dict[str, Any]] = field(default_factory=list)  # the cursors of all ranks, where they differ
 
     @classmethod
     def at_start(cls, workers: int) -> StreamPosition:
-        """Before the first batch."""
+        """Make the position before the first batch."""
         return cls([0] * workers, [False] * workers, [0] * workers, [None] * workers)
 
     def copy(self) -> StreamPosition:
-        """Another one, at the same place."""
+        """Make another one, at the same place."""
         return StreamPosition(list(self.numbers), list(self.ended), list(self.marks), list(self.states), self.worker, self.every)
 
     def dump(self) -> dict[str, Any]:
-        """As plain values."""
+        """Write as plain values."""
         return {"numbers": self.numbers, "ended": self.ended, "marks": self.marks, "states": self.states, "worker": self.worker}
 
     def fill(self, saved: dict[str, Any]) -> None:
-        """To where `dump` was called."""
+        """Go to where `dump` was called."""
         if len(saved["numbers"]) != len(self.numbers):
             raise DataError(
                 f"the state of a stream was saved with {len(saved['numbers'])} DataLoader workers, and there are {len(self.numbers)} here: "
@@ -58,7 +58,7 @@ Fetch = Callable[[], ReadResult | None]  # the next global batch; None at the en
 
 
 class StreamAccess(Protocol):
-    """What differs between the ways to read a stream."""
+    """The differences between the ways to read a stream."""
 
     @property
     def reads(self) -> bool:
@@ -67,7 +67,7 @@ class StreamAccess(Protocol):
 
     @property
     def cost(self) -> str:
-        """What is to be announced."""
+        """The cost to announce to the user."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class StreamAccess(Protocol):
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        """The next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
+        """Give the next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
         ...
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class StreamAccess(Protocol):
 
 
 class ReadAll:
-    """I read everything, and take my share."""
+    """Reads everything on each worker, which takes its share."""
 
     reads = True
 
@@ -123,7 +123,7 @@ class ReadAll:
 
 
 class FirstOfHostReads:
-    """The first worker of my host reads, and hands the others their shares: structure and sizes first, then all tensors as one."""
+    """Reads on the first worker of each host, which hands the others their shares: structure and sizes first, then all tensors as one."""
 
     def __init__(self, terms: LoaderSpec, local: Group) -> None:
         self.terms = terms
@@ -191,7 +191,7 @@ class FirstOfHostReads:
 
 
 class SelfSharded:
-    """The stream gives each rank its own samples. How many there are is told at every step; whose stream has ended goes on with ghosts."""
+    """Takes the samples that the stream gives each rank. Each step announces their number; a worker whose stream has ended gets ghosts."""
 
     reads = True
     wanted: tuple[int, ...] = (0,)
@@ -264,14 +264,14 @@ class SelfSharded:
     def _ghost(self) -> Any:
         if not self.terms.ghosts:
             return self._empty()
-        if self._last is None:  # resumed after my stream had ended: any sample will do
+        if self._last is None:  # resumed after this worker's stream had ended: any sample will do
             loader = self.terms.loader
             first = next(iter(loader.dataset))
             self._last = loader.collate_fn(first if loader.batch_size is None else [first])
         return self._last
 
     def _empty(self) -> Any:
-        """No rows, as they would be made of any sample."""
+        """Make no rows, as they would be made of any sample."""
         if self._none is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
@@ -284,7 +284,7 @@ class SelfSharded:
 
 
 def _sources(asked: tuple[int | None, Cuts], count: int) -> list[int | None] | None:
-    """Who has samples where others have none, in a last batch that is cut as the others are; None in these."""
+    """The workers that have samples where others have none, in a last batch that is cut as the others are; None in these."""
     batch, cuts = asked
     return None if batch is None or batch == count else [source(shares) for _, shares in recut(cuts, count)]
 

@@ -1,1 +1,1 @@
-"""What survives."""
+"""Fault tolerance: checkpoints on disk, replicas in the memory of other hosts, and the plan after a loss."""

@@ -1,4 +1,4 @@
-"""A checkpoint that a thread writes while training goes on, in the time that training leaves over."""
+"""Background checkpoint writes: a thread writes while training goes on, in the time that training leaves over."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from paceline.errors import CheckpointError
 
 LOWEST = 19  # as `nice` counts
-Moved = Callable[[int], None]  # told of bytes, as they are written
+Moved = Callable[[int], None]  # gets the number of bytes, as they are written
 
 
 class BackgroundWrite:
-    """One write, under way from now on: `write`, in a thread of its own. `said` is told at once when it fails.
+    """One write, under way from now on: `write`, in a thread of its own. `said` is called at once with a failure.
 
-    `what` and `nbytes` are for messages: what is written, and how much.
+    `what` and `nbytes` describe the write in messages.
     """
 
     def __init__(self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]) -> None:
         self.nbytes = nbytes
-        self.seconds = 0.0  # that it took, once it has ended
+        self.seconds = 0.0  # that the write took, once it has ended
         self._what, self._write, self._said = what, write, said
         self._moved = 0
         self._error: CheckpointError | None = None
@@ -47,7 +47,7 @@ class BackgroundWrite:
         self._moved += nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends, well or not, within so many seconds."""
+        """Whether the write ends, well or not, within so many seconds."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -54,7 +54,7 @@ _ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with whil
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` has found: the state of all, and of single ranks."""
+    """A checkpoint that `load` has read: the state of all, and of single ranks."""
 
     path: Path
     step: int
@@ -63,7 +63,7 @@ class Checkpoint:
     more: tuple[str, ...] = ()  # further states, which `part` reads
 
     def part(self, name: str) -> Snapshot:
-        """One of `more`, whose hashes have been checked. Raises `CheckpointError` for what can't be read."""
+        """Read one of `more`, whose hashes have been checked. Raises `CheckpointError` if it can't be read."""
         try:
             return _state(self.path, name)
         except _Broken as broken:
@@ -75,7 +75,7 @@ class _Broken(Exception):
 
 
 class _Newer(_Broken):
-    """A newer paceline can use it: it is left alone. `serial`: see `_serial`."""
+    """A checkpoint of a newer paceline: it is left alone. `serial`: as `_serial` gives it."""
 
     def __init__(self, version: int, serial: Any) -> None:
         super().__init__(f"it is of a newer paceline (format {version}; this one reads up to {FORMAT}), which has to be there to use it")
@@ -92,12 +92,12 @@ class _CheckpointEntry:
 
     @property
     def age(self) -> tuple[bool, int, str]:
-        """For sorting: what can't be read counts as newer than all others."""
+        """The key to sort by: entries that can't be read count as newer than all others."""
         return self.serial is None, self.serial or 0, self.path.name
 
 
 def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snapshot] | None = None, keep: int = 3) -> Path:
-    """Write the checkpoint of `step` under `folder` and remove all but the `keep` newest; gives its path. See `write`."""
+    """Write the checkpoint of `step` under `folder`, as `write` does, and remove all but the `keep` newest; gives its path."""
     return write(folder, image(snapshot), step, own={rank: image(state) for rank, state in (own or {}).items()}, keep=keep)
 
 
@@ -116,7 +116,7 @@ def write(
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
     there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
-    piece by piece: only one of them has to be there at a time. `moved` is told of bytes as they are written.
+    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -140,15 +140,15 @@ def write(
 
 
 def check(step: int, keep: int) -> None:
-    """Raise `UsageError` for what makes no sense."""
+    """Raise `UsageError` for a step or a `keep` that makes no sense."""
     if keep < 1 or step < 0:
         raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
 
 
 def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -> Checkpoint:
-    """The newest checkpoint in `folder` that is whole, or the one of `step`.
+    """Load the newest checkpoint in `folder` that is whole, or the one of `step`.
 
-    Each that is broken, or of another format, is named through `say`, with what is wrong with it. If there is none that can be used, it
+    Each that is broken, or of another format, is named through `say`, with what is wrong with it. If none can be used, `load`
     raises CheckpointError.
     """
     paths = newest(folder)
@@ -173,7 +173,7 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -
 
 
 def newest(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, the one saved last first; those whose manifest can't be read count as newer than all others."""
+    """List the checkpoints in `folder`, the one saved last first; those whose manifest can't be read count as newer than all others."""
     return [entry.path for entry in sorted(_found(folder), key=lambda entry: entry.age, reverse=True)]
 
 
@@ -222,14 +222,14 @@ def _names(state: str) -> tuple[str, str]:
 
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
-    """The only bytes that this manifest is written as."""
+    """Write a manifest as the only bytes that are valid for it."""
     body = json.dumps(manifest, sort_keys=True)
     seal = hashlib.sha256(body.encode()).hexdigest()
     return f'{body[:-1]}, "seal": "{seal}"}}\n'.encode()
 
 
 def free(folder: Path, step: int) -> Path:
-    """A name for the checkpoint of `step` that nothing has: to replace one could lose it, if the process were killed in between."""
+    """Choose an unused name for the checkpoint of `step`: to replace one could lose it, if the process were killed in between."""
     name = f"step-{step:08d}"
     numbers = itertools.count(2)
     while os.path.lexists(folder / name):  # a link to nowhere is in the way, too
@@ -238,7 +238,7 @@ def free(folder: Path, step: int) -> Path:
 
 
 def _prune(folder: Path, latest: Path, keep: int) -> None:
-    """Leave the `keep` newest; the unreadable count as the oldest, and what a newer paceline wrote is left alone."""
+    """Leave the `keep` newest; the unreadable count as the oldest, and checkpoints of a newer paceline are left alone."""
     others = [entry for entry in _found(folder) if entry.path != latest and not entry.newer]
     for entry in sorted(others, key=lambda entry: (entry.serial or 0, entry.path.name), reverse=True)[keep - 1 :]:
         away = Path(tempfile.mkdtemp(prefix=_SAVING, dir=folder))
@@ -258,7 +258,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed process has left."""
+    """Remove the leftovers of a killed process."""
     for path in folder.glob(f"{_SAVING}*"):
         try:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -278,7 +278,7 @@ def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> Checkpoint
 
 
 def _room(folder: Path) -> float:
-    """Bytes that are free on its disk; no limit where that can't be told."""
+    """Bytes that are free on the folder's disk; infinite where that can't be found out."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -318,7 +318,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, str], dict[str, WrittenFile]]:
-    """The step, the states of single ranks, and the files. A name never leads out of the folder."""
+    """Read from a manifest the step, the states of single ranks, and the files. A name never leads out of the folder."""
     step, ranks, found = (manifest.get(name) for name in ("step", "own", "files"))
     if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks) or not isinstance(found, dict):
         raise _Broken(f"{MANIFEST} lacks the step, the ranks or the files: another version of paceline has written it")
@@ -350,7 +350,7 @@ def _state(path: Path, name: str) -> Snapshot:
         snapshot = Snapshot(head["version"], head["tree"], lift(kept, head["tensors"]))
         snapshot.check()
     except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
-        # its hash is right, so it is what somebody has written
+        # its hash is right, so it is what was written
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
         raise _Broken(f"{reading} can't be used: another version of paceline, or of torch, has written it ({what})") from error
     return snapshot

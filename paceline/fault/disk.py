@@ -1,4 +1,4 @@
-"""Files that are written once, from beginning to end: hashed on the way, and on the disk when it returns.
+"""Files written once, from beginning to end: hashed on the way, and on the disk when `write` returns.
 
 Bytes that lie on whole pages of memory go to the disk from there (O_DIRECT, where the file system takes it): no copy of them is made in
 the page cache, which keeps what the training reads instead.
@@ -31,7 +31,7 @@ _NOT_SO: Final = (errno.EINVAL, errno.EFAULT)  # what a file system, a disk, or 
 
 
 class WrittenFile(NamedTuple):
-    """What a file holds now."""
+    """The size and the hash of a file that was written."""
 
     nbytes: int
     sha256: str
@@ -40,7 +40,7 @@ class WrittenFile(NamedTuple):
 def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None) -> WrittenFile:
     """Write `parts` (1-D uint8, on the CPU) one after the other to a new file, and wait until the disk has them.
 
-    `moved` is told of the bytes that are written, as they are. Raises OSError.
+    `moved` is called with the number of bytes as they are written. Raises OSError.
     """
     digest, nbytes = hashlib.sha256(), 0
     with _Sink(path) as sink:
@@ -58,12 +58,12 @@ def write(path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] =
 
 
 def block(data: bytes) -> Tensor:
-    """`data` as a part."""
+    """Make a part of `data`."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def read(path: Path, most: int) -> bytes:
-    """All of a file. Raises OSError for one that has more than `most` bytes, and as `opened` does."""
+    """Read all of a file. Raises OSError for one that has more than `most` bytes, and as `opened` does."""
     with opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -72,13 +72,13 @@ def read(path: Path, most: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file. Raises OSError."""
+    """Compute the hash of a file. Raises OSError."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def opened(path: Path) -> BufferedReader:
-    """A file to be read, and nothing else: a link leads to somebody else's, and who opens a pipe waits. Raises OSError."""
+    """Open a plain file for reading, nothing else: a link may lead to a stranger's file, and opening a pipe waits. Raises OSError."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")
     return os.fdopen(os.open(path, os.O_RDONLY | _CAREFUL), "rb")

@@ -1,4 +1,4 @@
-"""A snapshot as the two files that it is kept in: laid out first, so that its bytes are copied once at most.
+"""The layout of a snapshot as two files: planned first, so that its bytes are copied once at most.
 
 NAME.json          {"version": ..., "tree": ..., "tensors": notes on those that safetensors can't keep as they are}
 NAME.safetensors   | length of the header | header: {"model/weight": {"dtype", "shape", "data_offsets"}, ...} | all tensors' bytes |
@@ -40,7 +40,7 @@ _NAMES: Final = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One state on its way to the disk: `tree` is what its first file holds, the second one `head` and the bytes of `tensors`, in order."""
+    """One state on its way to the disk: `tree` is the content of the first file, `head` and the bytes of `tensors` that of the second."""
 
     tree: dict[str, Json]
     head: bytes
@@ -59,7 +59,7 @@ class FileLayout:
             yield raw(tensor)
 
     def hold(self, room: CopyMemory, number: int) -> FileLayout:
-        """The same with a copy of all bytes in `room`, at the place `number`, which whatever was held there before loses."""
+        """Copy all bytes into `room`, at the place `number`, in place of what it held; gives the layout of the copy."""
         whole = room.place(number, self.nbytes)
         end = len(self.head)
         whole[:end].copy_(block(self.head))
@@ -72,7 +72,7 @@ class FileLayout:
         return FileLayout(self.tree, b"", (whole,))
 
     def dump(self) -> Tensor:
-        """All of it as one tensor of bytes, to be sent to another worker."""
+        """Pack all of it as one tensor of bytes, to be sent to another worker."""
         tree = json.dumps(self.tree).encode()
         whole = torch.empty(_LENGTH.size + len(tree) + self.nbytes, dtype=torch.uint8)
         end = 0
@@ -91,7 +91,7 @@ def image(snapshot: Snapshot) -> FileLayout:
 
 
 def received(whole: Tensor) -> FileLayout:
-    """What `FileLayout.dump` gave on another worker."""
+    """Read the tensor of `FileLayout.dump` from another worker."""
     data = whole.numpy().data
     (length,) = _LENGTH.unpack_from(data)
     begin = _LENGTH.size + length
@@ -120,7 +120,7 @@ class CopyMemory:
         self._places: dict[int, Tensor] = {}
 
     def place(self, number: int, nbytes: int) -> Tensor:
-        """So many bytes at a place; what it holds is whatever was there."""
+        """Give so many bytes at a place, with arbitrary content."""
         if number not in self._places or self._places[number].nbytes < nbytes:
             self._places.pop(number, None)  # before there are two
             self._places[number] = _pinned(nbytes) if self.pinned else _mapped(nbytes)

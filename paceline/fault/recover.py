@@ -1,13 +1,13 @@
-"""What the living do when somebody was lost: a function of what all of them say, so that all come to the same plan.
+"""The plan after a loss: a function of the progress that all living workers report, so that all come to the same plan.
 
 Workers make the same calls (exchanges, means, meetings) in the same order, and none ends anywhere before all have begun it:
 
     call           ... k-2    k-1      k            a, b: have completed k-1, and were cut off in k
-    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and is told by a what that gave
+    a, b, d        ...  ok    ok       lost         c: was cut off in k-1, and gets its result from a
     c              ...  ok    lost                  d: is dead
 
 Then all are at call k. If that lies in a turn of training whose gradients are not complete, the turn can't be completed any more: a part
-of its batch died. So they are left out on all workers, nothing steps, and the same batch is dealt again.
+of its batch died. So all workers discard these gradients, no optimizer steps, and the same batch is dealt again.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from paceline.errors import Mismatch, WorkerLost
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """How far one worker has come."""
+    """The progress of one worker: its completed calls, and the turn under way."""
 
-    origin: int  # what it was called at the start, or when it was let in; -1: it has just come, and has no state
+    origin: int  # its rank at the start, or its number when it was let in; -1: it has just come, and has no state
     calls: int = 0  # that it has completed
     turn: int = 0  # the turn of training that is under way, from 1 on; 0: none
 
     def dump(self) -> list[int]:
-        """As `WorkerProgress(*...)` takes it."""
+        """Write as the arguments of `WorkerProgress(*...)`."""
         return list(astuple(self))
 
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """What all do."""
+    """The plan that all workers follow after a loss."""
 
-    members: tuple[int, ...]  # who goes on, in the order of new ranks: that of their origins
+    members: tuple[int, ...]  # those that go on, in the order of new ranks: that of their origins
     origins: tuple[int, ...]
-    fresh: tuple[int, ...]  # who has just come, and is let in later
+    fresh: tuple[int, ...]  # newcomers, which are let in later
     calls: int  # that all have completed then
-    behind: frozenset[int]  # who is told what the last one gave
-    teller: int  # by whom
+    behind: frozenset[int]  # those that get the result of the last call
+    teller: int  # the origin that hands that result over
     turn: int  # the turn in which no exchange of gradients can be completed any more; 0: none
 
 
 def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
-    """The plan of the living.
+    """Decide the plan of the living.
 
-    Raises `WorkerLost` if nobody is left who has the state, and `Mismatch` if workers had come apart before.
+    Raises `WorkerLost` if no worker is left that has the state, and `Mismatch` if workers had come apart before.
     """
     old = {worker: reach for worker, reach in reaches.items() if reach.origin >= 0}
     if not old:
@@ -65,13 +65,13 @@ def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
 
 
 def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
-    """Who gives something to `rank`: somebody on its host; not all ask the same one."""
+    """Choose the source from which `rank` gets something: one on its host; not all ask the same one."""
     near = [source for source in sources if hosts[source] == hosts[rank]] or sources
     return near[rank % len(near)]
 
 
 def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
-    """The hash that most have, and who has another. In a tie that of the lowest rank counts."""
+    """The hash that most have, and the ranks that have another. In a tie that of the lowest rank counts."""
     counts = Counter(hashes.values())
     most = max(counts.values())
     right = next(found for _, found in sorted(hashes.items()) if counts[found] == most)

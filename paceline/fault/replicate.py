@@ -1,6 +1,6 @@
-"""Copies of what one worker has and no other, in the memory of a worker on another host: who keeps whose, how often, and which are whole.
+"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps whose, how often, and which are whole.
 
-    host 0   rank 0 ──┐                    who has something is an owner; the next host that has owners keeps its copy,
+    host 0   rank 0 ──┐                    a rank that has such state is an owner; the next host that has owners keeps its copy,
     host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next owner does
     host 2   rank 4     <─┘
 
@@ -35,13 +35,13 @@ Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it 
 
 
 def check(replicate: Replicate) -> None:
-    """Raise `UsageError` for what is none of these."""
+    """Raise `UsageError` for an invalid value of `replicate`."""
     if replicate not in ("auto", "off") and (type(replicate) is not int or replicate < 1):
         raise UsageError(f"replicate={replicate!r} is unknown; possible are 'auto', 'off', and a number of steps, 1 or more")
 
 
 def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
-    """Who keeps the copy of each owner; `hosts` are the hosts of the owners, by rank. Nobody does where there is one owner only."""
+    """The keeper of each owner's copy; `hosts` are the hosts of the owners, by rank. None where there is one owner only."""
     by_host: dict[int, list[int]] = {}
     for rank in sorted(hosts):
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -54,7 +54,7 @@ def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
 
 
 def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
-    """The rank with the newest copy of each who is gone, the first of several; None where nobody has one.
+    """The rank with the newest copy of each owner that is gone, the first of several; None where no rank has one.
 
     `held`: of each rank, the steps of the copies that it keeps, by owner.
     """
@@ -66,7 +66,7 @@ def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, i
 
 
 class ReplicationTimes(NamedTuple):
-    """What one worker has measured, in seconds."""
+    """The times that one worker has measured, in seconds."""
 
     stall: float  # how long a step stood still for a copy
     transfer: float  # how long a copy was on its way
@@ -83,20 +83,20 @@ def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
 
 
 class CopyLabel(NamedTuple):
-    """What is told of a copy before its bytes come."""
+    """The label of a copy, sent before its bytes."""
 
     step: int  # as of which
     tree: Json
     tensors: list[tuple[str, str, list[int]]]  # path, dtype, shape
-    sums: list[int]  # of their bytes, see `cluster.checksum`
+    sums: list[int]  # of their bytes, as of `state.checksum`
 
     def dump(self) -> bytes:
-        """As `load` takes it."""
+        """Write as bytes that `load` reads."""
         return json.dumps([FORM, *self]).encode()
 
     @classmethod
     def load(cls, data: bytes) -> CopyLabel:
-        """Raises `CheckpointError` for what another version of paceline has written."""
+        """Read what `dump` has written. Raises `CheckpointError` for a label of another version of paceline."""
         form, *fields = json.loads(data)
         if form != FORM:
             raise CheckpointError(f"a copy of form {form!r} can't be kept, this version of paceline knows {FORM}")
@@ -109,11 +109,11 @@ class CopyLabel(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Room for all tensors."""
+        """Bytes of all tensors."""
         return sum(-(-length // ALIGNED) * ALIGNED for length in self._lengths)
 
     def pieces(self, room: Tensor) -> list[Tensor]:
-        """Where in `room` the bytes of each tensor are."""
+        """The bytes of each tensor within `room`."""
         found, at = [], 0
         for length in self._lengths:
             found.append(room[at : at + length])
@@ -122,7 +122,7 @@ class CopyLabel(NamedTuple):
 
     @property
     def end(self) -> Tensor:
-        """What follows the last byte, different for each copy."""
+        """The bytes that follow the last tensor, different for each copy."""
         return torch.frombuffer(bytearray(hashlib.sha256(self.dump()).digest()), dtype=torch.uint8)
 
     def whole(self, room: Tensor) -> bool:
@@ -130,14 +130,14 @@ class CopyLabel(NamedTuple):
         return checksums(self.pieces(room)) == self.sums
 
     def unpack(self, room: Tensor) -> Any:
-        """The state in `room`, as new objects."""
+        """Make the state in `room`, as new objects."""
         views = zip(self.tensors, self.pieces(room), strict=True)
         tensors = {path: shaped(piece, DTYPES[dtype], shape) for (path, dtype, shape), piece in views}
         return Snapshot(self.step, self.tree, tensors).unpack()
 
 
 def wrap(state: Any, step: int) -> tuple[CopyLabel, list[Tensor]]:
-    """The label of a copy of `state` as of `step`, and the bytes of its tensors, where they are."""
+    """Make the label of a copy of `state` as of `step`, and give the bytes of its tensors, where they are."""
     snapshot = pack(state, step, copy=False)
     tensors = snapshot.tensors
     described = [(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for path, tensor in tensors.items()]
@@ -168,13 +168,13 @@ class CopyShelf:
 
     @property
     def held(self) -> dict[int, int]:
-        """As of which step the newest copy of each owner is."""
+        """The step of the newest copy of each owner."""
         with self._lock:
             labels = {owner: [place.label for place in places if place.label is not None] for owner, places in self._places.items()}
         return {owner: found[0].step for owner, found in labels.items() if found}
 
     def room(self, owner: int, label: CopyLabel) -> list[Tensor]:
-        """Where the bytes of the next copy go."""
+        """Make room for the bytes of the next copy."""
         with self._lock:
             places = self._places.setdefault(owner, [_CopyPlace(torch.empty(0, dtype=torch.uint8)) for _ in range(2)])
             places[1].label = None
@@ -183,7 +183,7 @@ class CopyShelf:
             return label.pieces(places[1].room)
 
     def put(self, owner: int, label: CopyLabel) -> str | None:
-        """Its bytes have come; gives in words why it is refused, if it is."""
+        """Accept the copy whose bytes have come; if it is refused, give the reason in words."""
         with self._lock:
             newest, place = self._places[owner]
             if label.whole(place.room):
@@ -194,12 +194,12 @@ class CopyShelf:
         return f"a copy as of step {label.step} was refused, its bytes are not those that were sent; {kept}"
 
     def forfeit(self, owner: int) -> None:
-        """Its bytes won't come any more, or whoever knows when: that memory isn't used again."""
+        """Give up the copy under way: its bytes won't come, or may come at any time; that memory isn't used again."""
         with self._lock:
             self._places[owner][1] = _CopyPlace(torch.empty(0, dtype=torch.uint8))
 
     def read(self, owner: int, refused: Callable[[str], None]) -> Iterator[tuple[int, Any]]:
-        """(step, state) of each copy of what `owner` had, the newest first; `refused` is told of one that has changed since it came."""
+        """Read (step, state) of each copy of `owner`, the newest first; `refused` is called for one that has changed since it came."""
         for place in self._places.get(owner, []):
             if place.label is None:
                 continue
@@ -209,7 +209,7 @@ class CopyShelf:
             yield place.label.step, place.label.unpack(place.room)
 
     def keep(self, owners: Iterable[int]) -> None:
-        """Forget the copies of all others."""
+        """Keep the copies of these owners, and forget all others."""
         wanted = {*owners}
         with self._lock:
             self._places = {owner: places for owner, places in self._places.items() if owner in wanted}

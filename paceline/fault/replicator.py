@@ -1,10 +1,10 @@
-"""Carries copies to those who keep them, while training goes on: a thread of each worker, and a group of its own.
+"""Sends replicas to their keepers while training goes on: a thread of each worker, and a group of its own.
 
     rank 0   label ─┐          ┌─ label of rank 2   bytes to rank 2 ──────>   all whole? ─┐
     rank 1   none  ─┼─ agree ──┤                                                         ├─ agree
     rank 2   label ─┘          └─ label of rank 0   bytes to rank 0 ──────>   all whole? ─┘
 
-All workers carry at the same steps. Of a copy that breaks off half-way nothing is kept, unless all of it had come: that shows by its end.
+All workers send at the same steps. Of a copy that breaks off half-way nothing is kept, unless all of it had come: its last bytes show that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SLOWEST = 1e6  # bytes a second, below which a copy counts as stuck
 
 
 class _Transfer:
-    """One worker's part in carrying: what it has (None: nothing) as of a step."""
+    """One worker's part in a transfer: its state (None: nothing) as of a step."""
 
     def __init__(self, state: Any, step: int) -> None:
         self.state, self.step = state, step
@@ -41,7 +41,7 @@ class _Transfer:
 
 
 class Replicator:
-    """Takes charge of `group`. `hosts` and `names` are those of its ranks; copies that come go to `shelf`."""
+    """Sends copies over `group`, which it takes charge of. `hosts` and `names` are those of its ranks; copies that come go to `shelf`."""
 
     waited = 0.0  # seconds that training has waited for others here: what it waits for is said in `wait`
 
@@ -50,9 +50,9 @@ class Replicator:
         self._trace = Trace(0) if trace is None else trace
         self.traffic = Traffic()  # as of the last start
         self.broken: PacelineError | None = None
-        self.owners: frozenset[int] = frozenset()  # who had something the last time, by name
+        self.owners: frozenset[int] = frozenset()  # owners at the last transfer, by name
         self.whole = 0  # the last step as of which all copies have come
-        self.nbytes = 0  # of the last copy that I have sent
+        self.nbytes = 0  # of the last copy that this worker has sent
         self.seconds: deque[float] = deque(maxlen=5)  # that the last copies were on their way
         self.remarks: queue.SimpleQueue[str] = queue.SimpleQueue()  # on copies that were refused, on all workers
         self._job: _Transfer | None = None
@@ -66,23 +66,23 @@ class Replicator:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no copy is on its way."""
         return self._job is None or self._job.ended.is_set()
 
     @property
     def works(self) -> bool:
-        """Whether anything can be carried."""
+        """Whether copies can be sent."""
         return self.broken is None and self._thread.is_alive()
 
     def start(self, state: Any, step: int) -> None:
-        """Carry what this worker has (None: nothing); its tensors must stay as they are until that has ended."""
+        """Send this worker's state (None: nothing); its tensors must stay as they are until the transfer has ended."""
         assert self.idle
         self.traffic = self._group.traffic + Traffic()
         self._job = _Transfer(state, step)
         self._jobs.put(self._job)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether what is on its way has ended, after waiting for it (at most so long); it always does, well or not."""
+        """Wait for the transfer under way (at most so long); whether it has ended, well or not."""
         end = None if seconds is None else time.monotonic() + seconds
         while not self.idle and self._thread.is_alive() and (end is None or time.monotonic() < end):
             assert self._job is not None
@@ -90,13 +90,13 @@ class Replicator:
         return self.idle or not self._thread.is_alive()
 
     def halt(self) -> None:
-        """The workers are others now: let come what can still come, and no more."""
+        """Stop for a change of the members: let arrive what can still arrive, and send no more."""
         if not self.wait(PATIENCE):
             self.abort()
             self.wait(PATIENCE)
 
     def close(self) -> None:
-        """End the thread and the group. Twice is harmless."""
+        """End the thread and the group. Calling it twice is harmless."""
         if self._closed:
             return
         self._closed = True
@@ -107,7 +107,7 @@ class Replicator:
         self._thread.join(TICK)
 
     def abort(self) -> None:
-        """End what is under way, at once and without the others."""
+        """End the transfer under way, at once and without the others."""
         self._group.abort()
 
     # ---- the thread
@@ -123,7 +123,7 @@ class Replicator:
                 self.broken = error
             except PacelineError as error:
                 self.broken = error
-                self.abort()  # so that nobody waits for me
+                self.abort()  # so that no worker waits for this one
             finally:
                 job.ended.set()
 
@@ -146,11 +146,11 @@ class Replicator:
         for remark in (remark for answer in answers for remark in answer):
             self.remarks.put(remark)
         if not any(answers):
-            self._shelf.keep(self._names[owner] for owner in labels)  # who kept others before knows that these are elsewhere now
+            self._shelf.keep(self._names[owner] for owner in labels)  # a keeper of other copies knows now that these are elsewhere
             self.whole = job.step
 
     def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
-        """Send mine, and put what comes on the shelf; gives why something of it was refused."""
+        """Send this worker's copy, and put the one that comes on the shelf; gives why copies were refused."""
         ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
         comes = [(owner, piece) for owner, label in labels.items() for piece in (*self._shelf.room(self._names[owner], label), ends[owner])]
         exchange = self._group.exchange_agreed if isinstance(self._group, UncheckedExchange) else self._group.exchange

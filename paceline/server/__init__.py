@@ -1,1 +1,1 @@
-"""The parameter server: everything that runs in a server process, and what is said to it."""
+"""The parameter server: all modules that run in a server process, and its messages."""

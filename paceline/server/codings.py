@@ -1,4 +1,4 @@
-"""In which coding a unit travels to a server and back, and from which turn on: plain data that workers make of a codec, and servers read.
+"""The codings in which a unit travels to a server and back, and from which turn on: plain data that workers make of a codec.
 
 error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half, with feedback
                                                           turn 100 ...     topk(0.01), with feedback
@@ -24,7 +24,7 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (exact, compose, half, 
 
 
 class CodingPhase(NamedTuple):
-    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what it loses."""
+    """From turn `begins` on: the coding (None: exact), and whether a worker keeps what is lost in it."""
 
     begins: int
     coding: Coding | None
@@ -35,7 +35,7 @@ Phases = tuple[CodingPhase, ...]  # by their beginnings; none where it is exact 
 
 
 def check(codec: Any) -> None:
-    """Raise `UsageError` for what can't be on the way to a server, wherever in a codec it stands."""
+    """Raise `UsageError` for a codec that can't be used on the way to a server, wherever in a codec it is."""
     for leaf in _leaves(codec):
         _plainly(leaf)
 
@@ -54,7 +54,7 @@ def _leaves(codec: Any) -> Iterator[Any]:
 
 
 def _plainly(leaf: Any) -> Coding | None:
-    """The coding that is meant; None for exact."""
+    """The coding of a leaf; None for exact."""
     if leaf is None or isinstance(leaf, exact | plain):
         return None
     if isinstance(leaf, auto) or leaf == "auto":
@@ -74,7 +74,7 @@ def _plainly(leaf: Any) -> Coding | None:
 
 
 def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
-    """Those of a parameter with this name and shape. Raises `UsageError` as `check` does."""
+    """The phases of a parameter with this name and shape. Raises `UsageError` as `check` does."""
     found = _phases(codec, name, shape)
     return found if any(phase.coding is not None for phase in found) else ()
 
@@ -104,7 +104,7 @@ def at(found: Phases, turn: int) -> CodingPhase:
 
 
 def write(coding: Coding) -> list[Any]:
-    """A coding in plain data. Raises `UsageError` for one that a server doesn't know."""
+    """Write a coding as plain data. Raises `UsageError` for one that a server doesn't know."""
     kind = type(coding)
     if KINDS.get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
         raise UsageError(
@@ -116,7 +116,7 @@ def write(coding: Coding) -> list[Any]:
 
 
 def read(found: Any) -> Coding:
-    """The coding that was written. Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`."""
+    """Read a coding that was written. Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`."""
     name, values = found
     coding: Coding = KINDS[name](**{key: read(value) if isinstance(value, list) else value for key, value in values.items()})
     coding.layout(1)
@@ -124,10 +124,10 @@ def read(found: Any) -> Coding:
 
 
 def put(found: Phases) -> list[Any]:
-    """Phases in plain data; what workers keep is not told."""
+    """Write phases as plain data; whether workers keep what is lost is left out."""
     return [[phase.begins, None if phase.coding is None else write(phase.coding)] for phase in found]
 
 
 def take(found: Any) -> Phases:
-    """Those that were put so; raises as `read` does."""
+    """Read phases that `put` has written; raises as `read` does."""
     return tuple(CodingPhase(int(begins), None if coding is None else read(coding)) for begins, coding in found)

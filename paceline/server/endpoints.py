@@ -1,4 +1,4 @@
-"""Where servers are: their addresses, and the pool they come from."""
+"""The endpoints of servers: their addresses, and the pool they come from."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ if TYPE_CHECKING:
 
 
 class ServerPool(Protocol):
-    """Servers that outlive the workers which have started them. `next`: the number of the one that is started next, alike on all."""
+    """Servers that outlive the workers that have started them. `next`: the number of the one that is started next, alike on all."""
 
     next: int
 
     def join_info(self) -> Any:
-        """What who has just come has to know for `join`: JSON."""
+        """The facts that a newcomer needs for `join`, as JSON."""
         ...
 
     def join(self, told: Any) -> ServerEndpoints:
-        """Where servers are, as others have told."""
+        """Connect a newcomer to the servers, from the `join_info` of the others."""
         ...
 
     @property
     def here(self) -> str:
-        """My host, as no other is called."""
+        """The name of this worker's host, different from all others."""
         ...
 
     def lose(self, numbers: Collection[int]) -> ServerEndpoints:
-        """These servers are no more."""
+        """Remove these servers, which are lost."""
         ...
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        """Begin to start a server, if it is mine to do, which is to keep a copy of this shard; gives its number. On all workers."""
+        """Begin to start a server that keeps a copy of this shard, if it is this worker's task; gives its number. On all workers."""
         ...
 
     def spawned(self, number: int) -> Any:
-        """What all have to know of one that I start, for `add`, once it has begun (JSON); None before that; False if it couldn't begin."""
+        """The facts of a started server that all need for `add`, once it has begun (JSON); None before; False if it couldn't begin."""
         ...
 
     def add(self, told: Any) -> ServerEndpoints:
-        """A server has begun, and has what it is to keep."""
+        """Add a server that has begun and holds its copy."""
         ...
 
     def at(self, told: Any) -> ServerEndpoints:
-        """One that has begun and isn't added yet, by itself."""
+        """The endpoints of one server that has begun and isn't added yet."""
         ...
 
     def homes(self) -> list[tuple[str, int]]:
@@ -59,18 +59,18 @@ class ServerPool(Protocol):
         ...
 
     def leave(self) -> None:
-        """Go without ending any server."""
+        """Leave without ending any server."""
         ...
 
 
 class ServerEndpoints(NamedTuple):
-    """Where servers are."""
+    """The addresses of the servers, and how they are watched and closed."""
 
     addresses: tuple[str, ...]
     names: tuple[str, ...]  # what they are called in messages
     keys: RpcKeys
-    watch: Callable[[Callable[[PacelineError], None]], None]  # who wants to know when one is lost, from another thread
+    watch: Callable[[Callable[[PacelineError], None]], None]  # calls back when a server is lost, from another thread
     close: Callable[[], None]  # ends those that this worker has started
     numbers: tuple[int, ...] = ()  # of each server, never used twice
     shards: tuple[int, ...] = ()  # which each of them keeps
-    pool: ServerPool | None = None  # where losses are survived; then `addresses` are empty for who has just come
+    pool: ServerPool | None = None  # where losses are survived; `addresses` are empty on a newcomer then

@@ -1,8 +1,8 @@
-"""What the living ask each server for after a loss, where workers are not in lockstep.
+"""Fencing: after a loss out of lockstep, servers refuse messages of lost workers, and report to the living what has been made.
 
-reckon(workers)     only these may tell anything from now on, what was put off is void; which steps have been made here
+reckon(workers)     only these are heard from now on, delayed messages are discarded; which steps have been made here
 since(step)         how the later ones were made, for a server that lacks them
-void                what was pushed and is in no step is void; what is remembered (`journal`)
+void                discard pushes that are in no step; give the `journal`
 drop(pieces)        samples that no step will have
 """
 
@@ -20,15 +20,15 @@ from paceline.errors import Mismatch
 from paceline.server.journal import StepJournal
 from paceline.server.shard import Shard
 
-OPEN = {"alive", "end", "reckon"}  # what anybody may say who has the key
+OPEN = {"alive", "end", "reckon"}  # kinds of messages that any process with the key may send
 
 
 class FencedServer(Protocol):
-    """The server, as it is seen from here."""
+    """The server, as fencing sees it."""
 
     @property
     def shard(self) -> Shard:
-        """What it keeps."""
+        """The shard that the server keeps."""
         ...
 
     def answer(self, message: RpcMessage, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
@@ -36,17 +36,17 @@ class FencedServer(Protocol):
         ...
 
     def clear(self) -> None:
-        """What was put off is void, and norms of steps that may come to be others."""
+        """Discard delayed messages, and the norms of steps that may change."""
         ...
 
 
 class Fence:
-    """Answers that; False where the answer has to wait."""
+    """Answers the messages of the living after a loss; False where the answer has to wait."""
 
     def __init__(self, server: FencedServer) -> None:
         self.journal = StepJournal()
         self._server = server
-        self._workers: frozenset[int] | None = None  # who lives; None: nobody has been lost yet
+        self._workers: frozenset[int] | None = None  # the living; None: no worker has been lost yet
         self.kinds: dict[str, Callable[[RpcMessage], bool]] = {
             "reckon": self._reckon,
             "since": self._since,
@@ -55,7 +55,7 @@ class Fence:
         }
 
     def check(self, message: RpcMessage) -> None:
-        """Raise `Mismatch` for what a worker says that was lost: it is on its way still, and the living have gone on."""
+        """Raise `Mismatch` for a message of a lost worker: it is on its way still, and the living have gone on."""
         if self._workers is not None and message.sender not in self._workers and message.kind not in OPEN:
             raise Mismatch(f"worker {message.sender} counts as lost: the others have gone on without it")
 
@@ -70,7 +70,7 @@ class Fence:
         return self._server.answer(message, tensors=(_tensor(msgpack.packb(found)),))
 
     def _void(self, message: RpcMessage) -> bool:
-        self._server.shard.void()
+        self._server.shard.discard()
         return self._server.answer(message, tensors=(_tensor(self.journal.dump(closes=False)),))
 
     def _drop(self, message: RpcMessage) -> bool:

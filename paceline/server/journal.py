@@ -1,4 +1,4 @@
-"""What each server remembers of the steps that it has made, where losses are survived and workers are not in lockstep.
+"""The journal of steps that each server keeps, where losses are survived and workers are not in lockstep.
 
     close 7   worker 0: its gradient 5, of batch 3, samples 0 to 4         done       3: 0-4 8-12
               worker 2: its gradient 4, of batch 3, samples 8 to 12        gradients  worker 0: 5   worker 2: 4
@@ -23,7 +23,7 @@ Part = tuple[int, int]  # of an epoch: its number, and that of the first batch i
 
 
 class StepJournal:
-    """Of one server."""
+    """The journal of one server."""
 
     def __init__(self) -> None:
         self.part: Part = (-1, -1)  # that is dealt now
@@ -33,7 +33,7 @@ class StepJournal:
         self._closes: dict[int, deque[dict[str, Any]]] = {}  # by optimizer
 
     def made(self, body: Mapping[str, Any]) -> None:
-        """A step has been made, as this message said."""
+        """Record a step that was made as this message says."""
         optimizer, part = int(body["optimizer"]), (int(body["of"][0]), int(body["of"][1]))
         if part > self.part:
             self.part, self.done = part, SampleSpans()
@@ -43,18 +43,18 @@ class StepJournal:
         self._closes.setdefault(optimizer, deque(maxlen=KEPT)).append(dict(body))
 
     def drop(self, epoch: int, rows: Iterable[Sequence[int]]) -> None:
-        """These samples are in no step, and won't be."""
+        """Record that these samples are in no step, and won't be."""
         self.dropped |= {(epoch, batch, start, stop): None for batch, start, stop in rows}
 
     def since(self, optimizer: int, step: int) -> list[dict[str, Any]]:
-        """How the steps after this one were made. Raises `StateLost` where that isn't known any more."""
+        """List how the steps after this one were made. Raises `StateLost` where that isn't known any more."""
         found = [body for body in self._closes.get(optimizer, ()) if body["step"] > step]
         if [body["step"] for body in found] != list(range(step + 1, step + 1 + len(found))):
             raise StateLost(f"a server lacks steps of optimizer {optimizer} from {step + 1} on, and nobody knows how they were made")
         return found
 
     def dump(self, *, closes: bool = True) -> bytes:
-        """As `load` reads it; with how steps were made, if that is wanted."""
+        """Write as bytes that `load` reads; with `closes`, how steps were made, too."""
         gradients = [[*key, number] for key, number in self.gradients.items()]
         made = [[optimizer, list(found)] for optimizer, found in self._closes.items() if closes]
         packed: bytes = msgpack.packb([self.part, self.done.rows(), [*self.dropped], gradients, made])
@@ -70,7 +70,7 @@ class StepJournal:
 
 
 def merged(packed: Iterable[bytes]) -> StepJournal:
-    """What several servers remember together, of steps that all of them have made which keep a part of the optimizer's."""
+    """Merge the journals of several servers, of steps that all servers with a part of the optimizer's parameters have made."""
     whole = StepJournal()
     for each in packed:
         other = StepJournal()

@@ -1,4 +1,4 @@
-"""A server: keeps a shard of the parameters, and does what workers ask it for, one message after the other.
+"""The server process: keeps a shard of the parameters, and answers the requests of workers, one message after the other.
 
     worker                             server
     plan, fill, remember               what it keeps, and how it begins
@@ -6,15 +6,15 @@
     norm             ------------->    the norm of the sums, once all workers' pushes are there
     close(step)      ------------->    the step, once all workers have closed it, or once it is decided who makes it
     apply            ------------->    a step with what this worker alone has pushed
-    read(unit, step) ------------->    the parameters, once that step has been taken; or what is new in them, through a codec (`telling`)
-    level            ------------->    from now on workers are told the parameters themselves
-    memories, facts  ------------->    what optimizers remember; what was done here
-    absent           ------------->    who has not closed a step yet
-    alive, back      ------------->    after a loss: whether it lives; what I have pushed is void, and steps of this turn go back
+    read(unit, step) ------------->    the parameters, once that step has been taken; or what is new in them, through a codec (`deltas`)
+    level            ------------->    from now on workers get the parameters themselves
+    memories, facts  ------------->    the state of optimizers; statistics of this server
+    absent           ------------->    the workers that have not closed a step yet
+    alive, back      ------------->    after a loss: whether it lives; discard this worker's pushes, and undo steps of this turn
     state, become    ------------->    all that is kept, for a copy that has begun
 
-Where workers are not in lockstep, the first server deals them their samples too (`dealing`), and each knows what the living ask for
-after a loss (`reckoning`).
+Where workers are not in lockstep, the first server deals them their samples too (`scheduler_rpc`), and each answers the living
+after a loss (`fencing`).
 What can't be answered yet is put off, and looked at again after each message, and in time; nothing here waits for one worker alone.
 """
 
@@ -56,7 +56,7 @@ from paceline.server.table_rpc import TableService
 from paceline.state.snapshot import loads, pack
 from paceline.trace import Trace
 
-WRONG = (  # what comes of a message that says something senseless
+WRONG = (  # the errors that a senseless message causes
     *(LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
     *(AttributeError, AssertionError, MemoryError, BufferError, struct.error),
 )
@@ -68,7 +68,7 @@ LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
 def write(plan: ShardPlan) -> bytes:
-    """A plan as a server reads it."""
+    """Write a plan as bytes that a server reads."""
     cut = [
         [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
         for p in plan.pieces
@@ -79,7 +79,7 @@ def write(plan: ShardPlan) -> bytes:
 
 
 def read(packed: bytes) -> ShardPlan:
-    """The plan that was written. Raises `UsageError` for what is none, or for more than there is memory for."""
+    """Read a plan that was written. Raises `UsageError` for bytes that are none, or for more than there is memory for."""
     try:
         cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
         cpu = torch.device("cpu")
@@ -105,7 +105,7 @@ def read(packed: bytes) -> ShardPlan:
 
 
 def _count(body: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where what is meant isn't counted from 0 on: Python would count from the end."""
+    """Raise `UsageError` for an index that isn't counted from 0 on: Python would count from the end."""
     for name in ("optimizer", "unit", "table"):
         number = body.get(name, 0)
         if type(number) is not int or number < 0:
@@ -113,7 +113,7 @@ def _count(body: Mapping[str, Any]) -> None:
 
 
 def _size(piece: RowRange) -> int:
-    """Of what it takes; raises `ValueError` for what has no size."""
+    """Bytes that a piece takes; raises `ValueError` for one that has no size."""
     numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
     if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
         raise ValueError("a piece has sizes and strides")
@@ -131,15 +131,15 @@ def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
 
 
 class Server:
-    """Answers what comes to a receiver, until it is told to end. `over` is asked now and then whether nobody is left."""
+    """Answers messages, until it is asked to end. `over` is asked now and then whether no worker is left."""
 
     def __init__(self, receiver: RpcServer, over: Callable[[], bool] = lambda: False) -> None:
         self._receiver, self._over = receiver, over
         self._shard: Shard | None = None
         self._digest = b""
         self._later: list[RpcMessage] = []  # what can't be answered yet
-        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: who has closed it, and how
-        self._told: dict[int, Any] = {}  # by optimizer: with what its last step was made, where anyone of those who agree on it makes it
+        self._closing: dict[tuple[int, int], dict[int, Any]] = {}  # by optimizer and step: the workers that have closed it, and how
+        self._told: dict[int, Any] = {}  # by optimizer: the arguments of its last step, where any of the agreeing workers makes it
         self._norms: dict[tuple[int, int], dict[float, float]] = {}  # by optimizer and step, and kind
         self._ended = False
         self._kinds: dict[str, Callable[[RpcMessage], bool]] = {
@@ -202,7 +202,7 @@ class Server:
             self._receiver.refuse(message, f"{LATER} messages wait here for something that has not come")
 
     def _done(self, message: RpcMessage) -> bool:
-        """Whether it was answered, one way or the other."""
+        """Handle a message; whether it was answered, one way or the other."""
         act = self._kinds.get(message.kind)
         if act is None or (self._shard is None and message.kind not in self._first):
             self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
@@ -225,7 +225,7 @@ class Server:
 
     @property
     def shard(self) -> Shard:
-        """What it keeps."""
+        """The shard that the server keeps."""
         assert self._shard is not None
         return self._shard
 
@@ -275,7 +275,7 @@ class Server:
             asking = self._closing.setdefault((body["optimizer"], -message.body["step"]), {})
             asking[message.sender] = None
             if any(worker not in asking for worker in body["workers"]):
-                return False  # somebody may push something else yet
+                return False  # a worker may push something else yet
         elif message.step > shard.steps[body["optimizer"]] + 1:
             return False  # the step before has been decided, too
         elif message.step <= shard.steps[body["optimizer"]] and (body["optimizer"], message.step) not in self._norms:
@@ -359,7 +359,7 @@ class Server:
     # ---- losses
 
     def _back(self, message: RpcMessage) -> bool:
-        """A turn comes again: void is what this worker has pushed for it, and steps that were made in it go back, if they haven't yet."""
+        """Begin a turn again: discard this worker's pushes for it, and undo the steps that were made in it, if not done yet."""
         for optimizer, step in message.body["steps"]:
             self.shard.back(optimizer, step)
         self.shard.drop(message.sender)
@@ -378,7 +378,7 @@ class Server:
         return self.answer(message)
 
     def clear(self) -> None:
-        """What was put off is void, and norms of steps that may come to be others."""
+        """Discard delayed messages, and the norms of steps that may change."""
         self._later.clear()
         self._norms = {key: found for key, found in self._norms.items() if key[1] <= self.shard.steps[key[0]]}
 
@@ -405,7 +405,7 @@ class Server:
 
 
 def main() -> None:
-    """A server of its own: told on stdin where to listen, tells on stdout where it does; ends with its parent, or with a launcher."""
+    """Run a server process: reads from stdin where to listen, writes to stdout where it does; ends with its parent, or with a launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends after its workers
     asked = json.loads(sys.stdin.buffer.readline())
     prepare = preparation(asked["parent"]) if "parent" in asked else None
@@ -427,14 +427,14 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Have torch load now what it loads with its first optimizer, which takes a second or two: workers may wait for the first plan."""
+    """Load what torch loads with its first optimizer, which takes a second or two: workers may wait for the first plan."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # it may outlive who reads that
+    with contextlib.suppress(OSError):  # the server may outlive the reader
         print(f"paceline: a server: {text}", file=sys.stderr, flush=True)
 
 

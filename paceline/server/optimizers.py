@@ -1,4 +1,4 @@
-"""An optimizer in plain data, so that a server can make the same one: its class among torch's, and the settings of its groups.
+"""Optimizers as plain data, so that a server can make the same one: the class among torch's, and the settings of its groups.
 
 The settings travel again with every step in which they have changed, so schedulers go on working where they are.
 """
@@ -22,7 +22,7 @@ Settings = list[dict[str, Any]]  # of each group
 
 
 def describe(optimizer: Optimizer) -> str:
-    """The name that `make` takes. Raises `UsageError` for an optimizer that can't be made again elsewhere."""
+    """The name of an optimizer for `make`. Raises `UsageError` for an optimizer that can't be made again elsewhere."""
     kind = type(optimizer)
     name = kind.__name__
     if name not in NAMES or getattr(torch.optim, name, None) is not kind:
@@ -39,7 +39,7 @@ def describe(optimizer: Optimizer) -> str:
 
 
 def settings(optimizer: Optimizer) -> Settings:
-    """What its groups say now, all but their parameters."""
+    """The present settings of the groups, all but their parameters."""
     return [{name: _plain(name, value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
@@ -54,7 +54,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def make(name: str, found: Settings, parameters: Sequence[Sequence[Parameter]]) -> Optimizer:
-    """The optimizer of this name, with these parameters in its groups; groups without any keep their place."""
+    """Make the optimizer of this name, with these parameters in its groups; groups without any keep their place."""
     if name not in NAMES or len(found) != len(parameters):
         raise UsageError(f"no optimizer {name} of {len(parameters)} groups can be made here")
     kind: Any = getattr(torch.optim, name)
@@ -66,20 +66,20 @@ def make(name: str, found: Settings, parameters: Sequence[Sequence[Parameter]]) 
 
 
 def put(optimizer: Optimizer, found: Settings) -> None:
-    """Let its groups say this."""
+    """Set the settings of the groups."""
     assert len(found) == len(optimizer.param_groups)
     amend(optimizer, dict(enumerate(found)))
 
 
 def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
-    """What is another value now than before, by group."""
+    """The settings that differ between `before` and `now`, by group."""
     pairs = enumerate(zip(before, now, strict=True))
     found = {number: {name: value for name, value in new.items() if name not in old or old[name] != value} for number, (old, new) in pairs}
     return {number: values for number, values in found.items() if values}
 
 
 def fits(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise `UsageError` if these can't be settings of its groups: another's message may say anything."""
+    """Raise `UsageError` if these can't be settings of the groups: a message may contain anything."""
     for number, values in found.items():
         if not 0 <= number < len(optimizer.param_groups):
             raise UsageError(f"the optimizer has no group {number}: it has {len(optimizer.param_groups)}")
@@ -90,7 +90,7 @@ def fits(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _alike(have: Any, value: Any) -> bool:
-    """Whether one may stand for the other."""
+    """Whether one value may replace the other."""
     if isinstance(have, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(have) and all(map(_alike, have, value))
     if isinstance(have, bool) or not isinstance(have, int | float | Tensor):
@@ -99,7 +99,7 @@ def _alike(have: Any, value: Any) -> bool:
 
 
 def amend(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
-    """Let its groups say what `changed` found."""
+    """Apply the settings that `changed` found."""
     for number, values in found.items():
         group = optimizer.param_groups[number]
         group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -1,8 +1,8 @@
-"""Which server keeps what of a model: parameters, cut by rows where they are large, dealt by bytes.
+"""The partition of a model over servers: parameters, cut by rows where they are large, dealt by bytes.
 
 parameters   | w0 ........................ | b0 | w1 ........ | b1 |
 pieces       | w0[:400] | w0[400:800] | .. | b0 | w1[:400] ...| b1 |
-servers           0            1         0    1      1           0       the largest first, each to who has least
+servers           0            1         0    1      1           0       the largest first, each to the server that has least
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RowRange(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes that the rows take."""
         return self.shape.numel * self.shape.dtype.itemsize
 
 
@@ -51,7 +51,7 @@ def _cut(number: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterato
 
 
 def deal(found: Sequence[RowRange], servers: int) -> list[list[int]]:
-    """The numbers of the pieces that each server keeps, each in rising order: the largest first, to who has least (LPT, Graham 1969)."""
+    """Deal pieces to servers, as numbers in rising order: the largest first, to the server that has least (LPT, Graham 1969)."""
     loads, dealt = [0] * servers, [list[int]() for _ in range(servers)]
     for number in sorted(range(len(found)), key=lambda number: (-found[number].nbytes, number)):
         least = min(range(servers), key=lambda server: (loads[server], server))

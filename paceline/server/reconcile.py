@@ -1,7 +1,7 @@
-"""Where a run stands after a loss, where workers are not in lockstep: put together from what the living and the servers say.
+"""Reconciles a run after a loss, where workers are not in lockstep: from the reports of the living and of the servers.
 
     workers   clock, pieces taken and not done, what was left over     --+
-    servers   steps made, samples in them, gradients of each worker    --+-->  Standing: clocks over the living, and what is to be dealt
+    servers   steps made, samples in them, gradients of each worker    --+-->  RecoveryState: clocks over the living, and samples to deal
 
 All of a part of an epoch that is neither in a step, nor under way with one of the living, nor dropped for good, is dealt again. Nothing
 here waits or sends.
@@ -23,28 +23,28 @@ NONE: Part = (-1, -1)
 
 @dataclass
 class WorkerReport:
-    """What one worker says of itself."""
+    """The report of one worker on itself."""
 
     part: Part = NONE  # of an epoch, that it has begun last
     times: int = 0  # how often it has gone on with that, when all had come together
     open: bool = False  # that is under way
     left: bool = False  # it takes no more pieces of it
     clock: int = 0
-    held: bool = False  # it has not been told yet that it may begin its next turn
+    held: bool = False  # it may not begin its next turn yet, as far as it knows
     taken: Rows = field(default_factory=list)  # pieces whose turns are not over, the oldest first
     carried: Rows = field(default_factory=list)  # whose turns are, and whose gradients are in no step yet
-    stopped: bool = False  # it wants all to stop
+    stopped: bool = False  # this worker wants all to stop
     paused: bool = False  # it waits for all to have stopped taking
 
     @classmethod
     def load(cls, told: Mapping[str, Any]) -> WorkerReport:
-        """From what `asdict` gave, perhaps through JSON."""
+        """Read what `asdict` gave, perhaps through JSON."""
         return cls(**{**told, "part": (told["part"][0], told["part"][1])})
 
 
 @dataclass(frozen=True)
 class RecoveryState:
-    """What a keeper goes on from. `gathers`: steps are made by all who have come, and not by the first.
+    """The state from which a scheduler resumes. `gathers`: steps are made by all that have come, and not by the first.
 
     Lists with an entry for each optimizer: `steps` that were made, and `gradients` of each worker that are in them or were left out.
     """
@@ -57,7 +57,7 @@ class RecoveryState:
     under_way: Mapping[int, Sequence[SampleSpan]]  # by worker: its pieces, the oldest first
     clocks: Mapping[int, int]
     held: Sequence[int]  # workers that may not begin their next turn yet
-    paused: Sequence[int]  # who has stopped taking
+    paused: Sequence[int]  # workers that have stopped taking
     stopped: bool
     steps: Sequence[int]
     gradients: Sequence[Mapping[int, int]]
@@ -65,13 +65,13 @@ class RecoveryState:
     dropped: Sequence[tuple[int, SampleSpan]]  # for good, with their epochs
 
     def dump(self) -> bytes:
-        """As `load` reads it."""
+        """Write as bytes that `load` reads."""
         packed: bytes = msgpack.packb(asdict(self))
         return packed
 
     @classmethod
     def load(cls, packed: bytes) -> RecoveryState:
-        """From that."""
+        """Read what `dump` has written."""
         told = msgpack.unpackb(packed, strict_map_key=False)
         told["part"] = (told["part"][0], told["part"][1])
         told["todo"] = [SampleSpan(*piece) for piece in told["todo"]]
@@ -81,19 +81,19 @@ class RecoveryState:
 
     @property
     def nobodys(self) -> int:
-        """Samples that were to be dealt again, where nobody takes any more."""
+        """Number of samples that were to be dealt again, where no worker takes any more."""
         return 0 if self.active or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
 
 
 def latest(told: Mapping[int, WorkerReport]) -> tuple[Part, int]:
-    """The part of an epoch that somebody has begun, and all begin; and how often it was gone on with."""
+    """The latest part of an epoch that any worker has begun, and all begin; and how often it was resumed."""
     return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
 
 
 def stand(
     told: Mapping[int, WorkerReport], sizes: Sequence[int], journal: StepJournal, steps: Sequence[int], *, gathers: bool
 ) -> RecoveryState:
-    """Where the living stand, by what each has `told`; `sizes` are those of the batches in the latest part."""
+    """Reconstruct where the living are, from each one's report in `told`; `sizes` are those of the batches in the latest part."""
     part, times = latest(told)
     there = {worker: report for worker, report in told.items() if (report.part, report.times) == (part, times)}
     inside = {worker: report for worker, report in there.items() if (report.open or report.paused) and not report.left}

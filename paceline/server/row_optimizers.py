@@ -1,4 +1,4 @@
-"""What is known of the rows of a table: the values they begin with, and what each optimizer does to the rows that have a gradient.
+"""Optimizers of single rows of a table: the initial values of rows, and the step of the rows that have a gradient.
 
 Both are lazy, and both give what torch gives for the whole table: a row that no batch has used keeps the value that follows from the seed
 and its number, and a step without a gradient leaves it as it is (SGD without momentum, Adagrad; SparseAdam is defined so).
@@ -36,7 +36,7 @@ def mix(words: Any) -> Any:
 
 
 def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float) -> Tensor:
-    """The first values of these rows (1-D, int64): normal numbers around 0 with this deviation, which depend on seed and row alone."""
+    """The initial values of these rows (1-D, int64): normal numbers around 0 with this deviation, which depend on seed and row alone."""
     values = torch.empty(len(ids), dim, dtype=dtype)
     for start in range(0, len(ids), AT_ONCE):
         values[start : start + AT_ONCE] = _normal(ids[start : start + AT_ONCE].numpy(), dim, seed).mul_(std)
@@ -55,9 +55,9 @@ def _normal(ids: Any, dim: int, seed: int) -> Tensor:
 
 
 class RowRule(NamedTuple):
-    """What an optimizer does to rows: what it remembers of each (names), and the step.
+    """The rule of an optimizer for rows: the state that it keeps of each (names), and the step.
 
-    `step` changes the values and what is remembered in place; it takes them, the gradient, the settings, and the number of the step.
+    `step` changes the values and the state in place; it takes them, the gradient, the settings, and the number of the step.
     """
 
     remembers: tuple[str, ...]
@@ -112,7 +112,7 @@ def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[st
 
 
 def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
-    """What the group says now, as the rule reads it. Raises `UsageError` for what can't be honoured."""
+    """The present settings of the group, as the rule reads them. Raises `UsageError` for a value that can't be honoured."""
     found = optimizers.settings(optimizer)[group]
     for setting, wanted in RULES[type(optimizer).__name__].plain.items():
         if found.get(setting, wanted) != wanted:
@@ -124,7 +124,7 @@ def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
 
 
 def check(name: str, found: Settings) -> RowRule:
-    """The rule of this name, if these are its settings; raises `UsageError` (on a server, for what has come)."""
+    """Find the rule of this name, if these are its settings; raises `UsageError` (on a server, for what has come)."""
     wanted = {"SGD": ("lr",), "Adagrad": ("lr", "lr_decay", "eps", "initial_accumulator_value"), "SparseAdam": ("lr", "betas", "eps")}
     if name not in RULES or any(not _number(found.get(setting), pair=setting == "betas") for setting in wanted[name]):
         raise UsageError(f"no rows can be stepped by {name} with {dict(found)}")
@@ -138,7 +138,7 @@ def _number(value: Any, *, pair: bool) -> bool:
 
 
 def summed(pushed: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """All rows that are in any of the `pushed` (ids, each once, and gradients), sorted, and the sums of their gradients in that order."""
+    """Sum the `pushed` (ids, each once, and gradients): all rows that are in any of them, sorted, and the sums in that order."""
     if len(pushed) == 1:
         return pushed[0]
     ids, places = torch.unique(torch.cat([ids for ids, _ in pushed]), return_inverse=True)

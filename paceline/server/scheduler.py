@@ -1,11 +1,11 @@
-"""Who may go on, and with which samples, where workers are not in lockstep: kept by the first server.
+"""The scheduler of workers that are not in lockstep, on the first server: which worker may go on, and with which samples.
 
     worker 0   take turn tick | take turn tick | take ...      clock 2
     worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead of the slowest, and waits then
-    keeper     deals each global batch of an epoch piece by piece, to whoever asks; knows whose pieces are under way
+    scheduler  deals each global batch of an epoch piece by piece, to workers that ask; knows whose pieces are under way
 
-With backup workers the first who have come to a step make it (`arrive`); a piece of who comes later is dropped, and may be dealt again.
-Within a bound, who is on time makes it, and who comes later is in the next (`gather`), and may go on before that is made.
+With backup workers the first to come to a step make it (`arrive`); a piece of a later one is dropped, and may be dealt again.
+Within a bound, the workers on time make it, and a later one is in the next (`gather`), and may go on before that is made.
 
 Nothing here waits or sends: what can't be answered yet is None, and asked again.
 """
@@ -27,12 +27,12 @@ from paceline.server.stragglers import OpenStep, PartialSteps, StepMade
 if TYPE_CHECKING:
     from paceline.server.reconcile import RecoveryState
 
-SHOWN = 1000  # dropped pieces that are told one by one
+SHOWN = 1000  # dropped pieces that are listed one by one
 
 
 @dataclass
 class StepDecision:
-    """Who makes a step, with backup workers: the first who came, in the order of their numbers."""
+    """The workers that make a step, with backup workers: the first that came, in the order of their numbers."""
 
     came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
     workers: list[int] = field(default_factory=list)  # once it is decided
@@ -40,7 +40,7 @@ class StepDecision:
 
 @dataclass
 class ScheduleTally:
-    """What came of it all."""
+    """Statistics of a scheduler, for the summary."""
 
     leads: Counter[int] = field(default_factory=Counter)  # how often a worker went on that was so many turns ahead of the slowest
     dropped: int = 0  # gradients that came too late
@@ -50,7 +50,7 @@ class ScheduleTally:
 
 
 class SampleScheduler:
-    """Clocks and pieces of one run. Workers are known by their numbers."""
+    """Keeps the clocks of workers and deals the samples of one run. Workers are known by their numbers."""
 
     def __init__(self) -> None:
         self.tally = ScheduleTally()
@@ -61,7 +61,7 @@ class SampleScheduler:
         self._again: deque[SampleSpan] = deque()
         self._under_way: dict[int, list[SampleSpan]] = {}
         self._active: set[int] = set()  # workers that have turns to take
-        self._parked: set[int] = set()  # of those, who have asked for pieces when there were none, and wait for what others may drop
+        self._parked: set[int] = set()  # of those, the ones that asked for pieces when there were none, and wait for what others may drop
         self._decisions: dict[tuple[int, int], StepDecision] = {}  # by optimizer and step
         self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
         self._gatherings: dict[int, PartialSteps] = {}  # by optimizer
@@ -70,7 +70,7 @@ class SampleScheduler:
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
         self._dropped: set[tuple[int, SampleSpan]] = set()  # for good
         self._posts: list[tuple[int, Tensor]] = []
-        self._posted: dict[int, int] = {}  # by worker: the number of its last letter
+        self._posted: dict[int, int] = {}  # by worker: the number of its last note
         self._stopped = False
         self._pausing = False  # no more pieces, until all have asked for some
         self._times = 0  # how often the part was gone on with, after all had stopped taking
@@ -78,7 +78,7 @@ class SampleScheduler:
     # ---- samples
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int], times: int = 0) -> None:
-        """Deal these global batches, the first of which has the number `first` in its epoch. Told by all workers, when none has a turn.
+        """Deal these global batches, the first of which has the number `first` in its epoch. Called for all workers, when none has a turn.
 
         `times`: how often the part is gone on with, perhaps by other workers, after all had stopped taking (`pause`).
         """
@@ -102,12 +102,12 @@ class SampleScheduler:
         for gathering in self._gatherings.values():
             gathering.rest()
         latest = max(self.clocks.values(), default=0)
-        self.clocks = dict.fromkeys(self._active, latest)  # all stand at the same place
+        self.clocks = dict.fromkeys(self._active, latest)  # all are at the same place
 
     def take(self, worker: int, most: int) -> SampleSpan | bool | None:
-        """The next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
+        """Take the next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
 
-        Who is told False and is `paused` goes on when all have come together. Who is and hasn't any turns to take (`takes`) is done.
+        A worker that gets False goes on when all have come together if `paused`. One that hasn't any turns to take (`takes`) is done.
         """
         if worker not in self._under_way or most < 1:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
@@ -130,12 +130,12 @@ class SampleScheduler:
         return False
 
     def pause(self) -> None:
-        """Let all stop taking pieces, once their turns are over, and come together; unless some have ended the epoch already."""
+        """Stop dealing, so that all end their turns and come together; unless some have ended the epoch already."""
         self._pausing = self._active == self.clocks.keys()
 
     @property
     def paused(self) -> bool:
-        """Whether they do, with something left for later."""
+        """Whether dealing has stopped, with something left for later."""
         return self._pausing and self._more
 
     @property
@@ -156,8 +156,11 @@ class SampleScheduler:
         return SampleSpan(self._part[1] + number, start, stop)
 
     def resume(self, found: RecoveryState) -> None:
-        """Somebody was lost, perhaps the keeper before this one: go on from where the living stand."""
-        for epoch, piece in found.dropped:  # what was counted went with the one before; or who dropped it is lost, and never said so
+        """Go on from where the living are after a loss, perhaps that of the scheduler before this one."""
+        for (
+            epoch,
+            piece,
+        ) in found.dropped:  # the count went with the scheduler before, or with the worker that dropped it
             self._drop(epoch, piece)
         self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
         self._next, self._again = (len(found.sizes), 0), deque(found.todo)
@@ -172,21 +175,21 @@ class SampleScheduler:
             self._gatherings.setdefault(optimizer, PartialSteps(self._began)).resume(found.steps[optimizer], numbers)
 
     def busy(self, worker: int) -> bool:
-        """Whether its own turns come first."""
+        """Whether the worker has turns of its own to take first."""
         return bool(self._under_way.get(worker))
 
     def takes(self, worker: int) -> bool:
-        """Whether it has turns to take, or may have."""
+        """Whether the worker has turns to take, or may have."""
         return worker in self._active
 
     def leave(self, worker: int) -> None:
-        """It begins no more turns in this epoch; nobody waits for it."""
+        """Note that a worker begins no more turns in this epoch; no other waits for it."""
         self._pausing = False
         self._active.discard(worker)
         self._parked.discard(worker)
 
     def stop(self) -> None:
-        """No more pieces in this epoch."""
+        """Deal no more pieces in this epoch."""
         self._stopped = True
 
     def _drop(self, epoch: int, piece: SampleSpan) -> None:
@@ -201,7 +204,7 @@ class SampleScheduler:
     # ---- clocks
 
     def tick(self, worker: int, clock: int, dropped: str = "") -> None:
-        """A worker has completed its turn number `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
+        """Note that a worker has completed turn `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
         if not self._under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
         if clock != self.clocks[worker] + 1:
@@ -223,7 +226,7 @@ class SampleScheduler:
         return min((self._whole(worker) for worker in self._active - self._parked), default=max(self.clocks.values(), default=0))
 
     def _whole(self, worker: int) -> int:
-        """Its turns that are completed, and all of which is in steps."""
+        """The completed turns of a worker of which all is in steps."""
         open_ones = [before for (_, other), before in self._apart.items() if other == worker]
         return min([self.clocks[worker], *open_ones])
 
@@ -232,13 +235,13 @@ class SampleScheduler:
         return worker not in self._active or self.clocks[worker] - self.slowest <= bound
 
     def went(self, worker: int, now: float = 0.0) -> None:
-        """It may go on, and is told."""
+        """Note that the worker may go on, and knows it."""
         self._held.discard(worker)
         self.starts(worker, now)
         self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
 
     def starts(self, worker: int, now: float, *, first: bool = False) -> None:
-        """It begins a turn, at this time (in seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
+        """Note that a worker begins a turn now (seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
         if first and self._gatherings:
             return
         self._began[worker] = now
@@ -246,15 +249,15 @@ class SampleScheduler:
             gathering.begin(worker, now)
 
     def behind(self, worker: int) -> list[tuple[int, int]]:
-        """Who this one waits for, and the turns that those have completed."""
+        """The workers that this one waits for, and the turns that those have completed."""
         slowest = self.slowest
         found = [(other, self._whole(other)) for other in sorted(self._active - self._parked) if other != worker]
         return [(other, clock) for other, clock in found if clock == slowest]
 
-    # ---- who makes a step, with backup workers
+    # ---- which workers make a step, with backup workers
 
     def arrive(self, worker: int, optimizer: int, step: int, said: Any, backups: int) -> StepDecision | bool | None:
-        """A worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
+        """Note that a worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
 
         A step is decided once all but `backups` of the workers that have turns to take have come.
         """
@@ -279,7 +282,7 @@ class SampleScheduler:
             return None
         decision.workers = sorted(decision.came)
         self._decided[optimizer] = step
-        self._decisions.pop((optimizer, step - 8), None)  # who is that late knows it by the number
+        self._decisions.pop((optimizer, step - 8), None)  # a worker that is so late knows it by the number
         return decision
 
     def decided(self, optimizer: int) -> int:
@@ -287,22 +290,22 @@ class SampleScheduler:
         return self._decided.get(optimizer, 0)
 
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
-        """Who has not come to a step yet, and the turns that those have completed."""
+        """The workers that have not come to a step yet, and the turns that those have completed."""
         gathering = self._gatherings.get(optimizer)
         came = self._decisions.get((optimizer, step), StepDecision()).came if gathering is None else gathering.came
         return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
 
-    # ---- who makes a step, within a bound
+    # ---- which workers make a step, within a bound
 
     def gather(
         self, worker: int, optimizer: int, number: int, said: Any, *, bound: float, now: float, part: bool = False, alone: bool = False
     ) -> StepMade | OpenStep | None:
-        """A worker has pushed all of its gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
+        """Note that a worker has pushed all of gradient `number`: the step that it is in; None: not made yet. `now`: in seconds.
 
         `alone`: it makes a step by itself, at once.
 
-        A step is made by all who have turns to take; without those who are late (`PartialSteps`), unless none of the others could go on
-        then. `part`: who is late may go on while it is open, and is told so. It asks again before it pushes more.
+        A step is made by all that have turns to take; without the late ones (`PartialSteps`), unless none of the others could go on
+        then. `part`: a late worker may go on while it is open, and learns that. It asks again before it pushes more.
         """
         self._known(worker)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
@@ -321,11 +324,11 @@ class SampleScheduler:
         return made
 
     def made(self) -> list[list[int]]:
-        """The steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
+        """List the steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
         return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
 
     def _stuck(self, gathering: PartialSteps, bound: float) -> bool:
-        """Whether all who have come to a step would be too far ahead of the slowest with it."""
+        """Whether all that have come to a step would be too far ahead of the slowest with it."""
         gathering.due = math.inf
         clocks = {worker: self._whole(worker) + (worker in gathering.came) for worker in self._active - self._parked}
         slowest = min(clocks.values(), default=0)
@@ -333,24 +336,24 @@ class SampleScheduler:
 
     @property
     def due(self) -> float:
-        """When to ask again for what could not be answered, though nothing has come."""
+        """When to ask again for delayed answers, though no message has come."""
         return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
 
-    # ---- letters to the first worker
+    # ---- notes to the first worker
 
     def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
-        """Keep a letter for the first worker, its `number` from 1 on; one that comes again is not kept twice."""
+        """Keep a note for the first worker, its `number` from 1 on; one that comes again is not kept twice."""
         if not number or number > self._posted.get(worker, 0):
             self._posts.append((worker, letter))
             self._posted[worker] = number
 
     def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
-        """All letters that have come since, but for the first so many: those have arrived."""
+        """All notes that have come, but for the first `had`: those have arrived."""
         del self._posts[:had]
         return list(self._posts)
 
     def facts(self) -> dict[str, Any]:
-        """For the summary."""
+        """The statistics for the summary."""
         tally, gatherings = self.tally, self._gatherings.values()
         return {
             "staleness": _counted([tally.leads]),
@@ -366,5 +369,5 @@ class SampleScheduler:
 
 
 def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:
-    """All of these together, as it is written down."""
+    """Add these up, in the form of the summary."""
     return {str(number): count for number, count in sorted(sum(found, Counter[int]()).items())}

@@ -1,12 +1,12 @@
-"""What workers ask the keeper of the first server for, as messages.
+"""The scheduler's messages: what workers ask the sample scheduler on the first server.
 
 deal(batches)     begin an epoch, or the next part of one       leave              take no more turns in it
-take(most)        my next samples, once there are some          slowest            turns that all have completed
+take(most)        the worker's next samples, when there are     slowest            turns that all have completed
 pause             let all stop taking, and come together
-tick(bound)       my turn is over: once I may begin the next    behind, missing    who is waited for
-arrive(step)      once it is decided who makes a step           post               a letter to the first worker
-gather(number)    once it is decided in which step I am         resume(standing) after a loss: go on from there
-                  (or that I go on)
+tick(bound)       a turn is over: once the next may begin       behind, missing    the workers waited for
+arrive(step)      once it is decided which make the step        post               a note to the first worker
+gather(number)    once it is decided in which step it is        resume(standing)   after a loss: go on from there
+                  (or that the worker goes on)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.server.reconcile import RecoveryState
 from paceline.server.scheduler import SampleScheduler, StepDecision
 from paceline.server.stragglers import OpenStep
 
-LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a letter
+LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a note
 Answer = Callable[[RpcMessage, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
 
 
 class SchedulerRpc:
-    """Answers them; False where the answer has to wait."""
+    """Answers the scheduler's messages; False where the answer has to wait."""
 
     def __init__(self, answer: Answer) -> None:
         self.scheduler = SampleScheduler()
@@ -114,7 +114,7 @@ class SchedulerRpc:
         return self._answer(message, {**facts, **_came([*made.came], told), "slowest": slowest}, ())
 
     def patience(self, most: float) -> float:
-        """How long to wait for a message, `most` seconds at most, before what could not be answered is looked at again."""
+        """How long to wait for a message, `most` seconds at most, before delayed answers are tried again."""
         return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     def _missing(self, message: RpcMessage) -> bool:
@@ -137,7 +137,7 @@ class SchedulerRpc:
 
 
 def _said(found: Any) -> Any:
-    """What a worker says that comes to a step; it is kept, and answered to others. Raises what comes of something else."""
+    """Check what a worker says that comes to a step; it is kept, and answered to others. Raises what comes of something else."""
     if not math.isfinite(float(found["part"])):
         raise UsageError("a part of a batch is a number")
     if "pieces" in found and (type(found["number"]) is not int or [*map(len, found["pieces"])] != [3] * len(found["pieces"])):
@@ -146,7 +146,7 @@ def _said(found: Any) -> Any:
 
 
 def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:
-    """Of each who makes a step: which of its gradients, and the samples in it; where losses are survived."""
+    """Of each worker in a step: which of its gradients, and the samples in it; where losses are survived."""
     if any("pieces" not in said for said in told):
         return {}
     return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, told, strict=True)]}

@@ -1,10 +1,10 @@
-"""What one server keeps: pieces of parameters in units, the optimizers that step them, and what workers have pushed and is not applied yet.
+"""A server's shard: pieces of parameters in units, the optimizers that step them, and pushes of workers that are not applied yet.
 
     worker 0   push(unit 0) push(unit 1)         close(3)          read(unit 0) ...
     worker 1        push(unit 0) push(unit 1)       close(3)            read(unit 0) ...
     shard      | kept by worker, as it came   | summed in the order of workers, one step | the same for all
 
-Nothing here waits or sends: it is plain state, equal on all replicas that are told the same in the same order.
+Nothing here waits or sends: it is plain state, equal on all replicas that get the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.server.partition import RowRange
 
 @dataclass
 class ShardPlan:
-    """What a server is to keep. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
+    """The plan of a shard. `runs`: the numbers of the pieces in each unit; all those of a unit belong to one optimizer.
 
     `ways`: the codings in which each unit travels (left out: all exactly).
     """
@@ -45,7 +45,7 @@ class ShardPlan:
 
     @property
     def shapes(self) -> list[BucketShape]:
-        """How the pieces lie in units: without gaps where they are coded."""
+        """The layout of the pieces in units: without gaps where they are coded."""
         coded = {number for run, ways in zip(self.runs, self.ways, strict=True) for number in run if ways}
         cpu = torch.device("cpu")
         return [piece.shape._replace(device=cpu, kind="coded" if n in coded else None) for n, piece in enumerate(self.pieces)]
@@ -53,7 +53,7 @@ class ShardPlan:
 
 @dataclass
 class ShardUnit:
-    """What travels as one tensor."""
+    """The pieces that travel as one tensor."""
 
     bucket: Bucket
     optimizer: int
@@ -81,7 +81,7 @@ class Shard:
             self.units[-1].coded = DeltaEncoder(ways, bucket, number) if ways else None
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
-        self._before: dict[int, dict[str, Any]] = {}  # by optimizer: what its last step has changed, where that was asked for
+        self._before: dict[int, dict[str, Any]] = {}  # by optimizer: the values before its last step, where it can be undone
         self.applied: dict[tuple[int, int], int] = {}  # by worker and optimizer: its steps, where workers are not in lockstep
 
     def _optimizer(self, number: int, name: str, settings: recipe.Settings) -> Optimizer:
@@ -96,14 +96,14 @@ class Shard:
     # ---- values
 
     def fill(self, unit: int, flat: Tensor) -> None:
-        """Let the parameters of a unit be this."""
+        """Set the parameters of a unit."""
         self._fits(unit, flat)
         self.units[unit].bucket.flat.copy_(flat)
         self.units[unit].version += 1
         self._level(self.units[unit])
 
     def level(self) -> None:
-        """Let what workers are told be the parameters themselves, in all units that travel through a codec."""
+        """Send workers the parameters themselves from now on, in all units that travel through a codec."""
         for unit in self.units:
             self._level(unit)
 
@@ -133,10 +133,10 @@ class Shard:
     # ---- in lockstep
 
     def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False, turn: int = 0) -> None:
-        """What a worker adds to the gradient of a unit, weighted; `used`: a byte for each piece, whether its backward reached it.
+        """Add a worker's weighted part to the gradient of a unit; `used`: a byte for each piece, whether its backward reached it.
 
         The tensor belongs to the shard from then on. `turn`: of the worker, which says in which coding it comes. Raises `Mismatch` for
-        what doesn't fit, and, unless it is to be kept for a later step, for what comes too late for this one.
+        a push that doesn't fit, and, unless it is to be kept for a later step, for one that comes too late for this step.
         """
         coded = self._unit(number).coded
         if coded is not None:
@@ -149,12 +149,12 @@ class Shard:
         unit.pushed[worker] = flat, used
 
     def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
-        """Those of the workers of whom something is not here yet."""
+        """The workers, of these, that have not pushed everything yet."""
         units = [unit for unit in self.units if unit.optimizer == optimizer and unit.total is None]
         return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
 
     def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
-        """The norm of the gradients that these workers have pushed, over all units of an optimizer; nothing may be pushed any more."""
+        """The norm of these workers' pushed gradients, over all units of an optimizer; nothing may be pushed any more."""
         found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
         norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
         if not kind > 0:
@@ -174,11 +174,11 @@ class Shard:
         undo: bool = False,
         turn: int | None = None,
     ) -> bool:
-        """Take a step with the sum of what these workers have pushed, times `factor`; False if it has been taken before.
+        """Take a step with the sum of these workers' pushes, times `factor`; False if it has been taken before.
 
-        `settings`: what `recipe.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
-        `keep`: what others have pushed stays, for a later step. `undo`: so that `back` can undo it, until its next. `turn`: of all
-        workers, if they are told through a codec what comes of it.
+        `settings`: what `optimizers.changed` found; the learning rate is multiplied by `part`, that of the global batch which they have.
+        `keep`: pushes of others stay, for a later step. `undo`: so that `back` can undo it, until its next. `turn`: of all
+        workers, if they get the result through a codec.
 
         Raises `Mismatch` for a step that isn't the next one.
         """
@@ -249,7 +249,7 @@ class Shard:
         return step == self.steps[unit.optimizer] + 1 and unit.total is None
 
     def apply(self, optimizer: int, worker: int, step: int, *, factor: float = 1.0, part: float = 1.0, settings: Any = None) -> bool:
-        """Take a step with what this worker alone has pushed, times `factor`; False if its step of this number has been taken before.
+        """Take a step with this worker's push alone, times `factor`; False if its step of this number has been taken before.
 
         The learning rate is multiplied by `part`, the worker's part of the global batch: what all workers make of one comes to what a
         step with all of it would, to the first order. `settings`: of all groups. Raises `Mismatch` for a step that isn't its next one.
@@ -274,7 +274,7 @@ class Shard:
         return True
 
     def _total(self, unit: ShardUnit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
-        """The sum, in the order of the workers, whoever came first."""
+        """The sum, in the order of the workers, whichever came first."""
         if unit.total is None:
             absent = [worker for worker in workers if worker not in unit.pushed]
             if absent or not workers:
@@ -294,7 +294,7 @@ class Shard:
             parameter.grad = view if reached else None
 
     def _step(self, optimizer: int, part: float) -> None:
-        """By so much of the learning rate."""
+        """Step an optimizer with its learning rate times `part`."""
         own = self.optimizers[optimizer]
         rates = [group["lr"] for group in own.param_groups]
         for group in own.param_groups:
@@ -310,7 +310,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """What is kept here: parameters, what optimizers remember, and what was pushed."""
+        """Bytes of parameters, of the optimizers' state, and of pushes."""
         found: list[Any] = [unit.bucket.flat for unit in self.units]
         found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
         found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
@@ -318,19 +318,19 @@ class Shard:
         return told + sum(value.nbytes for value in found if isinstance(value, Tensor))
 
     def drop(self, worker: int) -> None:
-        """What this worker has pushed and is not applied is void, and so are sums: the turn comes again."""
+        """Discard this worker's pushes that are not applied, and all sums: the turn comes again."""
         for unit in self.units:
             unit.total = None
             unit.pushed.pop(worker, None)
 
     def forget(self, living: Collection[int]) -> None:
-        """Of what is kept for each worker through a codec, that of others is of no use any more."""
+        """Forget what is kept, through a codec, for workers that are not among the living."""
         for unit in self.units:
             if unit.coded is not None:
                 unit.coded.forget(living)
 
-    def void(self) -> None:
-        """What has been pushed and is not applied is void, whoever has pushed it."""
+    def discard(self) -> None:
+        """Discard all pushes that are not applied."""
         for unit in self.units:
             unit.total = None
             unit.pushed.clear()
@@ -338,7 +338,7 @@ class Shard:
     # ---- state
 
     def memories(self) -> list[dict[str, Any]]:
-        """What optimizers remember of each piece, in the order of the pieces."""
+        """The optimizers' state of each piece, in the order of the pieces."""
         found: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
@@ -346,7 +346,7 @@ class Shard:
         return found
 
     def remember(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Let optimizers remember this of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
+        """Set the optimizers' state of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
                 self._recall(unit.optimizer, parameter, _cloned(found[piece]))
@@ -358,7 +358,7 @@ class Shard:
             self.optimizers[optimizer].state.pop(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a replica has to have: values, what optimizers remember and their settings, steps, and what was pushed."""
+        """The state that a replica needs: values, the optimizers' state and settings, steps, and pushes."""
         return {
             "values": [unit.bucket.flat for unit in self.units],
             "versions": [unit.version for unit in self.units],

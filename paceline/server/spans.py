@@ -1,4 +1,4 @@
-"""Which samples of an epoch are meant: pieces of its batches."""
+"""Spans of samples of an epoch: pieces of its global batches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Rows = list[list[int]]  # batch, first sample, and the one after the last
 
 
 class SampleSpans:
-    """Pieces of global batches, those of a batch that touch each other as one."""
+    """A set of spans, in which adjacent ones of a batch are joined."""
 
     def __init__(self, rows: Iterable[Sequence[int]] = ()) -> None:
         self._of: dict[int, list[tuple[int, int]]] = {}
         self.add(rows)
 
     def add(self, rows: Iterable[Sequence[int]]) -> None:
-        """These, too."""
+        """Add these spans."""
         for batch, start, stop in rows:
             whole, apart = (start, stop), []
             for span in self._of.get(batch, ()):
@@ -39,11 +39,11 @@ class SampleSpans:
             self._of[batch] = sorted([*apart, whole])
 
     def rows(self) -> Rows:
-        """All of them, in order."""
+        """All spans, in order."""
         return [[batch, start, stop] for batch in sorted(self._of) for start, stop in self._of[batch]]
 
     def holes(self, first: int, sizes: Sequence[int]) -> Rows:
-        """What is not in them, of batches of these sizes, which have the numbers from `first` on."""
+        """The samples outside these spans, of batches of these sizes, which have the numbers from `first` on."""
         found: Rows = []
         for batch, size in enumerate(sizes, first):
             place = 0

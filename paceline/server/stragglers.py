@@ -1,17 +1,17 @@
-"""Which gradients make a step together, where a worker may be late: those of all who are on time, and whatever has come late.
+"""Partial steps without stragglers: which gradients make a step together, where a worker may be late.
 
     worker 0   turn | turn | turn | turn |          comes to a step, and goes on once it is made
     worker 1   turn | turn | turn | turn |
     worker 2   turn | slow turn - turn - turn       late: the second step is made without it, its gradient is in the third; it goes on
     step            1      2      3      4          at once, its next one is in the fourth
 
-A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by who
-has come once all others are late; who is late is not waited for again until it comes, to whichever step is open then (after the partial
+A worker is late once its turn has taken longer than turns do in this run: their median, and some more (`leave`). A step is made by those
+that have come once all others are late; a late one is waited for only after it has come, to whichever step is open then (after the partial
 collectives of Li et al. 2020, "Taming unbalanced training workloads in deep learning with partial collective operations"). It goes on at
 once then, out of phase with the others (`part`), until it comes as the others do. So nothing that was pushed is lost, each step has a
-gradient of nearly everybody, and where nobody is late it is that of lockstep.
+gradient of nearly all workers, and where none is late it is that of lockstep.
 
-Nothing here waits or sends, and the time is told.
+Nothing here waits or sends, and the time is an argument.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from paceline.errors import Mismatch
 SPANS = 4  # turns of each worker whose times are remembered
 LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
 TOGETHER = 2.0  # times as long, when all are slow at once
-SHORT = 0.25  # of a median turn: for so long who is late waits for the others, to be in phase again
+SHORT = 0.25  # of a median turn: for so long a late worker waits for the others, to be in phase again
 
 
 class StepMade(NamedTuple):
-    """A step that was made: its number, and what each of those said who made it."""
+    """A step that was made: its number, and what each of its workers said."""
 
     number: int
     came: dict[int, Any]
-    takers: frozenset[int] = frozenset()  # of those, who waits for it: it is theirs to have it taken
+    takers: frozenset[int] = frozenset()  # of those, the ones that wait for it: it is theirs to have it taken
 
 
 class OpenStep(NamedTuple):
-    """A step that is open, of which who has come late doesn't wait for the end: how many were made before."""
+    """A step that is open, for whose end a late worker doesn't wait: how many were made before."""
 
     after: int
 
@@ -49,8 +49,8 @@ class PartialSteps:
 
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
         self.steps = 0  # that were made
-        self.came: dict[int, Any] = {}  # by worker, what it said: who makes the next one
-        self.takers: set[int] = set()  # of those, who waits for it
+        self.came: dict[int, Any] = {}  # what each worker of the next step has said
+        self.takers: set[int] = set()  # of those, the ones that wait for it
         self.due = math.inf  # when to look again, though nothing has come
         self.sizes: Counter[int] = Counter()  # how many steps were made by so many workers
         self.ages: Counter[int] = Counter()  # of how many gradients so many other steps were made during their turns
@@ -58,25 +58,25 @@ class PartialSteps:
         self._began = dict(began or {})  # by worker: when its turn did
         self._seen = dict.fromkeys(self._began, 0)  # by worker: the steps that were made before that
         self._late: set[int] = set()
-        self._apart: set[int] = set()  # who has come late to the open step, and has gone on
-        self._from: dict[int, int] = {}  # by who has come: the steps that were made before its turn
+        self._apart: set[int] = set()  # workers that have come late to the open step, and have gone on
+        self._from: dict[int, int] = {}  # by worker that has come: the steps that were made before its turn
         self._spans: deque[float] = deque()  # seconds that turns took
-        self._prompt: list[float] = []  # of those who have come on time to the open step
+        self._prompt: list[float] = []  # of workers that have come on time to the open step
 
     def begin(self, worker: int, now: float) -> None:
-        """A worker begins a turn."""
+        """Note that a worker begins a turn."""
         self._began[worker], self._seen[worker] = now, self.steps
         if worker not in self._apart:
             self._late.discard(worker)
 
     def rest(self) -> None:
-        """An epoch begins: nobody knows how long its first turns take, as readers start with them."""
+        """Note that an epoch begins: nobody knows how long its first turns take, as readers start with them."""
         self._began.clear()
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
 
     def resume(self, steps: int, numbers: Mapping[int, int]) -> None:
-        """Somebody was lost. So many steps have been made, with so many gradients of each who lives; who had come since comes again."""
+        """Go on after a loss: so many steps were made, with so many gradients of each living worker; what came since comes again."""
         self.steps, self.came, self._prompt, self.due = steps, {}, [], math.inf
         self._apart, self.takers = set(), set()
         self._made = {worker: (number, None) for worker, number in numbers.items()}
@@ -85,7 +85,7 @@ class PartialSteps:
         self._seen = {worker: min(self._seen.get(worker, steps), steps) for worker in numbers}
 
     def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
-        """A worker has pushed all of its gradient number `number`, from 1 on; what came of it, once its step has been made."""
+        """Note that a worker has pushed all of gradient `number`, from 1 on; gives its step, once that has been made."""
         before, made = self._made.get(worker, (0, None))
         if number == before:
             return made
@@ -98,7 +98,7 @@ class PartialSteps:
         return None
 
     def part(self, worker: int, absent: Collection[int], now: float) -> bool:
-        """Whether who has come goes on at once: it is late, nobody waits yet, and others are on time, though not soon.
+        """Whether a worker that has come goes on at once: it is late, no other waits yet, and others are on time, though not soon.
 
         Otherwise it waits, now or when it asks again.
         """
@@ -121,7 +121,7 @@ class PartialSteps:
             self._prompt.append(span)
 
     def leave(self, absent: int) -> float:
-        """How long a turn may take before it is late; so many are waited for.
+        """How long a turn may take before it is late, with so many workers absent.
 
         The median turn, and some times the median distance from it, within bounds. When all are slow at once (another program has the
         processors), nobody is late: it is up to `TOGETHER` times that, by the one of those on time in this step with whom half have come,
@@ -136,7 +136,7 @@ class PartialSteps:
         return max(usual * min(max(pace, 1.0), TOGETHER), first)
 
     def awaited(self, absent: Collection[int], now: float) -> bool:
-        """Whether one of those who have not come may still be on time. Who is not is late from now on."""
+        """Whether one of the absent may still be on time. Those that are not count as late from now on."""
         self.due = math.inf
         on_time = [worker for worker in absent if worker not in self._late]
         if not on_time:
@@ -149,7 +149,7 @@ class PartialSteps:
         return last > now
 
     def make(self, absent: Collection[int]) -> StepMade:
-        """The next step is made by those who have come; who is absent is late."""
+        """Make the next step with the workers that have come; the absent are late."""
         self.steps += 1
         made = StepMade(self.steps, {worker: self.came[worker] for worker in sorted(self.came)}, frozenset(self.takers))
         self.sizes[len(made.came)] += 1

@@ -1,7 +1,7 @@
-"""One server's part of a sparse table: the rows that were stepped, what the optimizer remembers of them, and where each lies.
+"""One server's shard of a sparse table: the rows that were stepped, their optimizer state, and the index of where each lies.
 
     row (number in the table)   ->  index  ->  slot     values, memories: tensors of slots, made twice as long when they are full
-    a row that never had a gradient has no slot: whoever reads it gets the value that it begins with
+    a row that never had a gradient has no slot: a read gives the value that it begins with
 
 Rows are dealt by their numbers: row r lies on server r % servers, as number r // servers.
 """
@@ -28,7 +28,7 @@ FIRST: Final = 1 << 10  # slots to begin with
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a table is, the same on all workers."""
+    """The definition of a table, the same on all workers."""
 
     rows: int
     dim: int
@@ -39,7 +39,7 @@ class TableSpec:
 
     @property
     def sound(self) -> bool:
-        """Whether there can be such a table."""
+        """Whether such a table can exist."""
         whole = all(type(number) is int for number in (self.rows, self.dim, self.seed)) and type(self.std) in (int, float)
         return whole and 0 < self.rows < 1 << 62 and 0 < self.dim < 1 << 40 and self.dtype in ("float32", "float64")
 
@@ -49,28 +49,28 @@ class TableSpec:
         return DTYPES[self.dtype]
 
     def plain(self) -> dict[str, Any]:
-        """As it travels."""
+        """Write as plain data, for a message."""
         return asdict(self)
 
     def initial(self, ids: Tensor) -> Tensor:
-        """What these rows begin with."""
+        """The initial values of these rows."""
         return row_optimizers.initial(ids, self.dim, self.kind, seed=self.seed, std=self.std)
 
 
 class RowIndex(Protocol):
-    """Which slot each of some numbers has; slots are dealt in order, from 0 on."""
+    """Maps row numbers to slots, which are dealt in order, from 0 on."""
 
     def find(self, ids: Any) -> Any:
-        """The slots of these (int64, each once); -1 for one that has none."""
+        """Find the slots of these (int64, each once); -1 for one that has none."""
         ...
 
     def add(self, ids: Any, first: int) -> None:
-        """These, which have none, get the slots `first`, `first` + 1, ..."""
+        """Give these, which have none, the slots `first`, `first` + 1, ..."""
         ...
 
 
 class DirectIndex:
-    """A place for each number that there could be. What is not used takes no memory: the system gives it when it is written."""
+    """An index with a place for each number that there could be. Unused places take no memory: the system gives it when it is written."""
 
     def __init__(self, count: int) -> None:
         self._slots = np.zeros(count, dtype=np.int32)
@@ -83,7 +83,7 @@ class DirectIndex:
 
 
 class HashedIndex:
-    """Open addressing with linear probing, all numbers of a call at once; at most half full."""
+    """An index with open addressing and linear probing, all numbers of a call at once; at most half full."""
 
     def __init__(self) -> None:
         self._keys = np.full(2 * FIRST, -1, dtype=np.int64)
@@ -124,7 +124,7 @@ class HashedIndex:
 
 
 class RowsBefore(NamedTuple):
-    """What a step has changed, as it was before."""
+    """The rows that a step has changed, as they were before."""
 
     steps: int  # as optimizers count them
     settings: dict[str, Any]
@@ -134,7 +134,7 @@ class RowsBefore(NamedTuple):
 
 
 class TableShard:
-    """The rows with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is the number of this server.
+    """One server's rows: those with numbers r, r + `servers`, r + 2 * `servers`, ..., where r is the number of this server.
 
     Ids that come and go are those of the whole table. `count` is how many steps there were, as optimizers count them.
     """
@@ -158,7 +158,7 @@ class TableShard:
         self.used = 0  # slots
 
     def _indexed(self, used: int) -> RowIndex:
-        """An index of so many rows, in the order of their first use."""
+        """Make an index of so many rows, in the order of their first use."""
         mine = len(range(self._server, self.spec.rows, self._servers))
         found: RowIndex = DirectIndex(mine) if mine <= DIRECT else HashedIndex()
         if used:
@@ -170,13 +170,13 @@ class TableShard:
 
     @property
     def nbytes(self) -> int:
-        """What the rows in use take, with what is remembered of them."""
+        """Bytes of the rows in use, with their optimizer state."""
         return self.used * (self._ids.itemsize + sum(kept.shape[1] * kept.itemsize for kept in self._kept))
 
     # ---- rows
 
     def read(self, ids: Tensor) -> Tensor:
-        """The values of these rows as they are now; none is made."""
+        """The values of these rows as they are now; no row is made."""
         slots = torch.from_numpy(self._index.find(self._mine(ids)))
         if not self.used:
             return self.spec.initial(ids)
@@ -195,7 +195,7 @@ class TableShard:
         factor: float = 1.0,
         part: float = 1.0,
     ) -> RowsBefore:
-        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the order of the sum is theirs.
+        """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the sum is in their order.
 
         The sum is multiplied by `factor`, the learning rate by `part`. Gives what `back` takes, with `undo`; without it that has no rows.
         """
@@ -228,7 +228,7 @@ class TableShard:
         return before
 
     def back(self, before: RowsBefore) -> None:
-        """The last step is void."""
+        """Undo the last step."""
         self.count, self.settings = before.steps, before.settings
         for kept, values in zip(self._kept, before.kept, strict=True):
             kept.index_copy_(0, before.slots, values)
@@ -236,7 +236,7 @@ class TableShard:
             self._index, self.used = self._indexed(before.used), before.used
 
     def _mine(self, ids: Tensor) -> Any:
-        """Their numbers on this server."""
+        """The numbers of these rows on this server."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise Mismatch(f"rows are named by one int64 each, and not by {_form(ids)}")
         found = ids.numpy()
@@ -245,7 +245,7 @@ class TableShard:
         return found // self._servers
 
     def _slots(self, ids: Tensor) -> Tensor:
-        """Where these rows lie; those that are new are made."""
+        """The slots of these rows; new ones are made."""
         mine = self._mine(ids)
         slots = self._index.find(mine)
         new = np.flatnonzero(slots < 0)
@@ -272,26 +272,26 @@ class TableShard:
     # ---- state
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Rows `start` to `stop` of those in use, in the order of their first use, and what is remembered of them."""
+        """Rows `start` to `stop` of those in use, in the order of their first use, with their optimizer state."""
         names = ("values", *self._rule.remembers)
         return {"ids": self._ids[start : min(stop, self.used)]} | {
             name: kept[start : min(stop, self.used)] for name, kept in zip(names, self._kept, strict=True)
         }
 
     def put(self, part: Mapping[str, Tensor]) -> None:
-        """Take up rows as `part` gave them, perhaps on another server; those in it that lie elsewhere are left out."""
+        """Load rows that `part` gave, perhaps on another server; those in it that lie elsewhere are left out."""
         here = part["ids"] % self._servers == self._server
         slots = self._slots(part["ids"][here])
         for name, kept in zip(("values", *self._rule.remembers), self._kept, strict=True):
             kept.index_copy_(0, slots, part[name][here])
 
     def forget(self, seed: int, count: int) -> None:
-        """Stand as if no row had been used; the first values are those of this seed."""
+        """Reset as if no row had been used; the initial values are those of this seed."""
         self.spec, self.count = replace(self.spec, seed=seed), count
         self._empty()
 
     def fingerprint(self) -> int:
-        """A sum over the rows in use, modulo 2 ** 64: the same whatever order they were made in, and however they are dealt to servers."""
+        """Compute a sum over the rows in use, modulo 2 ** 64: the same in any order of making, and however rows are dealt to servers."""
         total = 0
         for start in range(0, self.used, row_optimizers.AT_ONCE):
             part = self.part(start, start + row_optimizers.AT_ONCE)

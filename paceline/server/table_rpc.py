@@ -1,4 +1,4 @@
-"""What a server does for sparse tables: the messages, and when each is answered. Workers step a table together, in lockstep.
+"""The table service of a server: its messages, and when each is answered. Workers step a table together, in lockstep.
 
 worker                               server
 rows.table            ----------->   what the table is
@@ -14,10 +14,10 @@ rows.make(step)       ----------->   all have decided that it is made: the first
 rows.back(step)       ----------->   the turn comes again: so many steps have been made, and no more
 rows.stand, .become   ----------->   what a table is and how far, for a copy that has begun; its rows follow by rows.part and .put
 
-Workers say there how many calls they have completed together (`calls`): what one that is lost had sent for a turn that is void may come
+Workers say there how many calls they have completed together (`calls`): a push of a lost worker for a discarded turn may come
 after others have gone on, and does nothing then.
 
-Workers that are not in lockstep (`freerows`) have no step in common that they wait for, so a pull may have later ones in it:
+Workers that are not in lockstep have no step in common that they wait for, so a pull may have later ones in it:
 
 rows.apply            ----------->   a step with this gradient alone
 rows.hold(after)      ----------->   kept, in place of what this worker held, once that step has been made
@@ -41,7 +41,7 @@ Answer = Callable[[RpcMessage, Mapping[str, Any], tuple[Tensor, ...]], bool]  # 
 
 
 class RowGradient(NamedTuple):
-    """What one worker has given for one step."""
+    """The gradient of one worker for one step."""
 
     ids: Tensor
     grad: Tensor
@@ -50,7 +50,7 @@ class RowGradient(NamedTuple):
 
 
 class RowStep(NamedTuple):
-    """A step that may go back."""
+    """A step that may be undone."""
 
     step: int
     calls: int  # when it was made
@@ -59,14 +59,14 @@ class RowStep(NamedTuple):
 
 @dataclass
 class ServedTable:
-    """A table, and where it stands in lockstep."""
+    """A table, with the step that it is at and the gradients for the next."""
 
     table: TableShard
     step: int = 0
     given: dict[int, RowGradient] = field(default_factory=dict)  # for the next step, by worker
     broken: str = ""  # why there can't be a next step
     made: list[RowStep] = field(default_factory=list)  # in the turn under way
-    void: int = -1  # calls when a turn was void last
+    discarded: int = -1  # calls when a turn was discarded last
     held: dict[int, RowGradient] = field(default_factory=dict)  # out of lockstep, by worker: what it has come with, and is in no step yet
     alone: Counter[int] = field(default_factory=Counter)  # out of lockstep, by worker: the steps that it has made alone
 
@@ -97,7 +97,7 @@ class TableService:
 
     @property
     def nbytes(self) -> int:
-        """What is kept here: rows in use, what is remembered of them, and what was given for the next steps."""
+        """Bytes of rows in use, of their optimizer state, and of gradients for the next steps."""
         given = [
             tensor
             for shelf in self._shelves.values()
@@ -107,7 +107,7 @@ class TableService:
         return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(tensor.nbytes for tensor in given)
 
     def facts(self) -> dict[str, Any]:
-        """For the summary: how many rows are in use."""
+        """The statistics for the summary: how many rows are in use."""
         return {"rows": sum(len(shelf.table) for shelf in self._shelves.values())} if self._shelves else {}
 
     def _shelf(self, number: int) -> ServedTable:
@@ -116,7 +116,7 @@ class TableService:
         return self._shelves[number]
 
     def _stands(self, message: RpcMessage) -> ServedTable | None:
-        """The table of this message if the step that it waits for has been taken, and no other since; if workers are in lockstep."""
+        """The table of this message if it is at the step that the message waits for, and workers are in lockstep."""
         shelf, step, free = self._shelf(message.body["table"]), message.body["step"], message.body.get("free")
         if shelf.broken:
             raise UsageError(shelf.broken)
@@ -142,7 +142,7 @@ class TableService:
     # ---- steps
 
     def _entries(self, message: RpcMessage) -> list[tuple[ServedTable, RowGradient]]:
-        """What a worker comes with, for each of these tables."""
+        """The gradients in a worker's message, for each of its tables."""
         found = []
         for number, entry in enumerate(message.body["tables"]):
             ids, grad = message.tensors[2 * number : 2 * number + 2]
@@ -152,7 +152,7 @@ class TableService:
     def _give(self, message: RpcMessage) -> bool:
         body, found = message.body, self._entries(message)
         if any(entry["step"] > shelf.step + 1 for entry, (shelf, _) in zip(body["tables"], found, strict=True)):
-            return False  # somebody has not given anything for the step before
+            return False  # a worker has not given anything for the step before
         for entry, (shelf, given) in zip(body["tables"], found, strict=True):
             if shelf.broken:
                 raise UsageError(shelf.broken)
@@ -165,11 +165,11 @@ class TableService:
         return self._answer(message, {}, ())
 
     def _given(self, message: RpcMessage) -> bool:
-        """Who has given something for the next step: a worker that waits in vain wants to know."""
+        """Answer which workers have given a gradient for the next step: a worker that waits in vain wants to know."""
         return self._answer(message, {"workers": sorted(self._shelf(message.body["table"]).given)}, ())
 
     def _step(self, number: int, shelf: ServedTable, workers: list[int], *, undo: bool = False) -> RowsBefore:
-        """All are here: take the step, in the order of the workers."""
+        """Take the step, in the order of the workers: all are here."""
         found = [shelf.given[worker] for worker in workers]
         told = found[0].settings
         if any(given.settings != told for given in found):
@@ -222,7 +222,7 @@ class TableService:
             shelf = self._shelf(entry["table"])
             if shelf.broken:
                 raise UsageError(shelf.broken)
-            if body["calls"] <= shelf.void or entry["step"] <= shelf.step:
+            if body["calls"] <= shelf.discarded or entry["step"] <= shelf.step:
                 continue
             if entry["step"] > shelf.step + 1:
                 raise Mismatch(f"step {entry['step']} of table {entry['table']} can't be made: {shelf.step} have been taken")
@@ -237,7 +237,7 @@ class TableService:
         body = message.body
         for number, step in body["tables"]:
             shelf = self._shelf(number)
-            shelf.void = max(shelf.void, body["calls"])
+            shelf.discarded = max(shelf.discarded, body["calls"])
             while shelf.made and shelf.made[-1].step > step and shelf.made[-1].calls <= body["calls"]:
                 made = shelf.made.pop()
                 shelf.table.back(made.before)
@@ -247,14 +247,14 @@ class TableService:
     def _stand(self, message: RpcMessage) -> bool:
         shelf = self._shelf(message.body["table"])
         table = shelf.table
-        found = {"spec": table.spec.plain(), "settings": table.settings, "count": table.count, "step": shelf.step, "void": shelf.void}
+        found = {"spec": table.spec.plain(), "settings": table.settings, "count": table.count, "step": shelf.step, "void": shelf.discarded}
         return self._answer(message, found, ())
 
     def _become(self, message: RpcMessage) -> bool:
         body = message.body
         table = TableShard(TableSpec(**body["spec"]), body["settings"], server=body["server"], servers=body["servers"])
         table.count = body["count"]
-        self._shelves[body["table"]] = ServedTable(table, body["step"], void=body["void"])
+        self._shelves[body["table"]] = ServedTable(table, body["step"], discarded=body["void"])
         return self._answer(message, {}, ())
 
     # ---- state
@@ -287,7 +287,7 @@ class TableService:
 
 
 def _free_step(table: TableShard, found: Sequence[RowGradient], how: Mapping[str, Any]) -> None:
-    """With the settings of the first, whose schedule may be elsewhere than that of the others."""
+    """Step with the settings of the first worker, whose schedule may be elsewhere than that of the others."""
     told = found[0].settings
     if any(given.used for given in found):
         table.step([(given.ids, given.grad) for given in found], told, factor=float(how["factor"]), part=float(how["part"]))

@@ -1,1 +1,1 @@
-"""What the state of a training is: snapshots of it, their versions and checksums."""
+"""The state of a training: snapshots of it, their versions and checksums."""

@@ -1,4 +1,4 @@
-"""A 64-bit number for each tensor, in which any flipped bit shows, at a few times what reading its memory takes.
+"""Checksums of tensors: a 64-bit number in which any flipped bit shows, at a few times the cost of reading the memory.
 
     words    x0 x1 x2 ... x2047 | x2048 ...    the bytes in order, eight to a word, with zeros at the end
     mixed    y = x ^ (x >>> 32)                so that the upper bits count twice: alone they would fall out of a sum modulo 2**64
@@ -27,7 +27,7 @@ PIECE, PIECE_ON_GPU = 32, 1024  # rows at once: what is mixed stays in a core's 
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The number of each tensor: equal where all bits are, whatever the strides and the device; dtype and shape are not part of it.
+    """Compute the number of each tensor: equal where all bits are, whatever the strides and the device; dtype and shape are not part of it.
 
     Dense tensors of any dtype. What is on a device comes to the host in one copy. Small ones that are alike are summed up together.
     """
@@ -51,13 +51,13 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a dense tensor in order, 1-D uint8, where it is; not copied if they lie so already."""
+    """The bytes of a dense tensor in order, 1-D uint8, on its device; not copied if they lie so already."""
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a view keeps the stride of a single element, whatever it is
 
 
 def _together(tensors: Sequence[Tensor], room: Tensor) -> Tensor:
-    """Of tensors of one dtype and shape, none of more than a row: one int64 of each on their device; `room` is for what is mixed."""
+    """Sum up tensors of one dtype and shape, none of more than a row: one int64 of each on their device; `room` is for mixed words."""
     width, found = -(-tensors[0].nbytes // 8), []
     for start in range(0, len(tensors), room.numel() // width):
         some = torch.stack([tensor.detach() for tensor in tensors[start : start + room.numel() // width]])
@@ -68,7 +68,7 @@ def _together(tensors: Sequence[Tensor], room: Tensor) -> Tensor:
 
 
 def _number(x: Tensor, room: Tensor) -> Tensor:
-    """The same of a large tensor, or of an empty one."""
+    """Sum up one large tensor, or an empty one."""
     data = flat(x)
     whole = data.numel() // 8 * 8
     head, rest = data[:whole], data[whole:]
@@ -86,7 +86,7 @@ def _number(x: Tensor, room: Tensor) -> Tensor:
 
 
 def _rows(words: Tensor, last: Tensor, level: int, room: Tensor) -> Tensor:
-    """The weighted sum of each row; `last` are words behind the others."""
+    """Compute the weighted sum of each row; `last` are words behind the others."""
     weights, step = _weights(level, words.device), room.numel()
     whole = words.numel() // ROW * ROW
     pieces = [words[start : min(start + step, whole)].view(-1, ROW) for start in range(0, whole, step)]
@@ -100,24 +100,24 @@ def _rows(words: Tensor, last: Tensor, level: int, room: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor, room: Tensor) -> Tensor:
-    """x ^ (x >>> 32), into `room`; torch shifts the sign in, which is masked."""
+    """Compute x ^ (x >>> 32), into `room`; torch shifts the sign in, which is masked."""
     torch.bitwise_right_shift(words, 32, out=room)
     return room.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
 
 
 def weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """The product of a matrix with a vector, modulo 2**64; CUDA has none for integers."""
+    """Multiply a matrix with a vector, modulo 2**64; CUDA has no such product for integers."""
     return torch.mv(rows, weights) if rows.device.type == "cpu" else elementwise(rows, weights)
 
 
 def elementwise(rows: Tensor, weights: Tensor) -> Tensor:
-    """The same anywhere; slower on processors."""
+    """Multiply a matrix with a vector element by element, on any device; slower on processors."""
     return (rows * weights).sum(1)
 
 
 @lru_cache(maxsize=64)
 def _weights(level: int, device: torch.device) -> Tensor:
-    """Odd numbers by SplitMix64 (Steele, Lea, Flood 2014), the same on all machines and for all time."""
+    """Make odd numbers by SplitMix64 (Steele, Lea, Flood 2014), the same on all machines and for all time."""
     z = (np.arange(1, ROW + 1, dtype=np.uint64) + np.uint64(level * ROW)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""State as data: any nested state becomes a map of tensors and a tree of JSON, and comes back exactly.
+"""Snapshots: any nested state becomes a map of tensors and a tree of JSON, and comes back exactly.
 
 Plain JSON stands for itself. Everything else is an object with the key "$" that says what it is:
 
@@ -55,11 +55,11 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def unpack(self) -> Any:
-        """The state, made of new objects: tensors are copies, those that were one tensor are one again."""
+        """Make the state of new objects: tensors are copies, those that were one tensor are one again."""
         return _Decoder(self.tensors).decode(self.tree)
 
     def check(self) -> None:
-        """Raise CheckpointError for what `unpack` can't read: another version of paceline may have written it, or somebody else."""
+        """Raise CheckpointError for a snapshot that `unpack` can't read: another version of paceline may have written it, or a stranger."""
         if type(self.version) is not int:
             raise CheckpointError(f"the version of a state is a number, and not {self.version!r}")
         try:
@@ -70,7 +70,7 @@ class Snapshot:
             ) from error
 
     def sha256(self) -> str:
-        """A hash of the content, bit for bit; not of the version, the order of dicts, strides or devices."""
+        """Hash the content, bit for bit; not the version, the order of dicts, strides or devices."""
         digest = hashlib.sha256(json.dumps(_canonical(self.tree), sort_keys=True).encode())
         for path in sorted(self.tensors):
             tensor = self.tensors[path]
@@ -79,14 +79,14 @@ class Snapshot:
         return digest.hexdigest()
 
     def dumps(self) -> bytes:
-        """One block of bytes that `loads` reads, to be sent to another worker."""
+        """Write as one block of bytes that `loads` reads, to be sent to another worker."""
         kept, notes = lower(self.tensors)
         head = json.dumps({"version": self.version, "tree": self.tree, "notes": notes}).encode()
         return struct.pack("<Q", len(head)) + head + safetensors.torch.save(kept)
 
 
 def loads(data: bytes) -> Snapshot:
-    """What `Snapshot.dumps` gave; bytes that it did not give raise CheckpointError."""
+    """Read a snapshot from `Snapshot.dumps`; other bytes raise CheckpointError."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         head = json.loads(data[8 : 8 + length])
@@ -98,10 +98,10 @@ def loads(data: bytes) -> Snapshot:
 
 
 def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
-    """The snapshot of nested state: dicts with any plain keys, lists, tuples, sets, tensors, numpy arrays, numbers, text, None.
+    """Make a snapshot of nested state: dicts with any plain keys, lists, tuples, sets, tensors, numpy arrays, numbers, text, None.
 
     With `copy` the tensors are clones on their own device; without it they are the caller's, who must not change them while the
-    snapshot is used. A tensor that stands in two places is kept once. What can't be kept exactly raises CheckpointError with its path.
+    snapshot is used. A tensor that is in two places is kept once. What can't be kept exactly raises CheckpointError with its path.
     """
     encoder = _Encoder(copy=copy)
     tree = encoder.encode(value, ())
@@ -114,14 +114,14 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def shaped(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor whose bytes are `data` (1-D uint8): a view of them, or a copy where they begin at an address that is odd for its dtype."""
+    """Make the tensor whose bytes are `data` (1-D uint8): a view, or a copy where they begin at an address that doesn't suit its dtype."""
     if data.data_ptr() % max(dtype.itemsize, WORD):  # vector instructions on complex128 end the process there
         data = data.clone()
     return data.view(dtype).view(shape)
 
 
 def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Tensors of dtypes that any version of safetensors can keep, and notes (dtype, shape) on those that had to be changed for it.
+    """Convert tensors to dtypes that any version of safetensors can keep, with notes (dtype, shape) on those that were changed for it.
 
     Complex becomes a last dim of two reals, other dtypes become their bytes. All others are left as they are.
     """
@@ -139,7 +139,7 @@ def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, l
 
 
 def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """`plain`, as safetensors wants them: contiguous, on the CPU, each with its storage to itself."""
+    """Convert as `plain` does, as safetensors wants them: contiguous, on the CPU, each with its storage to itself."""
     kept, notes = plain(tensors)
     for path, tensor in kept.items():
         here = tensor.cpu().resolve_neg().contiguous()
@@ -148,7 +148,7 @@ def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, l
 
 
 def lift(kept: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-    """The tensors that `plain` or `lower` was given."""
+    """Restore the tensors that `plain` or `lower` was given."""
     tensors = dict(kept)
     for path, (dtype, shape) in notes.items():
         tensors[path] = shaped(kept[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape)
@@ -305,7 +305,7 @@ class _Decoder:
 
 
 class _Trial(_Decoder):
-    """Decodes to see whether that can be done: no tensor is copied, something small stands in its place."""
+    """Decodes without copying tensors, with small objects in their place, to see whether that can be done."""
 
     def _tensor(self, tree: Json) -> Tensor:
         source, stride = self._source(tree["path"]), tree.get("stride")
@@ -335,7 +335,7 @@ def _absent(path: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _canonical(tree: Json) -> Json:
-    """The same for dicts that differ in their order only, and for tensors that differ in their strides only."""
+    """Make the same tree of dicts that differ in their order only, and of tensors that differ in their strides only."""
     if isinstance(tree, list):
         return [_canonical(item) for item in tree]
     if not isinstance(tree, dict):
@@ -348,7 +348,7 @@ def _canonical(tree: Json) -> Json:
 
 
 def _unique(path: tuple[str, ...], taken: Iterable[str]) -> str:
-    """A path as text; keys that only differ in their type (1 and "1") are told apart by a number."""
+    """Write a path as text; keys that only differ in their type (1 and "1") are told apart by a number."""
     name = "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
     candidate, number = name, 1
     while candidate in taken or candidate == _RESERVED:

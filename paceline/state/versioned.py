@@ -1,4 +1,4 @@
-"""What state is: named objects with state_dict and load_state_dict, one version for all of them."""
+"""Versioned state: named objects with state_dict and load_state_dict, one version for all of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SHOWN = 5  # differences that a message lists
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can say what it is, and become that again."""
+    """Any object that can give its state, and take it back."""
 
     def state_dict(self) -> Any:
         """The whole state, as nested dicts, lists, tensors, numbers and text."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Become what `state_dict` gave."""
+        """Restore the state that `state_dict` gave."""
         ...
 
 
 class Versioned:
-    """Everything that a run is, under names, with the number of the version it is at.
+    """The whole state of a run, under names, with the number of the version that it is at.
 
     The version moves when the state does: `advance` after each committed step. Two workers with the same version have the same
     state, which `hash` proves.
@@ -46,7 +46,7 @@ class Versioned:
             self.add(name, part)
 
     def add(self, name: str, part: Stateful) -> None:
-        """Take `part` in under a new name."""
+        """Add `part` under a new name."""
         if not isinstance(part, Stateful):
             raise UsageError(f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; give it both to have it kept")
         if name in self._parts:
@@ -64,12 +64,12 @@ class Versioned:
         return tuple(self._parts.values())
 
     def advance(self) -> int:
-        """The state has changed as a whole; gives the new version."""
+        """Count a change of the whole state; gives the new version."""
         self.version += 1
         return self.version
 
     def snapshot(self, *, copy: bool = True) -> Snapshot:
-        """The state as it is now; without `copy` its tensors are the live ones, for who writes them out before they change."""
+        """Take a snapshot of the state; without `copy` its tensors are the live ones, to be written out before they change."""
         return pack({name: part.state_dict() for name, part in self._parts.items()}, self.version, copy=copy)
 
     def hash(self) -> str:
@@ -77,7 +77,7 @@ class Versioned:
         return self.snapshot(copy=False).sha256()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Become what the snapshot holds, and take its version; the snapshot stays usable.
+        """Restore what the snapshot holds, and take its version; the snapshot stays usable.
 
         A snapshot of something else (other parts, parameters or shapes) raises CheckpointError with the first differences, before
         anything is changed.
@@ -105,7 +105,7 @@ class Versioned:
         self.version = snapshot.version
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be told beforehand."""
+        """List why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be known beforehand."""
         found = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
         found += [f"it has {name}, which is not here" for name in state if name not in self._parts]
         for name, part in self._parts.items():
@@ -125,7 +125,7 @@ class Randomness:
         self._device = device if device is not None and device.type == "cuda" else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each generator stands."""
+        """The state of each generator."""
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
         return state if self._device is None else {**state, "cuda": torch.cuda.get_rng_state(self._device)}
 
