@@ -1,4 +1,4 @@
-"""Where a user's script stands: which frames of a stack are its own, and not ours or torch's. Looked at where something has failed."""
+"""The call site in a user's script: which frames of a stack are its own, and not ours or torch's. Looked at only after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def foreign(file: str) -> bool:
 
 
 def scripted(file: str) -> bool:
-    """Whether this is a file of the user's script, and not of a library."""
+    """Whether a file belongs to the user's script, and not to a library."""
     return not foreign(file) and not file.startswith(_STANDARD) and f"{os.sep}site-packages{os.sep}" not in file
 
 

@@ -101,7 +101,7 @@ def run(
 
 
 def _start(job: launch.LaunchRequest, interface: str | None = None) -> int:
-    """The exit code of a job, once it has ended."""
+    """Run a job, and give its exit code."""
     if job.sync is not None:
         notation.prove(job.sync)  # here, once, rather than by every worker
     if job.name is not None:
@@ -177,7 +177,7 @@ def _measure(script: str, args: Sequence[str], workers: int, threads: int | None
 
 
 class ScriptLast(TyperCommand):
-    """A command whose options may stand before and after its first argument, but not after its second, the script."""
+    """A command whose options may come before and after its first argument, but not after its second, the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         before, positional = self._options(ctx, args)
@@ -185,7 +185,7 @@ class ScriptLast(TyperCommand):
         return super().parse_args(ctx, [*before, *between, *positional[:1], *rest])
 
     def _options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
-        """The options that `args` begins with, and the rest."""
+        """Split `args` into the options at its beginning, and the rest."""
         parser = type(self.make_parser(ctx))(ctx)
         for parameter in self.get_params(ctx):
             if parameter.param_type_name == "option":

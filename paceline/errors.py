@@ -69,7 +69,7 @@ class WorkerLost(PacelineError):
 
 
 class StateLost(PacelineError):
-    """What was kept by those who are lost is nowhere else."""
+    """The state that lost workers alone had is nowhere else."""
 
 
 class ServerLost(WorkerLost):
@@ -77,14 +77,14 @@ class ServerLost(WorkerLost):
 
 
 class ViewChanged(PacelineError):
-    """The view of the group has changed; work that was pending in the old one is void."""
+    """The view of the group has changed; work that was pending in the old one is cancelled."""
 
 
 LOSSES = (WorkerLost, ViewChanged)  # what the living can go on after
 
 
 class ResourceError(PacelineError):
-    """This machine lacks something that was needed, and the message says what to do."""
+    """The machine lacks something that was needed, and the message says what to do."""
 
 
 class CheckpointError(PacelineError):

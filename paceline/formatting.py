@@ -1,4 +1,4 @@
-"""How values are put in words: an object as the call that makes it, and the nearest of some names. Imports nothing of ours."""
+"""Formatting of values in words: an object as the call that makes it, and the nearest of some names. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def spell(value: object) -> str:
-    """The notation of `value`: the call that makes it, defaults left out.
+    """Write the notation of `value`: the call that makes it, defaults left out.
 
     A class that should be written like this says `__repr__ = spell` in its body, and keeps each argument of its constructor in the
     attribute of the same name, as a dataclass does. Python functions and classes have no notation; what is given can't be read back.
@@ -31,7 +31,7 @@ def spell(value: object) -> str:
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """What stands between the brackets: positional while every argument before it was required, by name after."""
+    """The arguments between the brackets: positional while every argument before it was required, by name after."""
     factories = {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
     positional = True
     for name, parameter in inspect.signature(type(value)).parameters.items():
@@ -49,7 +49,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def choices(found: str, possible: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the possible ones, and the one that was perhaps meant.
+    """Write the end of a message about an unknown name: the possible ones, and the one that was perhaps meant.
 
     Example: `choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean ring?"`.
     """
@@ -62,12 +62,12 @@ def choices(found: str, possible: Iterable[str]) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of something: "1 step", "2,000 steps"."""
+    """Write a number of things: "1 step", "2,000 steps"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def sized(number: float) -> str:
-    """So many bytes: "12 bytes", "7.5 MB"."""
+    """Write a number of bytes: "12 bytes", "7.5 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Text to strategy objects and back: calls, names and literals, read through `ast` and never evaluated.
+"""The notation of strategies: text to objects and back; calls, names and literals, read through `ast` and never evaluated.
 
 A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of the object gives it back. New words are
 lines in `VOCABULARY`.
@@ -57,7 +57,7 @@ class NotationCall:
 
 
 def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
-    """The object that `text` describes; raises `NotationError` with what was found, what is possible, and what to do."""
+    """Make the object that `text` describes; raises `NotationError` with what was found, what is possible, and what to do."""
     return _make(_read(_tree(text, vocabulary), text, vocabulary), vocabulary)
 
 
@@ -67,7 +67,7 @@ def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
 
 
 def strategy(text: str) -> Any:
-    """The strategy that `text` describes; raises as `parse` does, and for what is no strategy, such as a codec alone."""
+    """Make the strategy that `text` describes; raises as `parse` does, and for anything else, such as a codec alone."""
     found = parse(text)
     if not hasattr(found, "begin"):
         raise NotationError(f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or AllReduce(codec=int8())")
@@ -87,7 +87,7 @@ def prove(text: str) -> None:
 
 
 def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
-    """The notation of `obj`, which `parse` reads back; raises `NotationError` if it has none."""
+    """Write the notation of `obj`, which `parse` reads back; raises `NotationError` if it has none."""
     written = spell(obj)
     if "no notation>" in written:
         raise NotationError(f"{written} can't be written as text: Python functions have none. Give the object to pl.start(sync=...)")
@@ -106,7 +106,7 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
 
 
 def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
-    """A literal as its value, a call as a `NotationCall`; everything else is refused."""
+    """Read a literal as its value, a call as a `NotationCall`; everything else is refused."""
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -206,12 +206,12 @@ def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any)
 
 
 def _fitting(value: Any, kind: Any) -> bool:
-    """Whether a value may be of this kind, as far as that can be told: tuples aren't looked into, and of protocols only the names."""
+    """Whether a value may be of this kind, as far as that is known: tuples aren't looked into, and of protocols only the names."""
     parts = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         return any(_fitting(value, part) for part in parts)
     if get_origin(kind) is Literal:
-        return isinstance(value, tuple({type(part) for part in parts}))  # which ones there are, the maker tells
+        return isinstance(value, tuple({type(part) for part in parts}))  # the maker knows which ones there are
     if kind in _KINDS:
         numbers = (int, float) if kind is float else kind
         return isinstance(value, numbers) and not (isinstance(value, bool) and kind in (int, float))
@@ -224,7 +224,7 @@ def _fitting(value: Any, kind: Any) -> bool:
 
 
 def _spoken(kind: Any) -> str:
-    """A kind of values in words."""
+    """Describe a kind of values in words."""
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_spoken(part) for part in get_args(kind)))
     if get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""What happened and when: counters always, spans in a bounded ring, on one clock. Imports nothing of ours."""
+"""Tracing: counters always, spans in a bounded ring, on one clock. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a server did, on a clock that is so many nanoseconds ahead of rank 0's; and how many messages had to wait, from when on."""
+    """The work of a server, on a clock so many nanoseconds ahead of rank 0's; and how many messages had to wait, from when on."""
 
     name: str
     ahead: int

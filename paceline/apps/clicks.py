@@ -1,10 +1,10 @@
-"""A log of clicks that is made up as it is read: what sample n is follows from n alone, so there is no file, and no end.
+"""A synthetic click log, made as it is read: sample n follows from n alone, so there is no file, and no end.
 
     sample n   8 numbers, normal                           what a user's visit looks like
                a bag of ids of each table, Zipf            id k is seen 1 / (k + 1) as often as id 0
                clicked, or not                             with the probability sigmoid(numbers + ids + pairs of ids)
 
-Each id has a hidden weight and a hidden vector; what pairs of tables add is the product of their vectors. That is what there is to learn.
+Each id has a hidden weight and a hidden vector; pairs of tables add the product of their vectors. A model has to learn these.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ClickLog:
-    """What the log is like: the rows of each table, and the ids of each bag."""
+    """The parameters of a log: the rows of each table, and the ids of each bag."""
 
     tables: int = 4
     rows: int = 100_000
     bag: int = 2
 
     def read(self, samples: Tensor) -> Batch:
-        """The samples of these numbers (int64)."""
+        """Make the samples of these numbers (int64)."""
         numbers = initial(samples, NUMBERS, torch.float64, seed=1, std=1.0)
         ids = self._ids(samples)
         chance = _uniform(mix(samples.numpy().astype(np.uint64) + np.uint64(3 << 40)))
@@ -51,7 +51,7 @@ class ClickLog:
         return Batch(numbers.float(), ids, clicked.float())
 
     def _ids(self, samples: Tensor) -> Tensor:
-        """Log-uniform: as often below the square root of `rows` as above."""
+        """Draw ids log-uniformly: as often below the square root of `rows` as above."""
         width = self.tables * self.bag
         places = samples.numpy().astype(np.uint64)[:, None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
         drawn = np.exp(_uniform(mix(places + np.uint64(2 << 40))) * math.log(self.rows + 1)) - 1
@@ -77,11 +77,11 @@ class Clicks(Dataset[Any]):
         return self._count
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """All samples of a batch at once."""
+        """Make all samples of a batch at once."""
         return self._log.read(torch.tensor(indices, dtype=torch.int64) + self._first)
 
     def loader(self, batch: int) -> DataLoader[Batch]:
-        """In the order of the log."""
+        """Make a DataLoader in the order of the log."""
         return DataLoader(self, batch, collate_fn=_as_read)
 
 
@@ -90,12 +90,12 @@ def _as_read(batch: Any) -> Any:
 
 
 def _uniform(words: Any) -> Any:
-    """Numbers from 0 to 1 out of 64 bits each."""
+    """Make numbers from 0 to 1 out of 64 bits each."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """How often a clicked sample has a higher score than one that isn't; half of the pairs that have the same count."""
+    """The area under the ROC curve: how often a clicked sample scores higher than one that isn't; ties count half."""
     _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[places]
     hits, misses = float(clicked.sum()), float((1 - clicked).sum())

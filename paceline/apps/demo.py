@@ -1,4 +1,4 @@
-"""The main job on this machine: a small GPT on real text, alone and with several workers, and a table of what came out."""
+"""The demo: a small GPT trained on real text on this machine, alone and with several workers, and a table of the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DemoPlan:
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """What one run has left behind, and how it was made."""
+    """The results of one run, and how it was made."""
 
     title: str
     summary: dict[str, Any]
@@ -89,14 +89,14 @@ def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
 
 
 def busy(outcomes: Sequence[DemoOutcome]) -> str:
-    """What to say then."""
+    """The remark for speeds that can't be compared."""
     most = max(outcomes, key=lambda outcome: outcome.others)
     used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
     return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
 
 
 def collect(folder: Path, title: str) -> DemoOutcome:
-    """What is in a run folder of the demo."""
+    """Read the results in a run folder of the demo."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
     said = json.loads((folder / "demo.json").read_text())
@@ -105,7 +105,7 @@ def collect(folder: Path, title: str) -> DemoOutcome:
 
 
 def table(outcomes: Sequence[DemoOutcome]) -> Table:
-    """The outcomes side by side; speed-up and losses are compared with the first."""
+    """Compare the outcomes side by side; speed-up and losses are relative to the first."""
     base, quiet = outcomes[0], not disturbed(outcomes)
     whole = Table(title="\npaceline demo: a GPT of 0.9 M parameters on the standard library's sources", title_justify="left")
     whole.add_column("", no_wrap=True)
@@ -141,10 +141,10 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def milliseconds(outcome: DemoOutcome, part: str) -> str:
-    """How long that part of a step took."""
+    """The time of a part of a step, in words."""
     return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
 
 
 def megabytes(outcome: DemoOutcome, where: str) -> str:
-    """What one step sent."""
+    """The bytes that one step sent, in words."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"

@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def continued(self, x: Tensor, count: int, *, temperature: float = 0.8, generator: Generator | None = None) -> Tensor:
-        """`x` (batch, tokens) with `count` more tokens, drawn one by one."""
+        """Continue `x` (batch, tokens) with `count` more tokens, drawn one by one."""
         training = self.training
         self.eval()
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""How much of the processors' time others take meanwhile: where they take much, what is measured says little."""
+"""The load that other programs put on the processors meanwhile: where it is high, measurements say little."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read() -> ClockReading | None:
 
 
 def busy(text: str, cores: Iterable[int]) -> int:
-    """The ticks that these cores have worked, as the text of /proc/stat has it."""
+    """Count the ticks that these cores have worked, in the text of /proc/stat."""
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in text.splitlines() if line.startswith("cpu")]
     return sum(int(words[1 + tick]) for words in lines if words[0] in names for tick in _TICKS if len(words) > 1 + tick)

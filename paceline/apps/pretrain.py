@@ -23,7 +23,7 @@ PROMPT = "def "
 
 
 class TrainingTask(NamedTuple):
-    """What to train: a model that is the same in every process, and batches in an order that doesn't depend on workers."""
+    """The task of a training: a model that is the same in every process, and batches in an order that doesn't depend on workers."""
 
     model: GPT
     train: DataLoader[tuple[Tensor, Tensor]]
@@ -31,7 +31,7 @@ class TrainingTask(NamedTuple):
 
 
 def task(steps: int, folder: Path | None = None) -> TrainingTask:
-    """The model and the data of the demo; the first k steps are the same whatever `steps` is."""
+    """Make the model and the data of the demo; the first k steps are the same whatever `steps` is."""
     train, validation = text.datasets(SMALL.context, folder=folder)
     chance = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(train), generator=chance)
@@ -49,7 +49,7 @@ def task(steps: int, folder: Path | None = None) -> TrainingTask:
 
 @torch.no_grad()
 def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
-    """The mean loss over all of `loader`, whichever worker saw which rows."""
+    """Compute the mean loss over all of `loader`, whichever worker saw which rows."""
     losses = []
     for x, y in loader:
         logits = model(x.to(run.device))
@@ -58,7 +58,7 @@ def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Ten
 
 
 def sample(model: GPT, count: int = 240) -> str:
-    """Text that the model goes on with after "def "."""
+    """Generate the text with which the model continues "def "."""
     device = next(model.parameters()).device
     prompt = torch.tensor([list(PROMPT.encode())], device=device)
     chance = torch.Generator(device).manual_seed(1)

@@ -30,7 +30,7 @@ RATES = {"sgd": 0.1, "adagrad": 0.05}
 
 
 class Recommender(nn.Module):
-    """Bags of ids and numbers in, the logit of a click out. `tables`: one for each kind of id, EmbeddingBag or alike."""
+    """A DLRM: bags of ids and numbers in, the logit of a click out. `tables`: one for each kind of id, EmbeddingBag or alike."""
 
     def __init__(self, tables: Sequence[nn.Module], dim: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Recommender(nn.Module):
         self._pairs = torch.triu_indices(count, count, 1).unbind()
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
-        """Logits of samples: see `Batch`."""
+        """Compute the logits of samples, with the arguments of `Batch`."""
         parts = [self.bottom(numbers)] + [table(ids[:, number]) for number, table in enumerate(self.tables)]
         whole = torch.stack(parts, dim=1)
         one, other = self._pairs
@@ -50,7 +50,7 @@ class Recommender(nn.Module):
         return logits
 
     def prefetch(self, batch: Batch | None) -> None:
-        """These ids come next."""
+        """Announce the ids of the next batch."""
         for number, table in enumerate(self.tables if batch is not None else ()):
             if isinstance(table, pl.SparseEmbedding):
                 assert batch is not None
@@ -58,7 +58,7 @@ class Recommender(nn.Module):
 
 
 def build(log: ClickLog, dim: int, *, served: bool, servers: int | None, replicas: int | None = None) -> Recommender:
-    """The same model in every process, with tables on servers or on each worker; both begin with the same numbers."""
+    """Make the same model in every process, with tables on servers or on each worker; both begin with the same numbers."""
     given: dict[str, Any] = {"std": STD, "servers": servers, "replicas": replicas}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -73,20 +73,20 @@ def _bag(rows: int, dim: int, seed: int) -> nn.EmbeddingBag:
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """One for everything: the tables are in it, too."""
+    """Make one optimizer for everything: the tables are in it, too."""
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
     made: torch.optim.Optimizer = kinds[name](model.parameters(), lr=RATES[name])
     return made
 
 
 def loss_of(logits: Tensor, clicked: Tensor) -> Tensor:
-    """What is trained on."""
+    """Compute the loss that is trained on."""
     return F.binary_cross_entropy_with_logits(logits, clicked)
 
 
 @torch.no_grad()
 def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[Batch]) -> float:
-    """The AUC over all of `loader`, whichever worker saw which samples."""
+    """Compute the AUC over all of `loader`, whichever worker saw which samples."""
     found = [(run.gather(model(numbers, ids)), run.gather(clicked)) for numbers, ids, clicked in loader]
     return auc(torch.cat([scores for scores, _ in found]), torch.cat([clicked for _, clicked in found]))
 

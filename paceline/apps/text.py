@@ -18,7 +18,7 @@ VALIDATION = 10  # one file in so many
 
 
 def sources(folder: Path | None = None) -> list[Path]:
-    """The .py files under `folder` (default: Python's standard library without its tests), in an order that is the same everywhere."""
+    """List the .py files under `folder` (default: Python's standard library without its tests), in an order that is the same everywhere."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     found = [path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
     if not found:
@@ -27,14 +27,14 @@ def sources(folder: Path | None = None) -> list[Path]:
 
 
 def split(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Train and validation files; where a file goes depends on its name only, so that no text is ever in both."""
+    """Split into train and validation files; where a file goes depends on its name only, so that no text is ever in both."""
     validation = [path for path in files if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION == 0]
     kept = set(validation)
     return [path for path in files if path not in kept], validation
 
 
 def read(files: list[Path], *, limit: int | None = None) -> Tensor:
-    """The bytes of the files one after the other, as uint8 tokens; `limit` stops after so many."""
+    """Read the bytes of the files one after the other, as uint8 tokens; `limit` stops after so many."""
     text = bytearray()
     for path in files:
         text += path.read_bytes() + b"\n"
@@ -62,11 +62,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def datasets(context: int, *, folder: Path | None = None, limit: int | None = None) -> tuple[Windows, Windows]:
-    """Train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
+    """Make train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
     train, validation = split(sources(folder))
     return Windows(read(train, limit=limit), context), Windows(read(validation, limit=limit), context)
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of byte tokens."""
+    """Decode byte tokens as text."""
     return bytes(tokens.tolist()).decode(errors="replace")

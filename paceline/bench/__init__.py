@@ -1,1 +1,1 @@
-"""What this cluster can do."""
+"""Benchmarks: collectives and training steps, measured on the cluster at hand."""

@@ -1,4 +1,4 @@
-"""What `paceline bench collectives` is asked for: words to values, without torch, so that the command line refuses what makes no sense."""
+"""Parses the arguments of `paceline bench collectives` without torch, so that the command line refuses senseless ones at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
 
 
 def sizes(text: str) -> list[int]:
-    """Bytes of each size in a list with commas, such as `4KB,33MB`."""
+    """Parse a list of sizes with commas, such as `4KB,33MB`, as bytes."""
     return [size(part) for part in text.split(",")]
 
 
 def size(text: str) -> int:
-    """Bytes of `4KB`, `33MB` or `100B`, a multiple of 4 (float32)."""
+    """Parse a size, `4KB`, `33MB` or `100B`, as bytes, a multiple of 4 (float32)."""
     found = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
     nbytes = int(found[1]) * UNITS[found[2]] // 4 * 4 if found else 0
     if not nbytes:
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def ways(text: str) -> list[str]:
-    """The names in a list with commas: `native`, or schedules."""
+    """Parse a list of names with commas: `native`, or schedules."""
     names = [part.strip() for part in text.split(",")]
     for name in names:
         if name != "native" and name not in SCHEDULES:

@@ -24,7 +24,7 @@ Call = Callable[[Tensor], Work[Tensor]]  # sums a tensor over all workers, in pl
 
 
 class Timing(NamedTuple):
-    """What one way took for one size: the median of the slowest worker."""
+    """The time of one way for one size: the median of the slowest worker."""
 
     nbytes: int
     via: str
@@ -33,7 +33,7 @@ class Timing(NamedTuple):
 
 
 def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
-    """What each name in a list with commas calls: `native` is the group's own all-reduce, the others are schedules."""
+    """Look up the calls of the names in a list with commas: `native` is the group's own all-reduce, the others are schedules."""
     ways: dict[str, Call] = {}
     for name in asked.ways(text):
         if name == "native":
@@ -48,7 +48,7 @@ def _follow(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
 
 
 def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:
-    """The median time of a call on the slowest worker, in seconds, after its result was found right."""
+    """Measure the median time of a call on the slowest worker, in seconds, after checking its result."""
     expected = group.size * (group.size + 1) / 2
     first = timed(call, x, group)
     if not bool((x == expected).all()):
@@ -59,7 +59,7 @@ def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:
 
 
 def timed(call: Call, x: Tensor, group: Group) -> float:
-    """The seconds of one call that all workers begin together, on values that differ between them."""
+    """Time one call that all workers begin together, on values that differ between them, in seconds."""
     x.fill_(group.rank + 1)
     group.barrier().wait()
     start = time.perf_counter()
@@ -70,7 +70,7 @@ def timed(call: Call, x: Tensor, group: Group) -> float:
 
 
 def words(timings: list[Timing], workers: int) -> str:
-    """The timings as a table; the bandwidth is the size of the tensor over the time."""
+    """Format the timings as a table; the bandwidth is the size of the tensor over the time."""
     lines = [f"all-reduce of float32, {workers} workers; median of the slowest", "     size  via               memory        ms       GB/s"]
     for nbytes, via, memory, seconds in timings:
         size = f"{nbytes / 1e6:g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:g} KB"

@@ -10,7 +10,7 @@ WIDEST = 64  # workers; a larger picture is no help
 
 
 def picture(text: str) -> str:
-    """The picture of `NAME:N` for N workers on one host, or of `NAME:N+M+...` for N workers on a first host, M on a second."""
+    """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M on a second."""
     name, _, numbers = text.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"{name} is not a schedule; {choices(name, SCHEDULES)}")

@@ -43,7 +43,7 @@ MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], float]:
-    """A function that trains one step, and gives the seconds it took."""
+    """Make a function that trains one step, and gives the seconds it took."""
 
     def step(x: Tensor, y: Tensor) -> float:
         start = time.perf_counter()
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def words(model: str, together: list[float], apart: list[float], batch: int) -> str:
-    """What was measured, as text; times in seconds."""
+    """Format the measurements as text; times in seconds."""
     both, one = statistics.median(together), statistics.median(apart)
     spread = statistics.quantiles(together, n=10)
     return "\n".join(

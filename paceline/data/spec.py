@@ -96,7 +96,7 @@ def source(shares: Sequence[int]) -> int | None:
 
 
 class MicroBatchPart(NamedTuple):
-    """This worker's part of a micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
+    """A worker's part of a micro-batch: `share` of `whole` samples. An empty share is a ghost in training, and no rows in evaluation."""
 
     whole: int
     share: int

@@ -1,4 +1,4 @@
-"""A cluster that isn't there: hosts with links, processors and faults, on this machine. Knows the other parts; none of them knows it.
+"""The lab: simulated clusters of hosts with links, processors and faults, on this machine. Knows the other parts; none of them knows it.
 
 The names below are imported when they are first used: reading a description or a fault needs nothing of Linux.
 """

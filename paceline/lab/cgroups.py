@@ -22,7 +22,7 @@ _ROUNDS: Final = 20  # in which all processes are moved, or more are started tha
 
 @dataclass(frozen=True)
 class Mounts:
-    """Where the kernel says what it has mounted, and where this process is: other files in tests."""
+    """The kernel's lists of mounted file systems and of this process's groups: other files in tests."""
 
     cgroup: Path = Path("/proc/self/cgroup")
     mountinfo: Path = Path("/proc/self/mountinfo")
@@ -38,7 +38,7 @@ class Base:
 
 
 def find(controller: str, mounts: Mounts | None = None) -> Base:
-    """Where groups with this controller (`cpu` or `memory`) can be made; `ResourceError` says why not."""
+    """Find out where groups with this controller (`cpu` or `memory`) can be made; `ResourceError` says why not."""
     mounts = mounts or Mounts()
     try:
         lines = [line.split(":", 2) for line in mounts.cgroup.read_text().splitlines()]
@@ -73,7 +73,7 @@ class Cgroup:
 
     @property
     def controllers(self) -> frozenset[str]:
-        """What can be limited here."""
+        """The controllers that can limit this host."""
         return frozenset(self._bases)
 
     def make(self) -> None:
@@ -130,7 +130,7 @@ class Cgroup:
         raise ResourceError(f"processes are started faster than they can be moved to {entrance.parent}: set the quota before they run")
 
     def remove(self) -> None:
-        """Remove the folders, once nobody is inside. Twice is harmless."""
+        """Remove the folders, once no process is inside. Calling it twice is harmless."""
         for folder in self.folders:
             remove(folder)
 
@@ -153,7 +153,7 @@ def remove(folder: Path) -> None:
 
 
 def orphans(bases: Iterable[Base]) -> list[Path]:
-    """All groups of this user's labs under these bases. Those of other users are theirs, also where nobody is inside yet."""
+    """List all groups of this user's labs under these bases. Those of other users are theirs, also where no process is inside yet."""
     return sorted({folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _owned(folder)})
 
 
@@ -166,7 +166,7 @@ def _owned(folder: Path) -> bool:
 
 
 def _mount(line: str) -> tuple[str, frozenset[str], str, Path]:
-    """Kind, options of the file system, root and mount point of a line of mountinfo."""
+    """Parse a line of mountinfo: kind, options of the file system, root and mount point."""
     left, _, right = line.partition(" - ")
     fields, (kind, _, *options) = left.split(), right.split()
     return kind, frozenset(",".join(options).split(",")), fields[3], Path(fields[4])

@@ -1,4 +1,4 @@
-"""Faults as data: what is to go wrong, to whom, and when; written the same way in Python, on the command line and in `repr`.
+"""Faults as data: what is to go wrong, where, and when; written the same way in Python, on the command line and in `repr`.
 
     verb    what happens                                                   undone
     kill    SIGKILL to one worker                                          never
@@ -32,7 +32,7 @@ from paceline.lab.description import spell as spell_rate
 
 
 class _Written:
-    """`repr` is the notation: the verb, which is the class's name in small letters, with every argument that isn't the default."""
+    """Gives a fault its notation as `repr`: the verb, which is the class's name in small letters, with all arguments but defaults."""
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class _Written:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Kill(_Written):
-    """SIGKILL to this rank's process."""
+    """Sends SIGKILL to this rank's process."""
 
     rank: int
     step: int
@@ -58,7 +58,7 @@ class Kill(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_Written):
-    """This rank's process, and its readers, don't get a processor for so many seconds (SIGSTOP, then SIGCONT)."""
+    """Takes the processor from this rank's process, and its readers, for so many seconds (SIGSTOP, then SIGCONT)."""
 
     rank: int
     step: int
@@ -67,7 +67,7 @@ class Stop(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Cut(_Written):
-    """For so many seconds no packet gets from or to this host, and nobody is told."""
+    """Cuts this host off for so many seconds: no packet gets in or out, and no process is notified."""
 
     host: int
     seconds: float
@@ -76,9 +76,9 @@ class Cut(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Slow(_Written):
-    """This host has `factor` of its processors, for so many seconds or to the end.
+    """Leaves this host `factor` of its processors, for so many seconds or to the end.
 
-    It is a factor of the quota in the cluster's description; a host without one counts as having as many cores as its workers have
+    `factor` multiplies the quota of the cluster's description; a host without one counts as having as many cores as its workers have
     threads, though not more than the machine has. Later ones replace earlier ones: they don't multiply.
     """
 
@@ -90,7 +90,7 @@ class Slow(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_Written):
-    """This host sends and receives at another rate ("10mbit", or bits per second), for so many seconds or to the end.
+    """Changes the rate at which this host sends and receives ("10mbit", or bits per second), for so many seconds or to the end.
 
     `bandwidth` is for both directions, `up` for what it sends, `down` for what it receives; the other one stays as it is.
     """
@@ -114,14 +114,14 @@ class Link(_Written):
                 rate(getattr(self, name), f"{self!r}: {name}")
 
     def sides(self) -> tuple[Rate | None, Rate | None]:
-        """What the host may send and receive in bits per second; None: as before."""
+        """The new limits of sending and receiving in bits per second; None: as before."""
         up, down = (side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down))
         return None if up is None else rate(up), None if down is None else rate(down)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_Written):
-    """This host loses its power: nothing more leaves it, and its processes are gone, the launcher's too."""
+    """Takes this host's power: nothing more leaves it, and its processes are gone, the launcher's too."""
 
     host: int
     step: int = 0
@@ -129,7 +129,7 @@ class Crash(_Written):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_Written):
-    """This host is there from the start, but its launcher starts only when the first worker of the other hosts is at that step.
+    """Lets a host, which is there from the start, start its launcher only when the first worker of the other hosts is at that step.
 
     A host that has crashed before was in the job from the start; this is its return.
     """
@@ -143,7 +143,7 @@ Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Storm(_Written):
-    """So many faults of these kinds, drawn at random over the first `steps` steps: the same seed gives the same faults in the same cluster.
+    """Draws so many faults of these kinds over the first `steps` steps: the same seed gives the same faults in the same cluster.
 
     `kinds` are verbs; kill and crash are possible too, join isn't. Each lasts a time between the two `seconds`.
     """
@@ -170,7 +170,7 @@ class Storm(_Written):
             raise UsageError(f"{self!r}: seconds is {self.seconds!r}, and has to be the shortest and the longest, such as (0.5, 3.0)")
 
     def draw(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
-        """The faults of this storm in that cluster, by step; the same every time. Hosts that are `late` are spared."""
+        """Draw the faults of this storm in that cluster, by step; the same every time. Hosts that are `late` are spared."""
         generator = random.Random(self.seed)
         hosts = [number for number in range(len(cluster.hosts)) if number not in late]
         drawn = [self._one(generator, cluster, hosts) for _ in range(self.faults)]
@@ -203,7 +203,7 @@ VERBS: Final[notation.Vocabulary] = {kind.__name__.lower(): kind for kind in (Ki
 
 
 def parse(text: str) -> list[Fault | Storm]:
-    """The faults that `text` describes: one, or several in brackets. Raises `UsageError` with text, found and possible."""
+    """Parse the faults in `text`: one, or several in brackets. Raises `UsageError` with text, found and possible."""
     try:
         found = notation.parse(text, VERBS)
     except NotationError as error:
@@ -212,7 +212,7 @@ def parse(text: str) -> list[Fault | Storm]:
 
 
 def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
-    """Faults in one flat list, from objects, texts and lists of both. Raises `UsageError` for what is none of them."""
+    """Collect faults in one flat list, from objects, texts and lists of both. Raises `UsageError` for anything else."""
     if isinstance(given, str):
         return parse(given)
     if isinstance(given, list | tuple):
@@ -225,7 +225,7 @@ def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
 
 
 def script(given: Any, cluster: Description) -> list[Fault]:
-    """All faults for a run in that cluster, storms drawn. Raises `UsageError` for a rank or host that it doesn't have."""
+    """List all faults for a run in that cluster, storms drawn. Raises `UsageError` for a rank or host that it doesn't have."""
     asked = collect(given)
     late = absent(asked)
     if len(late) == len(cluster.hosts):
@@ -277,6 +277,6 @@ _CHECKS: Final = {
     "seconds": (_positive, "a time in seconds, above 0"),
     "factor": (lambda value: _positive(value) and value <= 1, "above 0, and 1 at most"),
 }
-_DRAWN: Final = ("stop", "cut", "slow", "link", "kill", "crash")  # the kinds of a storm: whoever joins was left out from the start
+_DRAWN: Final = ("stop", "cut", "slow", "link", "kill", "crash")  # the kinds of a storm: a host that joins was left out from the start
 _UNLIMITED: Final = 10**9  # what a link without a limit counts as in a storm (bits per second)
 _SLOWEST: Final = 100_000

@@ -1,4 +1,4 @@
-"""Removing what labs have left that were killed together with their keepers."""
+"""Cleans up after labs that were killed together with their keepers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.lab import cgroups, remains
 
 
 def clean() -> list[str]:
-    """Remove all that dead labs of this user have left; gives a line for each lab and group. Labs that run are left alone."""
+    """Remove all leftovers of this user's dead labs; gives a line for each lab and group. Labs that run are left alone."""
     done = []
     try:
         records = remains.read_all()
@@ -29,8 +29,8 @@ def clean() -> list[str]:
     known = {record["identity"] for record in remains.read_all()}
     for folder in groups:
         identity = folder.name.removeprefix(cgroups.PREFIX).partition("-")[0]
-        if identity not in known and not remains.grouped([str(folder)]):  # who is inside may have a record that this user can't see
-            with suppress(FileNotFoundError):  # somebody else cleans too
+        if identity not in known and not remains.grouped([str(folder)]):  # processes inside may have a record that this user can't see
+            with suppress(FileNotFoundError):  # another process cleans too
                 cgroups.remove(folder)
             done.append(f"control group {folder} is removed")
     return done

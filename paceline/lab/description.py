@@ -1,4 +1,4 @@
-"""What a cluster looks like, as frozen data: hosts, their links, and racks; read from TOML or taken from those that ship with paceline."""
+"""The description of a cluster, as frozen data: hosts, their links, and racks; from TOML or from those that ship with paceline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN: Final = 60  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a cluster. `up` is what it can send and `down` what it can receive (None: as fast as the machine is).
+    """One host of a cluster. `up` is the rate at which it can send and `down` the one at which it can receive (None: no limit).
 
     `processors` is a quota in cores, `memory` a limit in bytes, `delay` the seconds that each packet from this host is under way.
     """
@@ -63,7 +63,7 @@ class Rack:
 class Description:
     """A whole cluster. `placement` deals ranks to hosts; `needs_delay` is False if it may be built without delays where netem is missing.
 
-    Making one checks it: `UsageError` names what can't be.
+    The constructor checks it: `UsageError` names what can't be.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Description:
 
 
 def rate(value: str | int, where: str = "the bandwidth") -> Rate:
-    """Bits per second, from text such as `100mbit` or from a number of bits per second."""
+    """Parse bits per second, from text such as `100mbit` or from a number of bits per second."""
     found = value if isinstance(value, int) and not isinstance(value, bool) else _measure(value, "rate", where)
     if not _SLOWEST <= found <= _FASTEST:
         raise UsageError(f"{where} is {shown(value)}, and has to be 8kbit to 34gbit")
@@ -100,7 +100,7 @@ def rate(value: str | int, where: str = "the bandwidth") -> Rate:
 
 
 def shown(value: object) -> str:
-    """A value in a message: in one line, and the start of it where it is long."""
+    """Format a value for a message: in one line, and the start of it where it is long."""
     try:
         text = " ".join((value if isinstance(value, str) else repr(value)).split())
     except ValueError:  # Python writes no whole number of more than some thousand digits
@@ -109,12 +109,12 @@ def shown(value: object) -> str:
 
 
 def quoted(value: object) -> str:
-    """The same with the quotes of a text."""
+    """Format a value for a message, with the quotes of a text."""
     return shown(repr(value) if isinstance(value, str) else value)
 
 
 def spell(value: Rate | None) -> str:
-    """A rate as it is written: `1gbit`."""
+    """Write a rate in notation: `1gbit`."""
     if value is None:
         return "unlimited"
     unit = max((unit for unit, size in _UNITS["rate"].items() if value >= size), key=lambda unit: _UNITS["rate"][unit])
@@ -122,7 +122,7 @@ def spell(value: Rate | None) -> str:
 
 
 def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any) -> Description:
-    """A cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth, up, down, delay, processors, memory."""
+    """Make a cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth, up, down, delay, processors, memory."""
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
         raise UsageError(f"hosts is {shown(hosts)}, and has to be 1 to {MOST_HOSTS}")
     reader = _Reader("the cluster")
@@ -138,19 +138,19 @@ def names() -> list[str]:
 
 
 def ready(name: str) -> Description:
-    """A cluster that ships with paceline."""
+    """Read a cluster that ships with paceline."""
     if name not in names():
         raise UsageError(f"there is no ready-made cluster {name}; {choices(name, names())}; or give the path of a .toml file")
     return read(CLUSTERS / f"{name}.toml")
 
 
 def find(text: str) -> Description:
-    """A cluster by the name of a ready-made one, or by the path of its file."""
+    """Find a cluster by the name of a ready-made one, or by the path of its file."""
     return read(text) if text.endswith(".toml") or "/" in text else ready(text)
 
 
 def read(path: str | Path) -> Description:
-    """The cluster in a TOML file; what can't be understood raises `UsageError` with file, key, value and what is possible."""
+    """Read the cluster in a TOML file; an error in it raises `UsageError` with file, key, value and what is possible."""
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -161,7 +161,7 @@ def read(path: str | Path) -> Description:
 
 
 def _measure(value: object, kind: str, where: str) -> float:
-    """A number with a unit, in the smallest one of its kind."""
+    """Parse a number with a unit, in the smallest one of its kind."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
     units = _UNITS[kind]
     if match is None or match[2] not in units:
@@ -238,7 +238,7 @@ class _Reader:
         return fields
 
     def _sides(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
-        """What leaves and what comes in, where it is given; `bandwidth` stands for both."""
+        """Parse the limits of sending and receiving, where given; `bandwidth` means both."""
         given = {key: rate(table[key], self._at(f"{where}.{key}")) for key in ("bandwidth", "up", "down") if key in table}
         both = given.pop("bandwidth", None)
         return given if both is None else {"up": both, "down": both} | given
@@ -272,7 +272,7 @@ class _Reader:
 
 
 def _check(cluster: Description) -> None:
-    """What concerns more than one value."""
+    """Check the rules that concern more than one value."""
     at = cluster.source or f"cluster {cluster.name}"
     if cluster.placement not in PLACEMENTS:
         raise UsageError(f"{at}: placement is '{shown(cluster.placement)}'; {choices(shown(cluster.placement), PLACEMENTS)}")

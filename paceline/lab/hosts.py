@@ -1,4 +1,4 @@
-"""A cluster that is built: a network, a name, shared memory and processors of its own for each host, on this machine."""
+"""A built cluster: for each host a network, a name, shared memory and processors of its own, on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _QUIET: Final[dict[str, Any]] = {"stdin": subprocess.DEVNULL, "process_group": 0
 
 @dataclass(frozen=True)
 class BuiltHost:
-    """One host of a built cluster. `space` holds its namespaces; `network` tells them in /proc; `port` is its interface at the switch."""
+    """One host of a built cluster. `space` holds its namespaces; `network` is its name in /proc; `port` is its interface at the switch."""
 
     number: int
     name: str
@@ -46,7 +46,7 @@ class BuiltHost:
 
     @property
     def network(self) -> str:
-        """What every process of this host has as /proc/PID/ns/net."""
+        """The value of /proc/PID/ns/net of every process of this host."""
         return self.space.network
 
 
@@ -94,18 +94,18 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """End every process of every host, and remove it all. Twice is harmless."""
+        """End every process of every host, and remove it all. Calling it twice is harmless."""
         self._held.close()
         self.hosts = ()
 
     def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
-        """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `running.Start`."""
+        """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `LabRequest`."""
         from paceline.lab.running import LabRequest
 
         return self.perform(LabRequest(str(script), args, **options))
 
     def perform(self, start: LabRequest) -> Outcome:
-        """The same, with all of it in one object."""
+        """Run a request, as `run` does."""
         from paceline.lab.running import run
 
         self._built()
@@ -118,7 +118,7 @@ class Cluster:
         return self.folder / "job.secret"
 
     def pages(self, run: int) -> Path:
-        """Where workers say how far they are, in this run (counted from 1)."""
+        """The folder of the workers' progress pages, in this run (counted from 1)."""
         return self.folder / f"run.{run}"
 
     def spawn(
@@ -135,7 +135,7 @@ class Cluster:
         )
 
     def door(self, host: int) -> list[str]:
-        """What stands before a command so that it runs on this host; its namespaces have to be inherited (`spawn` does it)."""
+        """The words before a command that make it run on this host; its namespaces have to be inherited (`spawn` does it)."""
         seat = self._seat(host)
         namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
         entrances = seat.group.entrances(("cpu", "memory") if host in self._limited else ("memory",))
@@ -146,7 +146,7 @@ class Cluster:
         return remains.inside([self._seat(host).network])
 
     def cut(self, host: int) -> None:
-        """Pull the plug of its network: no packet gets in or out, and nobody is told."""
+        """Pull the plug of a host's network: no packet gets in or out, and no process is notified."""
         links.switch_on(self._hub, self._seat(host).port, on=False)
 
     def mend(self, host: int) -> None:
@@ -154,7 +154,7 @@ class Cluster:
         links.switch_on(self._hub, self._seat(host).port, on=True)
 
     def limit(self, host: int, up: Rate | str | None, down: Rate | str | None) -> None:
-        """Change what the host may send and receive (None: all it can), from now on."""
+        """Change the limits at which the host sends and receives (None: no limit), from now on."""
         seat = self._seat(host)
         sides = [None if side is None else rate(side) for side in (up, down)]
         delay = self.description.hosts[host].delay if self._delays else None
@@ -174,7 +174,7 @@ class Cluster:
             seat.group.admit("cpu", lambda: self.processes(host))
 
     def quota_of(self, host: int) -> float | None:
-        """How many cores the host may use (None: all)."""
+        """The number of cores that the host may use (None: all)."""
         self._seat(host)
         return self._processors.get(host)
 
@@ -186,7 +186,7 @@ class Cluster:
         self._start_host(host)
 
     def crash(self, host: int) -> None:
-        """The host loses its power: its link goes down, then every process of it dies at once, so that nobody hears a last word."""
+        """Take a host's power: its link goes down, then all its processes die at once, so that no last word is heard."""
         self.cut(host)
         left = remains.end(lambda: self.processes(host))
         if left:
@@ -194,7 +194,7 @@ class Cluster:
 
     @contextmanager
     def starting(self, start_host: Any) -> Iterator[None]:
-        """While a run is under way, this is how `start` starts a host."""
+        """Let `start` start a host by this function, while a run is under way."""
         self._start_host = start_host
         try:
             yield
@@ -246,7 +246,7 @@ class Cluster:
         return BuiltHost(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
 
     def _record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
-        """Write down what there is to be removed if this process is killed."""
+        """Write down what has to be removed if this process is killed."""
         hosts = [
             {
                 "name": seat.name,
@@ -267,7 +267,7 @@ class Cluster:
             ) from error
 
     def _watch_over(self, seats: Sequence[BuiltHost], held: ExitStack) -> None:
-        """Start the keeper, who waits for the death of this process."""
+        """Start the keeper, which waits for the death of this process."""
         path = self._record(seats, 0)
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(remains.__file__)), str(path)],
@@ -301,7 +301,7 @@ class Cluster:
 
 
 def _bases(processors: float | None, memory: int | None) -> list[cgroups.Base]:
-    """Where the control groups of a host are: for the processors wherever that can be, since a fault may limit them later."""
+    """Find the parents of a host's control groups: for the processors wherever possible, since a fault may limit them later."""
     bases = []
     try:
         bases.append(cgroups.find("cpu"))
@@ -332,7 +332,7 @@ def cluster(
     description: Description | str | None = None,
     **each: Any,
 ) -> Cluster:
-    """A cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster: cluster.run("train.py")`.
+    """Make a cluster to be entered: `with lab.cluster(hosts=2, workers=2, bandwidth="1gbit") as cluster: cluster.run("train.py")`.
 
     Equal hosts (2 with one worker each by default) with what `each` gives: bandwidth, up, down ("1gbit"), delay ("20ms"), processors
     (cores), memory ("2GB"). Or a `description`: an object, the name of a ready-made cluster, or the path of a TOML file; `placement` may

@@ -1,9 +1,9 @@
-"""Carries faults out in a cluster where a job is running, each exactly when its worker begins its step, and notes when.
+"""Fault injection: carries faults out in a cluster where a job runs, each exactly when its worker begins its step, and records when.
 
     worker 2    |-- step 3 --|-- step 4 --|  held before step 5  |-- step 5, if it still can --
     injector                               kill(rank=2, step=5)     next: hold before step 20
 
-Whoever the next fault concerns waits at a breakpoint of its progress page, so a fault misses no step however fast the steps are.
+The worker that the next fault concerns waits at a breakpoint of its progress page, so a fault misses no step, however fast.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ Lasts = TypeVar("Lasts", Cut, Slow, Link)
 
 
 class FaultTarget(Protocol):
-    """What faults are carried out on. Hosts are numbered as in the description; every method may be called twice."""
+    """The cluster on which faults are carried out. Hosts are numbered as in the description; every method may be called twice."""
 
     @property
     def description(self) -> Description:
-        """What was built."""
+        """The description of the cluster."""
         ...
 
     def cut(self, host: int) -> None:
-        """Unplug its network."""
+        """Unplug a host's network."""
         ...
 
     def mend(self, host: int) -> None:
-        """Plug it in again."""
+        """Plug a host's network in again."""
         ...
 
     def limit(self, host: int, up: Rate | None, down: Rate | None) -> None:
-        """Change its bandwidth (None: unlimited)."""
+        """Change a host's bandwidth (None: unlimited)."""
         ...
 
     def quota(self, host: int, processors: float | None) -> None:
-        """Let it use so many cores (None: all)."""
+        """Let a host use so many cores (None: all)."""
         ...
 
     def quota_of(self, host: int) -> float | None:
-        """How many it may use."""
+        """The number of cores that a host may use."""
         ...
 
     def start(self, host: int) -> None:
-        """Start its launcher."""
+        """Start a host's launcher."""
         ...
 
     def crash(self, host: int) -> None:
-        """Take its power away."""
+        """Take a host's power away."""
         ...
 
 
@@ -125,7 +125,7 @@ class Chaos:
             raise self._failed
 
     def close(self) -> None:
-        """The run is over: undo what is in force, and note what never came due. Twice is harmless."""
+        """Undo what is in force at the end of the run, and note what never came due. Calling it twice is harmless."""
         self._over.set()
         self._threads.shutdown()
         while self._lasting:
@@ -145,12 +145,12 @@ class Chaos:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order: "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the fault)."""
+        """The events so far, in order: "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the fault)."""
         began = self._began if (joined := self._first_joined()) is None else joined
         return [{"time": round(when - began, 6), **event} for when, event in sorted(self._noted, key=lambda noted: noted[0])]
 
     def _first_joined(self) -> float | None:
-        """When the run began: those who are started again later write to the same page."""
+        """When the run began: workers that are started again later write to the same page."""
         self._joined = self._pages[0].began if self._joined is None else self._joined
         return self._joined
 
@@ -161,7 +161,7 @@ class Chaos:
             while (self._lasting or any(self._due.values())) and not self._over.wait(_TICK_SECONDS):
                 self.tick()
         finally:
-            for page in self._pages.values():  # nobody would come any more
+            for page in self._pages.values():  # no worker would come any more
                 page.release()
 
     def tick(self) -> None:
@@ -182,7 +182,7 @@ class Chaos:
             self._try(self._end, lasting)
 
     def _holder(self, fault: Fault) -> int:
-        """The rank that waits for the fault: the one it names, or the first of its host. Who joins isn't there: the first of the others."""
+        """The rank that waits for the fault: the one it names, or the first of its host; for a host that joins, the first of the others."""
         if isinstance(fault, Kill | Stop):
             return fault.rank
         if self._seats[fault.host] and not isinstance(fault, Join):
@@ -218,7 +218,7 @@ class Chaos:
         self._say(f"{fault!r}: done before step {step}")
 
     def _end(self, lasting: _Lasting) -> None:
-        """A fault is over: what it had changed is as it was, or as another one that is still in force wants it."""
+        """End a fault: what it had changed is as it was, or as another one that is still in force wants it."""
         fault = lasting.fault
         self._lasting.remove(lasting)
         if isinstance(fault, Stop) and lasting.page is not None and not self._stopped(lasting.page):
@@ -232,7 +232,7 @@ class Chaos:
         return any(lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop))
 
     def _settle(self, changed: Fault) -> None:
-        """Let a host be as all faults in force want it; of two that contradict each other the later one holds."""
+        """Set a host as all faults in force want it; of two that contradict each other the later one holds."""
         match changed:
             case Cut(host=host):
                 isolated = host in self._crashed or any(fault.host == host for fault in self._in_force(Cut))
@@ -253,7 +253,7 @@ class Chaos:
         return [lasting.fault for lasting in self._lasting if isinstance(lasting.fault, kind)]
 
     def _cores(self, host: int) -> float:
-        """What a factor of the host's processors is a factor of."""
+        """The number of cores that a factor of the host's processors multiplies."""
         quota = self._quotas[host]
         if quota is not None:
             return quota
@@ -263,7 +263,7 @@ class Chaos:
     # ---- notes
 
     def _try(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
-        """A fault that fails is noted; its error is raised when the run is over, which goes on until then."""
+        """Carry out a fault, and note its failure; the error is raised when the run is over, which goes on until then."""
         try:
             do(subject, *more)
         except PacelineError as error:
@@ -289,7 +289,7 @@ def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
 
 
 def _send(page: Page, number: int, *, group: bool = False, gone: bool = False) -> None:
-    """A signal to the page's process (or its whole process group), and to no other that has its number now; `gone`: it needn't live."""
+    """Send a signal to the page's process (or its whole process group), and to no other with its number now; `gone`: it needn't live."""
     if not page.alive:
         if gone:
             return

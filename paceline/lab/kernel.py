@@ -1,4 +1,4 @@
-"""What this machine can do for a lab: each ability is tried in a network that is thrown away, and what is missing has its reason."""
+"""The kernel's abilities for a lab: each is tried in a network that is thrown away, and a missing one has its reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.lab.spaces import Space, become_root
 
 @dataclass(frozen=True)
 class Ability:
-    """Something that a lab wants of the machine. `reason` says why it is missing; empty if it is there."""
+    """An ability of the machine that a lab needs. `reason` says why it is missing; empty if it is there."""
 
     name: str
     purpose: str
@@ -27,7 +27,7 @@ _RATE: Final = 10**6
 
 
 def abilities() -> list[Ability]:
-    """All that a lab may want, tried out."""
+    """Try out all abilities that a lab may want."""
     found = []
     for name, purpose, needed, attempt in _attempts():
         try:
@@ -56,7 +56,7 @@ def check_rights() -> None:
 
 
 def seek_rights() -> str:
-    """Make sure that this process may build a lab: it enters a user namespace, for good, where it isn't root. Says in words how it stands.
+    """Enter a user namespace, for good, unless this process is root, so that it may build a lab. Gives the outcome in words.
 
     The process must have one thread. Raises `ResourceError` if it can't be done.
     """
@@ -75,7 +75,7 @@ def seek_rights() -> str:
 
 
 def ready_for(description: Description) -> list[str]:
-    """Raise `ResourceError` for what this description wants and isn't there; gives what is left out, where it allows that."""
+    """Raise `ResourceError` for missing abilities that this description needs; gives what is left out, where it allows that."""
     if all(host.delay is None for host in description.hosts):
         return []
     try:

@@ -1,4 +1,4 @@
-"""The wires of a lab: a pair of virtual interfaces for each host, bridges between them, and limits, all made through netlink.
+"""The links of a lab: a pair of virtual interfaces for each host, bridges between them, and limits, all made through netlink.
 
 host0         host1              host2         host3         each in a network of its own
 eth0          eth0               eth0          eth0          egress: what the host may send (up)
@@ -42,7 +42,7 @@ def address(number: int) -> str:
 
 
 def lay(switch: Space, racks: int) -> None:
-    """The bridges: one, or one for each rack and the spine between them."""
+    """Make the bridges: one, or one for each rack and the spine between them."""
 
     def build() -> None:
         with _netlink("building the switch") as ip:
@@ -59,7 +59,7 @@ def lay(switch: Space, racks: int) -> None:
 
 
 def plug(switch: Space, host: Space, number: int, rack: int | None) -> None:
-    """The wire of a host, into its rack's bridge or into the spine."""
+    """Connect a host by its link to its rack's bridge or to the spine."""
 
     def lead_in() -> None:
         with _netlink(f"wiring host {number}") as ip:
@@ -78,7 +78,7 @@ def plug(switch: Space, host: Space, number: int, rack: int | None) -> None:
 
 
 def limit(space: Space, interface: str, rate: Rate | None, delay: float | None = None) -> None:
-    """What leaves through this interface: at most `rate` bits a second, each packet `delay` seconds later. At once, also on one in use."""
+    """Limit what leaves through this interface: at most `rate` bits a second, each packet `delay` seconds later. At once, also in use."""
 
     def apply() -> None:
         with _netlink(f"limiting {interface} to {spell(rate)}") as ip:
@@ -95,7 +95,7 @@ def limit(space: Space, interface: str, rate: Rate | None, delay: float | None =
 
 
 def queue(space: Space, interface: str, kind: str, **options: int) -> None:
-    """Any queueing discipline at the exit of this interface."""
+    """Put any queueing discipline at the exit of this interface."""
 
     def add() -> None:
         with _netlink(f"the queueing discipline {kind}") as ip:
@@ -105,7 +105,7 @@ def queue(space: Space, interface: str, kind: str, **options: int) -> None:
 
 
 def switch_on(space: Space, interface: str, *, on: bool) -> None:
-    """Plug the interface in, or pull it out: nothing passes any more, and nobody is told."""
+    """Plug the interface in, or pull it out: nothing passes any more, and no process is notified."""
 
     def turn() -> None:
         with _netlink(f"switching {interface}") as ip:
@@ -115,7 +115,7 @@ def switch_on(space: Space, interface: str, *, on: bool) -> None:
 
 
 def shape(rate: Rate) -> dict[str, int]:
-    """The numbers of a token bucket, in bytes (a second)."""
+    """Compute the numbers of a token bucket, in bytes (a second)."""
     each_second = rate // 8
     burst = max(_LEAST_BURST, round(each_second * _BURST_SECONDS))
     return {"rate": each_second, "burst": burst, "limit": min(_MOST_BYTES, max(_LEAST_QUEUE, round(each_second * _QUEUE_SECONDS)) + burst)}
@@ -123,7 +123,7 @@ def shape(rate: Rate) -> dict[str, int]:
 
 @contextmanager
 def _netlink(doing: str) -> Iterator[Any]:
-    """A conversation with the kernel about the network that this thread is in."""
+    """Open a conversation with the kernel about the network that this thread is in."""
     try:
         with IPRoute() as ip:
             yield ip

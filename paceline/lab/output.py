@@ -14,12 +14,12 @@ Who: TypeAlias = tuple[int, int | None]  # host, and rank; the launcher of the h
 
 _RANK: Final = re.compile(rb"\[(\d+)\] ")
 _CLOSING: Final = re.compile(rb"paceline: what rank (\d+) said last:")
-_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to) ")  # for who starts hosts by hand
+_WAITING: Final = re.compile(rb"paceline: (waits at|nobody answers at|has come to) ")  # for users that start hosts by hand
 _VERDICT: Final = re.compile(rb"paceline: (rank \d+ on|host) \S+ .*")
 
 
 class OutputSorter:
-    """Sorts what launchers write on to the screen. Every launcher ends with the same last words: they are kept, and shown once.
+    """Sorts the output of launchers on to the screen. Every launcher ends with the same last words: they are kept, and shown once.
 
     `names` are those of the hosts; `places` says on which host each rank is.
     """
@@ -31,7 +31,7 @@ class OutputSorter:
         same = not show or os.path.sameopenfile(1, 2)  # then there is one, so that lines don't mix
         self.screens = {1: first, 2: first if same else Screen(2, self._prefix, self._shown.append)}
         first.broken = not show  # nobody looks: it is only remembered
-        self._said: dict[bytes, int] = {}  # lines of launchers, and who said them first
+        self._said: dict[bytes, int] = {}  # lines of launchers, and which said them first
         self._closings: defaultdict[int, list[bytes]] = defaultdict(list)
         self._verdicts: dict[int, bytes] = {}
 
@@ -42,7 +42,7 @@ class OutputSorter:
 
     @property
     def broken(self) -> bool:
-        """Whether nobody reads any more what is shown."""
+        """Whether the output isn't read any more."""
         return any(screen.broken for screen in self.screens.values())
 
     @property
@@ -64,7 +64,7 @@ class OutputSorter:
         self.screens[2].say(text)
 
     def put(self, who: Who, piece: bytes, descriptor: int) -> None:
-        """Show a line, or a part of one. A launcher's own lines are without a rank; what all of them say is shown once."""
+        """Show a line, or a part of one. A launcher's own lines are without a rank; lines that all of them say are shown once."""
         host, rank = who
         if _WAITING.match(piece) and rank is None:
             return
@@ -97,7 +97,7 @@ class OutputSorter:
 
 
 class LauncherOutput:
-    """One output of one launcher, in pieces that the desk can sort."""
+    """One output of one launcher, in pieces that the sorter can sort."""
 
     PIECES: Final = re.compile(rb"[^\r\n]*[\r\n]")
 
@@ -108,7 +108,7 @@ class LauncherOutput:
         self._rank: int | None = None  # of the line under way
 
     def take(self, data: bytes) -> None:
-        """Some more bytes."""
+        """Take some more bytes."""
         data = self._rest + data
         end = 0
         for match in self.PIECES.finditer(data):

@@ -1,4 +1,4 @@
-"""What a lab leaves when it is killed, and the keeper that removes it: a process that outlives the lab by a moment.
+"""The remains of a killed lab, and the keeper that removes them: a process that outlives the lab by a moment.
 
 Started as a script of its own, with the standard library only: `remains.py RECORD`. Its input is a pipe from the lab. The end of
 input without `done` means that the lab was killed. Where the keeper was killed too, the next lab does its work, or `paceline lab clean`.
@@ -30,7 +30,7 @@ _ROUND_SECONDS = 0.005
 
 
 def records() -> Path:
-    """Where records are: one place for each user, whatever TMPDIR says, so that labs find each other's."""
+    """The folder of records: one place for each user, whatever TMPDIR says, so that labs find each other's."""
     user = outer_user()
     if user == 0 and os.access("/run", os.W_OK):
         return Path("/run/paceline-lab")
@@ -64,7 +64,7 @@ def write(record: dict[str, Any]) -> Path:
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The records of all labs of this user, alive or not. `PermissionError` if somebody else could have written them."""
+    """Read the records of all labs of this user, alive or not. `PermissionError` if another user could have written them."""
     found = []
     with suppress(FileNotFoundError):
         _check_owner(records())
@@ -75,7 +75,7 @@ def read_all() -> list[dict[str, Any]]:
 
 
 def _check_owner(folder: Path) -> None:
-    """Records say what is to be ended and removed, so they have to be our own."""
+    """Check that records are our own, as they say what is to be ended and removed."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise PermissionError(errno.EPERM, "it isn't a folder of this user with mode 0700", str(folder))
@@ -112,18 +112,18 @@ def alive(record: dict[str, Any]) -> bool:
 
 
 def inside(networks: Iterable[str]) -> list[int]:
-    """The processes in these networks ("net:[4026532184]"), as far as this one can see them."""
+    """List the processes in these networks ("net:[4026532184]"), as far as this one can see them."""
     wanted = set(networks)
     return [process for process in processes() if wanted and _network(process) in wanted]
 
 
 def processes() -> list[int]:
-    """All processes but this one."""
+    """List all processes but this one."""
     return [int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()]
 
 
 def marked(identity: str) -> list[int]:
-    """The processes that were started by this lab, by their environment."""
+    """List the processes that were started by this lab, by their environment."""
     wanted = f"{MARK}={identity}".encode()
     found = []
     for process in processes():
@@ -134,7 +134,7 @@ def marked(identity: str) -> list[int]:
 
 
 def grouped(folders: Iterable[str]) -> list[int]:
-    """The processes in these control groups."""
+    """List the processes in these control groups."""
     found: list[int] = []
     for folder in folders:
         with suppress(OSError):
@@ -143,7 +143,7 @@ def grouped(folders: Iterable[str]) -> list[int]:
 
 
 def end(find: Any) -> list[int]:
-    """SIGKILL to all processes that `find()` gives, until it gives none; gives those that don't end."""
+    """Send SIGKILL to all processes that `find()` gives, until it gives none; gives those that don't end."""
     late = time.monotonic() + _END_SECONDS
     while found := [process for process in find() if process != os.getpid()]:
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
@@ -159,7 +159,7 @@ def end(find: Any) -> list[int]:
 def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
     """Remove all that the lab of this record has left; gives what couldn't be removed.
 
-    `trusted` says that the networks of the record are still this lab's (whoever asks holds them): their numbers are used again.
+    `trusted` says that the networks of the record are still this lab's (the caller holds them): their numbers are used again.
     """
     groups = [folder for host in record["hosts"] for folder in host["cgroups"]]
     networks = [host["network"] for host in record["hosts"]] if trusted else []

@@ -1,4 +1,4 @@
-"""A run in a lab: the launchers of all hosts started, shown, watched and ended together, and what came of it."""
+"""A run in a lab: starts the launchers of all hosts, shows and watches them, and ends them together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOT_INHERITED: Final = ("PACELINE_INTERFACE", "PACELINE_NAME", "PACELINE_SECRET
 
 @dataclass(frozen=True)
 class LabRequest:
-    """What is to be run. `folder` is where (None: here), `deadline` ends a run that takes longer (seconds), `show` shows it on this screen.
+    """A request for a run. `folder` is where (None: here), `deadline` ends a longer run (seconds), `show` shows it on this screen.
 
     `sync`, `name`, `threads`, `min_workers`, `restarts` (of each host) and `patience` are those of `paceline run`.
     `environ` holds variables that are added to those of this process.
@@ -66,7 +66,7 @@ class LabRequest:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out."""
+    """The end of a run: the exit code that `paceline run` gave, all output, the run's folder if it had one, and the faults carried out."""
 
     code: int
     output: str
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass
 class _Launcher:
-    """`paceline run` on one host."""
+    """One host's `paceline run`."""
 
     host: int
     process: subprocess.Popen[bytes]
@@ -89,7 +89,7 @@ class _Launcher:
         return not self.sources and self.process.poll() is not None
 
     def let_go(self, now: float) -> None:
-        """Show what it has begun to write; whoever holds its pipes open when it is long gone isn't waited for."""
+        """Show an unfinished line; a process that holds the pipes open long after the launcher is gone isn't waited for."""
         if now - self.heard > _IDLE_SECONDS:
             for source in self.sources.values():
                 source.flush()
@@ -107,7 +107,7 @@ class _Launcher:
 
 
 def run(cluster: Cluster, start: LabRequest, folder: Path) -> Outcome:
-    """Run it on every host and wait for the end; `folder` is for the pages that show where workers are.
+    """Run a request on every host and wait for the end; `folder` is for the progress pages of workers.
 
     Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended; `DeadlineExceeded` when it took too long.
     """
@@ -118,7 +118,7 @@ def run(cluster: Cluster, start: LabRequest, folder: Path) -> Outcome:
 
 
 def check(start: LabRequest) -> None:
-    """Raise `UsageError` for what makes no sense, before anything is built."""
+    """Raise `UsageError` for a request that makes no sense, before anything is built."""
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
     launch.check(
         launch.LaunchRequest(
@@ -147,10 +147,10 @@ class _Run:
         dealt = launch.deal([cluster.hosts[number].workers for number in self._present], cluster.description.placement)
         places = {rank: number for number, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
         self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
-        self._remarks: deque[str] = deque()  # of whoever carries out faults, in another thread
+        self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
 
     def wait(self, faults: list[Any]) -> Outcome:
-        """Start it all, and stay to the end."""
+        """Start all launchers, and stay to the end."""
         began = time.monotonic()
         with ExitStack() as held:
             held.enter_context(self._listening())
@@ -175,19 +175,19 @@ class _Run:
         return outcome
 
     def _collect(self, chaos: Chaos) -> None:
-        """Write what was done to the run into its folder, where it had one."""
+        """Write the faults carried out into the run's folder, where it had one."""
         path = progress.wrote_to(progress.path(self._folder, 0))
         if path is not None and chaos.events:
             record(path, chaos.events)
 
     def _launch(self, host: int) -> None:
-        """`paceline run` on this host, as a user would start it there."""
+        """Start `paceline run` on this host, as a user would there."""
         start, cluster = self._start, self._cluster
         if any(launcher.host == host and launcher.process.poll() is None for launcher in self._launchers):
             raise UsageError(f"{cluster.hosts[host].name} is running already: let it join after it crashed, or leave it out at the start")
         words = [sys.executable, "-P", "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
         elastic = start.min_workers is not None
-        if len(self._present) > 1 or host not in self._present or elastic:  # who comes later asks the others, and never runs alone
+        if len(self._present) > 1 or host not in self._present or elastic:  # a host that comes later asks the others, and never runs alone
             from paceline.lab.hosts import PORT
 
             first = cluster.hosts[self._present[0]].address
@@ -227,7 +227,7 @@ class _Run:
         return any(launcher.host == host for launcher in self._launchers)
 
     def _environ(self) -> dict[str, str]:
-        """As here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
+        """The environment as here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
         kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
         if all(host.processors is None for host in self._cluster.description.hosts):
             kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
@@ -239,7 +239,7 @@ class _Run:
             return all(launcher.over for launcher in self._launchers)
 
     def _turn(self) -> None:
-        """Wait for something to happen; take in what was written, and show it."""
+        """Wait for something to happen; read the output, and show it."""
         with self._joining:
             launchers = list(self._launchers)
         poll = select.poll()
@@ -264,7 +264,7 @@ class _Run:
             launcher.let_go(now)
 
     def _decide(self, began: float) -> None:
-        """Pass on signals, and end what takes too long."""
+        """Pass on signals, and end a run that takes too long."""
         now = time.monotonic()
         if self._start.show and self._desk.broken and self._asked is None:
             self._signals.append(signal.SIGPIPE)  # nobody reads any more
@@ -293,7 +293,7 @@ class _Run:
         remains.end(lambda: [process for seat in self._cluster.hosts for process in self._cluster.processes(seat.number)])
 
     def _end_all(self) -> None:
-        """Whatever the reason for leaving: no process of this run goes on."""
+        """End all processes of this run, whatever the reason for leaving."""
         self._kill()
         for launcher in self._launchers:
             launcher.process.kill()
@@ -310,14 +310,14 @@ class _Run:
                 writing[descriptor].write()
 
     def _code(self) -> int:
-        """What the launchers say; those of hosts that crashed say nothing, unless all did."""
+        """The exit code of the launchers; those of hosts that crashed don't count, unless all did."""
         codes = [launcher.process.returncode for launcher in sorted(self._launchers, key=lambda launcher: launcher.host)]
         spoken = [code for code in codes if code >= 0] or [128 - code for code in codes]
         return next((code for code in spoken if code != 0), 0)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Ctrl-C and its like are noted while the run lasts; in other threads than the first they can't come."""
+        """Note Ctrl-C and its like while the run lasts; in other threads than the first they can't come."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

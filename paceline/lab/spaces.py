@@ -1,4 +1,4 @@
-"""Linux namespaces without names: made in a thread, held by descriptors, gone when nobody holds them any more."""
+"""Linux namespaces without names: made in a thread, held by descriptors, gone when the last descriptor and process are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Space:
 
     @staticmethod
     def make(kinds: Sequence[str], prepare: Callable[[], None] = lambda: None) -> Space:
-        """New namespaces of these kinds. `prepare` runs once inside. Raises `ResourceError` where the kernel says no."""
+        """Make new namespaces of these kinds. `prepare` runs once inside. Raises `ResourceError` where the kernel refuses."""
 
         def open_all() -> dict[str, int]:
             unshare(kinds)
@@ -40,7 +40,7 @@ class Space:
         return Space(_aside(open_all))
 
     def inside(self, do: Callable[[], T]) -> T:
-        """Call `do` in this network; it runs in a thread of its own, and what it raises is raised here."""
+        """Call `do` in this network; it runs in a thread of its own, whose errors are raised here."""
 
         def enter() -> T:
             _call("setns", self.fds["net"], KINDS["net"])
@@ -49,7 +49,7 @@ class Space:
         return _aside(enter)
 
     def close(self) -> None:
-        """Let go: the namespaces end with the last process in them. Twice is harmless."""
+        """Close the descriptors: the namespaces end with the last process in them. Calling it twice is harmless."""
         while self.fds:
             os.close(self.fds.popitem()[1])
 
@@ -63,7 +63,7 @@ def unshare(kinds: Sequence[str]) -> None:
 
 
 def furnish(hostname: str, names: Path) -> Callable[[], None]:
-    """What makes new namespaces a host: its name, the table `names` as /etc/hosts, and shared memory of its own, which goes with it."""
+    """Make the function that turns new namespaces into a host: its name, the table `names` as /etc/hosts, shared memory of its own."""
 
     def prepare() -> None:
         socket.sethostname(hostname)
@@ -77,7 +77,7 @@ def furnish(hostname: str, names: Path) -> Callable[[], None]:
 
 
 def become_root() -> None:
-    """Put this process into a user namespace in which it is root, for good; it must have one thread. Outside it may no more than before."""
+    """Enter a user namespace in which this process is root, for good; it must have one thread. Outside it has the same rights as before."""
     user, group = os.geteuid(), os.getegid()
     end = time.monotonic() + _THREAD_SECONDS
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
@@ -97,7 +97,7 @@ def _aside(do: Callable[[], T]) -> T:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of the C library that gives 0 or sets errno."""
+    """Call a function of the C library that gives 0 or sets errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise ResourceError(f"the kernel refused {name} ({os.strerror(number)}): run `paceline lab check`, which says what is missing")

@@ -1,4 +1,4 @@
-"""The commands of `paceline lab`: each gives its exit code, and says on this terminal what there is to say."""
+"""The commands of `paceline lab`: each gives its exit code, and writes to this terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(cluster: str, placement: str | None, start: running.LabRequest) -> int:
 
 
 def describe(description: Description) -> str:
-    """A cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`."""
+    """Describe a cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`."""
     sides = {(host.up, host.down) for host in description.hosts}
     links = "unequal links"
     if len(sides) == 1 and len(set(*sides)) == 1:
@@ -75,7 +75,7 @@ def check() -> int:
 
 
 def clean() -> int:
-    """Remove what is left, and say what."""
+    """Remove leftovers, and list them."""
     for line in cleaning.clean() or ["nothing is left of any lab"]:
         print(line)
     return 0
@@ -103,7 +103,7 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
 
 
 def _running(identity: str | None) -> dict[str, Any]:
-    """The record of the lab that runs, or of the one that is asked for."""
+    """Find the record of the lab that runs, or of the one that is asked for."""
     found = {record["identity"]: record for record in remains.read_all() if remains.alive(record)}
     if identity is not None:
         if identity not in found:
@@ -132,7 +132,7 @@ def _short(path: Path) -> Path:
 
 @contextmanager
 def _endings() -> Iterator[None]:
-    """SIGTERM and SIGHUP take the cluster down, as Ctrl-C does, also while it is built."""
+    """Take the cluster down on SIGTERM and SIGHUP as on Ctrl-C, also while it is built."""
 
     def leave(number: int, frame: object) -> NoReturn:
         sys.exit(128 + number)

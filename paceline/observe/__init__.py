@@ -1,1 +1,1 @@
-"""What happened, told to people."""
+"""Reports on runs: where the time went, and what to do about it."""

@@ -1,4 +1,4 @@
-"""What to do about where the time of a run went. Each rule looks at one thing.
+"""Advice on where the time of a run went. Each rule looks at one thing.
 
 A rule speaks only of what lasts: it takes its share of a step in four of five tenths of the run, after the first steps, so that neither the
 start nor a busy moment is taken for the rule; it is worth having, in seconds; and it is not what the run does already.
@@ -21,7 +21,7 @@ STOOD = 1.0  # seconds of a run that are worth another way to save
 
 
 def advise(facts: RunFacts) -> str:
-    """What to do, or why there is nothing."""
+    """Write the advice for a run, or why there is none."""
     always = [advice for rule in WHOLE for advice in rule(facts)]
     steady = facts.steady
     found = always if steady is None else [*always, *(advice for rule in RULES for advice in rule(facts, steady))]
@@ -38,7 +38,7 @@ def advise(facts: RunFacts) -> str:
 
 
 def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
-    """The exchange is exposed for more than a quarter of a step."""
+    """Advise where the exchange is exposed for more than a quarter of a step."""
     if not steady.lasts("exchange", 0.25, LEAST):
         return
     yield (
@@ -56,7 +56,7 @@ def exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
 
 
 def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
-    """Workers wait for one that is slower, or for a different one each time."""
+    """Advise where workers wait for one that is slower, or for a different one each time."""
     if not steady.lasts("wait", 0.1, LEAST):
         return
     busy = [work.seconds for work in facts.work]
@@ -77,7 +77,7 @@ def slow(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
 
 
 def _evened(facts: RunFacts, busy: list[float]) -> str:
-    """What to do about a slow worker: shares by speed, where they are not so already."""
+    """Advise on a slow worker: shares by speed, unless they are so already."""
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(busy) or max(shares) - min(shares) <= 1:
         return remedy(busy)
@@ -87,7 +87,7 @@ def _evened(facts: RunFacts, busy: list[float]) -> str:
 
 
 def data(facts: RunFacts, steady: SteadyTimes) -> Iterator[str]:
-    """Batches come too slowly."""
+    """Advise where batches come too slowly."""
     readers = facts.dealing.num_workers if facts.dealing else 0
     if not steady.lasts("data", 0.1, LEAST if readers else READING):
         return
@@ -117,7 +117,7 @@ RULES: tuple[Callable[[RunFacts, SteadyTimes], Iterator[str]], ...] = (exchange,
 
 
 def outside(facts: RunFacts) -> Iterator[str]:
-    """Much of the run lies outside of its steps."""
+    """Advise where much of the run lies outside of its steps."""
     if facts.ended and facts.seconds and facts.seconds > 60 and facts.step * facts.steps < 0.6 * facts.seconds:
         yield (
             f"Only {facts.step * facts.steps / facts.seconds:.0%} of the run was spent in steps: evaluate and save less often, "
@@ -126,7 +126,7 @@ def outside(facts: RunFacts) -> Iterator[str]:
 
 
 def checkpoints(facts: RunFacts) -> Iterator[str]:
-    """Training stands still for checkpoints."""
+    """Advise where training stands still for checkpoints."""
     stood = facts.stall * facts.saves
     if not facts.seconds or stood < STOOD or stood <= 0.03 * facts.seconds:
         return
@@ -140,5 +140,5 @@ WHOLE: tuple[Callable[[RunFacts], Iterator[str]], ...] = (outside, checkpoints)
 
 
 def seconds(value: float) -> str:
-    """So many seconds, as the report writes them."""
+    """Format seconds, as the report writes them."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""Which run is meant: the newest, or one by its name or by its folder."""
+"""Chooses the run to report on: the newest, or one by its name or by its folder."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-RUNS = Path("runs")  # where runs are where nobody says another place
+RUNS = Path("runs")  # the default folder of runs
 
 
 def choose(asked: Path | None, root: Path = RUNS) -> Path:
-    """The folder of the run that is asked for (None: the newest in `root`); a name alone is looked for here, then in `root`.
+    """Find the folder of the run that is asked for (None: the newest in `root`); a name alone is looked for here, then in `root`.
 
     Raises UsageError where there is none to take; a folder that is asked for need not be there.
     """

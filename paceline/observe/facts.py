@@ -1,4 +1,4 @@
-"""What the files of a run say: its summary, and, step by step, its metrics."""
+"""The facts of a run, read from its files: its summary, and, step by step, its metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DealingFacts:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """What a worker had to do by itself, apart from exchange and waiting."""
+    """The work of a worker by itself, apart from exchange and waiting."""
 
     seconds: float  # in a step, the median
     late: float  # the share of the steps in which it was a tenth above what is usual among the workers
@@ -33,7 +33,7 @@ class OwnWork:
 
 @dataclass(frozen=True)
 class SteadyTimes:
-    """What lasts through a run, told from what comes and goes: what is so in four of five tenths of it, first steps left out."""
+    """The times that last through a run: those seen in four of five tenths of it, first steps left out."""
 
     step: float  # seconds of a step, the median of the tenths
     least: dict[str, float]  # seconds that each part of a step took at least in four of five tenths
@@ -45,7 +45,7 @@ class SteadyTimes:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the files of a run say; a run that has not ended lacks what only the summary has."""
+    """The facts in the files of a run; a run that has not ended lacks those that only the summary has."""
 
     name: str
     ended: bool
@@ -80,7 +80,7 @@ class RunFacts:
 
 
 def read(folder: RunFolder) -> RunFacts:
-    """The facts of a run: from its summary, or, if it has none yet, from its metrics."""
+    """Read the facts of a run: from its summary, or, if it has none yet, from its metrics."""
     if folder.summary.is_file():
         return _from_summary(folder)
     if folder.metrics.is_file():
@@ -99,7 +99,7 @@ def read(folder: RunFolder) -> RunFacts:
 
 
 def steadied(steps: Sequence[dict[str, float]]) -> SteadyTimes | None:
-    """What lasts through these steps, each with the seconds of its parts; None where they are too few."""
+    """Find the times that last through these steps, each with the seconds of its parts; None where they are too few."""
     if len(steps) < FEWEST:
         return None
     warmed = steps[WARM:]

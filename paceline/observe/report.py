@@ -1,4 +1,4 @@
-"""Where the time of a run went, and what to do about it, in words."""
+"""The report on a run, in words: where its time went, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEANING = {
 
 
 def report(folder: Path) -> str:
-    """The report on the run in `folder`; of one that has not ended, what is known so far.
+    """Write the report on the run in `folder`; of one that has not ended, what is known so far.
 
     A folder that is not there, is of no run, or has a damaged file raises UsageError.
     """

@@ -1,4 +1,4 @@
-"""What servers did in a run: how busy each was, what came and went, how far workers were apart; and what to do about it."""
+"""The report on servers of a run: how busy each was, its traffic, how far workers were apart; and what to do about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEFT_OUT = 0.05  # of the samples
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What one has done, as the summary says it."""
+    """The facts of one server, from the summary."""
 
     name: str
     busy: float  # seconds
@@ -30,7 +30,7 @@ class ServerFacts:
 
 
 def read(fields: Mapping[str, Any], number: int) -> ServerFacts:
-    """The one that is told of in these fields of a summary. Raises KeyError, ValueError or TypeError for what is none."""
+    """Read the facts of a server from these fields of a summary. Raises KeyError, ValueError or TypeError for fields that are none."""
     dropped = fields.get("dropped") or {}
     return ServerFacts(
         name=str(fields.get("name", f"server {number}")),
@@ -47,7 +47,7 @@ def read(fields: Mapping[str, Any], number: int) -> ServerFacts:
 
 
 def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
-    """In words, of a run of so many seconds in which so many samples were trained; nothing where there were no servers."""
+    """Describe the servers of a run of so many seconds in which so many samples were trained; empty without servers."""
     if not servers:
         return ""
     width = max(len(server.name) for server in servers)
@@ -74,13 +74,13 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
 
 
 def _shares(found: Mapping[int, int]) -> str:
-    """Each number with its share: "0 (33%), 1 (67%)"."""
+    """Write each number with its share: "0 (33%), 1 (67%)"."""
     total = sum(found.values())
     return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(found.items()))
 
 
 def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[str]:
-    """A server is busy most of the time; workers are held by the bound; work is thrown away."""
+    """Advise where a server is busy most of the time, where workers are held by the bound, and where work is thrown away."""
     busy = [server for server in servers if seconds > 0 and server.busy / seconds > BUSY]
     if busy:
         most = max(server.busy for server in busy) / seconds

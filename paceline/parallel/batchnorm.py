@@ -82,7 +82,7 @@ def desynchronise(model: nn.Module) -> int:
 
 
 def is_synchronous(module: nn.Module) -> bool:
-    """Whether `synchronise` has been here: such a layer's running statistics are right on a ghost too and must not be restored."""
+    """Whether a layer is synchronised: its running statistics are right on a ghost too and must not be restored."""
     return hasattr(getattr(module.__dict__.get("forward"), "__func__", None), _MARK)
 
 
@@ -107,7 +107,7 @@ def _stand_in(
             takes = layer.training or layer.running_mean is None  # statistics of this batch
             if owner is None or not is_synchronous(owner) or not takes or not copies():
                 return own(layer, *args, **kwargs)
-            called = f"{name} of a copy"  # which is compared: all workers run the copy, or none
+            called = f"{name} of a copy"  # this name is compared: all workers run the copy, or none
         mode = answer(called)
         with mode:
             y = own(layer, *args, **kwargs)
@@ -182,7 +182,7 @@ class _Statistics:
             packed[channels:-1] = wide.square().mul_(mine).add_(squares)
             packed[-1] = mine
         packed = self.group.all_reduce(packed, op="sum", name=self.name, out=packed).wait()
-        if mine <= 1 and packed[-1] < 2:  # then it is so on every worker, and nobody else has to look (and wait for the device)
+        if mine <= 1 and packed[-1] < 2:  # then it is so on every worker, and no other has to look (and wait for the device)
             raise UsageError(
                 f"Expected more than 1 value per channel when training, got {int(packed[-1])} in the whole global batch ({self.name}); "
                 "use larger batches, or drop_last=True"
@@ -200,7 +200,7 @@ class _Statistics:
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w (x - μ) / sqrt(σ² + ε) + b, with a backward that goes through μ and σ² of all workers.
+    """The function y = w (x - μ) / sqrt(σ² + ε) + b, with a backward that goes through μ and σ² of all workers.
 
     Gradients g of worker r are those of its own loss; the sum over the workers counts them s_r times. So s_r g is exchanged:
         dx = w / σ · (g - (Σ s g + (x-μ) / σ² · Σ s g (x-μ)) / (n s_r))

@@ -22,18 +22,18 @@ MODES = ("sum", "mean")
 
 
 class RowSource(Protocol):
-    """Where the rows of a table come from."""
+    """The source of a table's rows."""
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
-        """The rows of these ids (1-D, int64, in order, each once) as they are now, on the CPU."""
+        """Pull the rows of these ids (1-D, int64, in order, each once) as they are now, to the CPU."""
         ...
 
     def prefetch(self, ids: Tensor) -> None:
-        """They will be pulled for the next step."""
+        """Announce ids that will be pulled for the next step."""
         ...
 
     def weigh(self) -> float:
-        """A backward has come: what my gradients count in the mean over all workers (0: my share is empty)."""
+        """Report a backward; gives the weight of this worker's gradients in the mean over all workers (0: its share is empty)."""
         ...
 
 
@@ -94,20 +94,20 @@ class SparseEmbedding(nn.Module):
         self.register_buffer("seed", drawn)
         self.source: RowSource | None = None
         self._found: list[tuple[Tensor, Tensor]] = []  # what backward passes have added: rows, and gradients
-        self._shown: Tensor | None = None  # the weight.grad that stands for it
+        self._shown: Tensor | None = None  # the weight.grad that represents it
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or an unpickled one, is no part of the run."""
+        """Detach a copy, or an unpickled one, from the run."""
         return {**self.__dict__, "source": None, "_found": [], "_shown": None}
 
     def extra_repr(self) -> str:
-        """As torch's modules say what they are."""
+        """Describe the table as torch's modules do."""
         return f"{self.rows}, {self.dim}, mode={self.mode!r}"
 
     # ---- forward
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Bags of rows: `input` (bags, ids) or, with `offsets` (bags), ids one after the other. Gives (bags, dim).
+        """Look up bags of rows: `input` (bags, ids) or, with `offsets` (bags), ids one after the other. Gives (bags, dim).
 
         Raises `UsageError` for an id that is no row, and for per_sample_weights.
         """
@@ -129,14 +129,14 @@ class SparseEmbedding(nn.Module):
         return F.embedding_bag(places, values, offsets, mode=self.mode, include_last_offset=last, padding_idx=padding)
 
     def prefetch(self, input: Tensor) -> None:
-        """These ids are in the next batch: have their rows sent as soon as the step under way has been taken, while this worker goes on."""
+        """Announce the ids of the next batch: their rows are sent as soon as the present step has been taken, while this worker goes on."""
         source, ids = self._source, self._unique(input)[0]
         if len(ids):
             source.prefetch(ids)
 
     @torch.no_grad()
     def lookup(self, ids: Tensor) -> Tensor:
-        """The rows of these ids (any shape), as they are now: `ids.shape` + (dim,). Each worker may ask for others."""
+        """Look up the rows of these ids (any shape), as they are now: `ids.shape` + (dim,). Each worker may ask for others."""
         unique, places = self._unique(ids)
         return self._source.pull(unique, train=False).to(self.weight.device)[places]
 
@@ -150,7 +150,7 @@ class SparseEmbedding(nn.Module):
         return self.source
 
     def _unique(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids in `input`, on the CPU, in order, each once; and which of them stands where."""
+        """The ids in `input`, on the CPU, in order, each once; and the index of each place among them."""
         if input.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"SparseEmbedding got ids of {input.dtype}; give int64")
         ids, places = torch.unique(input.cpu().to(torch.int64), return_inverse=True)
@@ -162,7 +162,7 @@ class SparseEmbedding(nn.Module):
     # ---- backward
 
     def _arrived(self, ids: Tensor, leaf: Tensor) -> None:
-        """A backward has reached rows that were pulled."""
+        """Take the gradient of pulled rows when a backward reaches them."""
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if grad.requires_grad:
@@ -181,7 +181,7 @@ class SparseEmbedding(nn.Module):
         self._found.append((ids, grad))
 
     def _check(self) -> None:
-        """`weight.grad` stands for what was found: it is None after zero_grad, and nothing else can be done to it."""
+        """Check `weight.grad`, which represents the gradients found: None after zero_grad, nothing else can be done to it."""
         grad = self.weight.grad
         if grad is not None and (grad is not self._shown or grad._version):
             raise UsageError(
@@ -190,16 +190,16 @@ class SparseEmbedding(nn.Module):
             )
 
     def kept(self) -> Any:
-        """The gradients that there are now, for `keep`."""
+        """The present gradients, for `keep`."""
         return list(self._found), self.weight.grad, self._shown
 
     def keep(self, kept: Any) -> None:
-        """Have those gradients again."""
+        """Restore gradients that `kept` gave."""
         found, self.weight.grad, self._shown = kept
         self._found = list(found)
 
     def gradient(self) -> list[tuple[Tensor, Tensor]] | None:
-        """What backward passes have added since `zero_grad`, weighted: rows (in order, each once) and gradients; None without a pass."""
+        """The weighted sum that backward passes have added since `zero_grad`: rows (in order, each once), gradients; None without any."""
         self._check()
         if self.weight.grad is None:
             self._found = []
