@@ -5,13 +5,16 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test soak lint bench bench-peers clean
+.PHONY: demo test unit soak lint bench bench-peers clean
 
 demo: .venv/.made
 	$(BIN)/paceline demo
 
 test: .venv/.made
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+unit: .venv/.made
+	$(BIN)/python -m pytest -q -m unit $(PYTEST_ARGS)
 
 soak: .venv/.made
 	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(PYTEST_ARGS)

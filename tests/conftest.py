@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,57 @@ if TYPE_CHECKING:
     from tests.harness.jobs import Jobs
     from tests.harness.survivors import Outcome
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests that run side by side leave each other the cores
 ROOT = str(Path(__file__).parents[1])
 
 hypothesis.settings.register_profile("paceline", deadline=None)  # a machine may be slow for a moment
 hypothesis.settings.load_profile("paceline")
+
+
+JOBS = {"job", "launch", "alone"}  # fixtures that start programs
+LAB = {"able"}  # the fixture that all clusters of the lab need
+GROUPS = ("lab", "machine")  # tests of a group run one after another
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for each core, as tests wait half of the time; none where only files are asked for, as starting takes seconds."""
+    if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(given)
+    if all(".py" in path for path in config.args):
+        return 0
+    return 2 * len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with their tiers, put the groups first, and mix what waits (programs) with what computes."""
+    tiers = [_tier(item) for item in items]
+    seen, sizes = Counter[str](), Counter(tiers)
+    places: dict[str, float] = {}
+    for item, tier in zip(items, tiers, strict=True):
+        seen[tier] += 1
+        places[item.nodeid] = seen[tier] / sizes[tier]
+        names, fixtures = _uses(item)
+        if group := "lab" if fixtures & LAB else next((group for group in GROUPS if group in names), ""):
+            item.add_marker(pytest.mark.xdist_group(group))
+            places[item.nodeid] = GROUPS.index(group) - len(GROUPS)
+        item.add_marker(tier)
+    items.sort(key=lambda item: places[item.nodeid])
+
+
+def _tier(item: pytest.Item) -> str:
+    """Name the tier of a test: that of its marker, or of the fixtures that it uses."""
+    names, fixtures = _uses(item)
+    if "soak" in names:
+        return "soak"
+    if "lab" in names or fixtures & LAB:
+        return "lab"
+    return "jobs" if names & {"jobs", "preloaded", "slow"} or fixtures & JOBS else "unit"
+
+
+def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
+    """Return the names of a test's markers and of its fixtures."""
+    return {mark.name for mark in item.iter_markers()}, set(getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

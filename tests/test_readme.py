@@ -68,7 +68,7 @@ def documents() -> Iterator[Any]:
     """The pages of docs; those whose scripts build clusters are slow, and need a machine that can."""
     for page in (page for page in PAGES if page.parent.name == "docs"):
         building = "lab.cluster(" in TEXTS[page.name]
-        marks = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())] if building else []
+        marks = [pytest.mark.lab, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())] if building else []
         yield pytest.param(page, id=page.name, marks=marks)
 
 

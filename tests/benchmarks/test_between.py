@@ -14,6 +14,7 @@ from paceline.lab import kernel
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "between.py"
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.skipif(bool(kernel.missing()), reason=kernel.missing())
 def test_the_table(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class TestClosed:
         assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
         assert sorted(ended.out.splitlines()) == (["[0] said 0", "[1] said 1"] if left_open(closed) else [])
 
+    @pytest.mark.lab
     @pytest.mark.slow
     def test_run_in_a_lab(self, job, closed):
         if kernel.missing():

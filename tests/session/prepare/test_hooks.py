@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -326,7 +327,10 @@ def test_models_that_are_distributed_already(process_group: None) -> None:
     with pytest.raises(UsageError, match="FullyShardedDataParallel already"):
         alone(lambda run: run.prepare(FullyShardedDataParallel(net(), device_id=torch.device("cpu"))))
     sharded = net()
-    fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    # torch keeps the group of a DTensor for each thread; kept by the main thread, it hangs every process that a test forks from another.
+    sharding = threading.Thread(target=lambda: fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))))
+    sharding.start()
+    sharding.join()
     with pytest.raises(UsageError, match="is a DTensor"):
         alone(lambda run: run.prepare(sharded))
     with pytest.raises(UsageError, match=r"DataParallel already.*model\.module"):
