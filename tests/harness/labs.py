@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from paceline.cluster.launcher import janitor
 from paceline.lab import remains
 from paceline.lab.hosts import Cluster
 
@@ -42,7 +43,13 @@ def left(before: set[str], seconds: float = 2.0) -> set[str]:
     end = time.monotonic() + seconds
     while (found := traces() - before) and time.monotonic() < end:
         time.sleep(0.05)
-    return found
+    return {trace for trace in found if not _used(trace)}
+
+
+def _used(trace: str) -> bool:
+    """Tell whether it is shared memory that some process has: that of a test that runs beside this one."""
+    kind, _, path = trace.rpartition(" ")
+    return kind == "shared memory" and janitor.in_use(Path(path))
 
 
 def spaces() -> set[str]:
