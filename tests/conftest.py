@@ -29,6 +29,7 @@ LAB = {"able"}  # the fixture that all clusters of the lab need
 GROUPS = ("lab", "machine")  # tests of a group run one after another
 
 
+@pytest.hookimpl(optionalhook=True)  # processes of xdist know no such hook
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes for each core, as tests wait half of the time; none where only files are asked for, as starting takes seconds."""
     if given := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
