@@ -30,10 +30,10 @@ from paceline.comm.rpc import RpcClient, RpcServer, keys
 from paceline.server.main import Server
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
-from tests.cluster.hosts.test_handshake import HELLO, OFFER, SECRET, offered, senseless, waiting
 from tests.harness import runs, strangers
+from tests.harness.handshakes import HELLO, OFFER, SECRET, offered, senseless, waiting
 from tests.harness.jobs import free_port
-from tests.session.test_tables import Net, loader, served
+from tests.harness.tables import Net, loader, served
 
 KEYS = keys(b"0123456789abcdef", "tests")  # as servers of runs on threads have them
 ODD: tuple[Any, ...] = ("x", None, [], {}, 1.5, True, -1, 999, 1 << 40, [0], b"x")

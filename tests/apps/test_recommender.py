@@ -17,7 +17,7 @@ from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.runs import workers
-from tests.session.test_servers_surviving import servers
+from tests.harness.surviving_servers import servers
 
 LOG = ClickLog(tables=2, rows=500, bag=2)
 

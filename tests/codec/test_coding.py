@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from paceline.codec.coding import Coding, WirePart, compose, exact, nbytes, parts, room, spans
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
+from tests.harness.codings import data, sent
 
 CODINGS: list[Coding] = [
     exact(),
@@ -29,21 +29,6 @@ CODINGS: list[Coding] = [
     compose(compose(topk(0.5), exact()), int4(block=32)),
 ]
 LENGTHS = [0, 1, 2, 7, 63, 64, 65, 1023, 1024, 1025, 2000, 140_000]
-
-
-def data(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def sent(coding: Coding, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """What arrives, and the bytes that were on the way."""
-    whole, message = room(coding, x.numel())
-    whole.fill_(0xAB)
-    coding.encode(x, message, torch.Generator().manual_seed(seed))
-    out = torch.full_like(x, float("nan"))
-    there = whole.clone()
-    coding.decode(parts(coding, x.numel(), there), out)
-    return out, there
 
 
 @pytest.mark.parametrize("numel", LENGTHS)

@@ -8,7 +8,7 @@ import torch
 from paceline.codec.coding import parts, room
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.errors import UsageError
-from tests.codec.test_coding import data, sent
+from tests.harness.codings import data, sent
 
 
 def levels_by_hand(x: list[float], block: int, top: int) -> list[float]:

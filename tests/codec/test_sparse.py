@@ -6,7 +6,7 @@ import torch
 from paceline.codec.coding import room
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
-from tests.codec.test_coding import data, sent
+from tests.harness.codings import data, sent
 
 
 @pytest.mark.parametrize("threshold", ["exact", "sampled"])

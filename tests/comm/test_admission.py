@@ -13,8 +13,8 @@ from paceline.cluster import network
 from paceline.comm import admission
 from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, keys
 from paceline.comm.wire_format import MalformedMessage
-from tests.comm.test_rpc import SECONDS, Server, echo
 from tests.harness import strangers
+from tests.harness.rpc_servers import SECONDS, Server, echo
 
 KEYS = keys(b"a secret of this job", "job 1")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1

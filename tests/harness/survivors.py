@@ -167,3 +167,13 @@ def gap(out: Path) -> float:
 def pause(chance: random.Random, longest: float) -> None:
     """Up to so many seconds."""
     time.sleep(chance.uniform(0, longest))
+
+
+AT = "run.rank == {rank} and run.steps == "
+PLACES = {
+    "before": "die({at}4, 'forward')",
+    "prepared": "next(model.parameters()).register_hook(lambda _: die({at}7, 'the last gradient'))",
+    "between": "die({at}10, 'before the step')",
+    "after": "die({at}13, 'after the step')",
+    "epoch_end": "die(run.rank == {rank} and epoch == 1, 'between epochs')",
+}

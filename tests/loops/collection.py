@@ -22,6 +22,7 @@ PAIRED = 20  # a last batch of two, where torch's BatchNorm takes no single one
 WIDTH, HIDDEN, OUT = 5, 8, 2
 
 Body = Callable[[Any], Any]
+Taken = Callable[[Any], list[tuple[str, Any]]]  # what of a loop's results has to be equal
 
 
 class Loop(NamedTuple):
@@ -241,6 +242,17 @@ def flat(found: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, found.detach().clone()
     elif isinstance(found, bool | int | float | str | None):
         yield at, found
+
+
+def everything(found: Any) -> list[tuple[str, Any]]:
+    """All that must be equal."""
+    return list(flat(found))
+
+
+def plain(known: Loop, taken: Taken = everything) -> tuple[list[tuple[str, Any]], Plain]:
+    """What comes of it in one process without paceline."""
+    run = Plain()
+    return taken(known.body(run)), run
 
 
 def differences(found: Sequence[tuple[str, Any]], wanted: Sequence[tuple[str, Any]], near: float) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
 from tests.harness.runs import workers
 from tests.loops import collection, data, evaluating, further, gradients, models, optimizers, several
-from tests.loops.collection import LOOPS, Loop, Plain, differences, flat
+from tests.loops.collection import LOOPS, Loop, Taken, differences, everything, flat, plain
+from tests.loops.script import TENTHS
 
 assert data and evaluating and further and gradients and models and optimizers and several  # they fill LOOPS
 SIZES = (1, 2, 3)
-Taken = Callable[[Any], list[tuple[str, Any]]]
 APART = [
     "in_order",
     "a_batch_sampler_of_uneven_batches",
@@ -64,20 +63,9 @@ SERVED = [
 ]
 
 
-def everything(found: Any) -> list[tuple[str, Any]]:
-    """All that must be equal."""
-    return list(flat(found))
-
-
 def weights(found: Any) -> list[tuple[str, Any]]:
     """The models alone: what optimizers remember lies elsewhere."""
     return [part for model in (found if isinstance(found, tuple) else (found,)) if isinstance(model, nn.Module) for part in flat(model)]
-
-
-def plain(known: Loop, taken: Taken = everything) -> tuple[list[tuple[str, Any]], Plain]:
-    """What comes of it in one process without paceline."""
-    run = Plain()
-    return taken(known.body(run)), run
 
 
 def logged(path: Path) -> dict[int, dict[str, float]]:
@@ -146,7 +134,6 @@ UNSERVED = {
     "sparse_embeddings_with_sgd": "leave out sparse=True",
     "a_scaler_that_grows_and_skips": "GradScaler",
 }
-TENTHS = sorted(name for name, known in LOOPS.items() if not (known.threads or known.pending or known.refused))
 
 
 @pytest.mark.parametrize(("via", "name"), [*(("ring", name) for name in TENTHS[::10]), *(("native", name) for name in TENTHS[5::10])])

@@ -10,8 +10,8 @@ import torch
 
 from tests.harness.jobs import Jobs
 from tests.loops import script
-from tests.loops.collection import LOOPS, differences
-from tests.loops.test_loops import TENTHS, plain
+from tests.loops.collection import LOOPS, differences, plain
+from tests.loops.script import TENTHS
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,33 +14,7 @@ from paceline.observe.report import report
 from paceline.session.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.session.record.log import MetricsLog
 from paceline.session.record.writer import MetricsWriter
-
-QUIET = {"compute": 0.095, "exchange": 0.003, "wait": 0.001, "data": 0.001}
-
-
-def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[dict[str, float]] | None = None, **changes: Any) -> Path:
-    """A run that has ended, whose steps were split into `parts`: a hundred alike, or `steps`."""
-    steps = steps or [parts or QUIET] * 100
-    count = len(steps)
-    parts = {part: sum(step[part] for step in steps) / count for part in QUIET}
-    folder = RunFolder.create(tmp_path, "run", say=lambda text: None)
-    whole = count * sum(parts.values())
-    fields: dict[str, Any] = {
-        "sync": "AllReduce()",
-        "workers": 2,
-        "hosts": 1,
-        "bytes_sent": {"within": 7.5e6, "between": 0.0},
-        "codecs": [],
-        "events": [],
-        "checkpoints": {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0, "nbytes": 0},
-    }
-    work = changes.pop("work", [])
-    rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
-    totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
-    RunSummary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
-    lines = ({"step": number, "time": 0.1 * number, "samples": 64, "seconds": step} for number, step in enumerate(steps, 1))
-    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder.path
+from tests.harness.finished_runs import QUIET, finished
 
 
 def split(**parts: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.observe import serving
 from paceline.observe.report import report
-from tests.observe.test_report import finished
+from tests.harness.finished_runs import finished
 
 
 def fields(**changes: Any) -> dict[str, Any]:

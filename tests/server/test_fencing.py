@@ -10,7 +10,6 @@ import torch
 
 from paceline.errors import DeadlineExceeded, Mismatch
 from paceline.server.journal import merged
-from tests.server.test_main import begun, call  # noqa: F401
 
 
 def close(step: int, *came: tuple[int, int], rate: float = 0.5) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def values(server: Any, worker: int) -> float:
     return float(server(worker, "read", {"unit": 0, "step": 0, "copy": True}).tensors[0][0])
 
 
-def test_what_one_has_made_can_be_made_by_another(begun: Any) -> None:  # noqa: F811
+def test_what_one_has_made_can_be_made_by_another(begun: Any) -> None:
     push(begun, 0, 1.0)
     push(begun, 1, 2.0)
     begun(0, "close", close(1, (0, 1), (1, 1)))
@@ -44,7 +43,7 @@ def test_what_one_has_made_can_be_made_by_another(begun: Any) -> None:  # noqa: 
     assert journal.gradients == {(0, 0): 2, (0, 1): 1} and journal.done.rows() == [[0, 0, 4], [1, 0, 4]]
 
 
-def test_what_was_pushed_in_vain_is_void_and_who_is_lost_is_not_heard(begun: Any) -> None:  # noqa: F811
+def test_what_was_pushed_in_vain_is_void_and_who_is_lost_is_not_heard(begun: Any) -> None:
     push(begun, 0, 1.0)
     push(begun, 7, 2.0)
     begun.caller(7).send("close", step=2, body=close(2, (7, 1)), seconds=5)  # is put off
@@ -62,7 +61,7 @@ def test_what_was_pushed_in_vain_is_void_and_who_is_lost_is_not_heard(begun: Any
         begun.caller(0).call("taken", body={"optimizer": 0, "step": 2}, seconds=0.2)
 
 
-def test_a_copy_knows_what_the_first_one_did(begun: Any) -> None:  # noqa: F811
+def test_a_copy_knows_what_the_first_one_did(begun: Any) -> None:
     push(begun, 0, 1.0)
     begun(0, "close", close(1, (0, 1)))
     begun(0, "drop", {"epoch": 0, "pieces": [[5, 0, 2]]})

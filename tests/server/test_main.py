@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,63 +12,13 @@ from torch import Tensor
 from paceline.codec.coding import parts, room
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.comm.buckets import BucketShape
-from paceline.comm.rpc import RpcClient, RpcMessage, RpcServer, keys
 from paceline.errors import Mismatch, UsageError
 from paceline.server.codings import CodingPhase
-from paceline.server.main import Server, read, write
-from paceline.server.partition import RowRange
+from paceline.server.main import read, write
 from paceline.server.shard import ShardPlan
-
-KEYS = keys(b"0123456789abcdef", "a job")
-SECONDS = 10.0
-
+from tests.harness.shard_plans import SECONDS, packed, plan
 
 WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
-
-
-def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
-    shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
-    found = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
-    return ShardPlan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
-
-
-def packed(found: ShardPlan) -> Tensor:
-    return torch.frombuffer(bytearray(write(found)), dtype=torch.uint8)
-
-
-@pytest.fixture
-def call() -> Iterator[Callable[..., Any]]:
-    """Workers of a server that runs in a thread: `call(worker, kind, body, *tensors)`."""
-    said: list[str] = []
-    receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
-    thread = threading.Thread(target=Server(receiver, over.is_set).run, daemon=True)
-    thread.start()
-    callers: dict[int, RpcClient] = {}
-
-    def caller(worker: int) -> RpcClient:
-        if worker not in callers:
-            callers[worker] = RpcClient(receiver.addresses[0], KEYS, sender=worker, who="the server")
-        return callers[worker]
-
-    def act(worker: int, kind: str, body: Any = None, *tensors: Tensor) -> RpcMessage:
-        return caller(worker).call(kind, body=body or {}, tensors=tensors, seconds=SECONDS)
-
-    act.caller, act.said, act.thread = caller, said, thread  # type: ignore[attr-defined]
-    yield act
-    over.set()
-    thread.join()
-    for each in callers.values():
-        each.close()
-    receiver.close()
-
-
-@pytest.fixture
-def begun(call: Any) -> Any:
-    call(0, "plan", None, packed(plan()))
-    for unit, length in ((0, 16), (1, 16)):
-        call(0, "fill", {"unit": unit}, torch.ones(length))
-    return call
 
 
 def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.harness.jobs import Job, Jobs, wait_for
-from tests.session.test_servers import script, servers, weights
+from tests.harness.served_training import script, weights
+from tests.harness.surviving_servers import servers
 
 pytestmark = pytest.mark.preloaded
 

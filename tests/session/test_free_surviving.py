@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
+from tests.harness.surviving_servers import servers
 from tests.harness.survivors import gap, pause, trains
-from tests.session.test_servers_surviving import servers
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

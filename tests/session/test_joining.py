@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 
-import psutil
 import pytest
 
-from tests.harness.jobs import Job, Jobs, free_port, wait_for
-from tests.harness.survivors import Outcome, check, outcome, script, trains
+from tests.harness.jobs import Jobs, wait_for
+from tests.harness.joining_hosts import EPOCHS, Hosts, kill
+from tests.harness.survivors import Outcome, check, trains
 
 pytestmark = pytest.mark.preloaded
-
-EPOCHS = 8
-SLOWLY = "0 if (out / 'go').exists() else 0.5"
-
-
-class Hosts:
-    """Launchers of two workers each that are given the same line, with these options, all on this machine."""
-
-    def __init__(self, job: Jobs, *options: str) -> None:
-        self.out = job.folder / "killed"
-        self.out.mkdir()
-        self._job, self._point, self._options = job, f"127.0.0.1:{free_port()}", ("--min-workers", "1", *options)
-
-    def come(self, hosts: int = 1, **parts: object) -> Job:
-        """One more host."""
-        environ = {"OUT": str(self.out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-        text = script(**({"start": "name='run', folder='killed/runs'", "nap": SLOWLY, "epochs": EPOCHS} | parts))
-        return self._job.run(text, 2, *self._options, "--hosts", str(hosts), "--join", self._point, **environ)
-
-    def events(self) -> int:
-        """How often the workers became others."""
-        return max((json.loads(line)[1][0] for path in self.out.glob("seen-*") for line in path.read_text().splitlines()), default=0)
-
-    def ended(self, *launched: Job) -> Outcome:
-        """What came of it; all these have to end well."""
-        (self.out / "go").touch()  # until then a step takes half a second
-        ends = [each.end(90) for each in launched]
-        assert not any(end.code for end in ends), ends
-        return outcome(self.out, self.out)
 
 
 @pytest.fixture
 def hosts(job: Jobs) -> Hosts:
     return Hosts(job)
-
-
-def kill(launched: Job) -> None:
-    """A whole host, at once."""
-    for process in [psutil.Process(launched.process.pid), *launched.workers()]:
-        process.kill()
-    launched.process.wait()
 
 
 @pytest.mark.soak

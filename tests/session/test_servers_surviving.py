@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.harness.jobs import Job, Jobs, free_port, wait_for
-from tests.harness.survivors import Outcome, apart, check, gap, outcome, pause, play, script, trains, until
-from tests.session.elastic.test_recovery import AT, PLACES
+from tests.harness.surviving_servers import ended, kill_primaries, servers
+from tests.harness.survivors import AT, PLACES, Outcome, apart, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
@@ -20,15 +18,6 @@ SOAK = pytest.mark.soak
 SYNC = "ParameterServer(servers=2, bucket_mb=0.001)"
 TWICE = "ParameterServer(servers=2, replicas=2, bucket_mb=0.001)"
 SURVIVES = ("--min-workers", "1", "--sync")
-
-
-def servers(job: Job) -> list[psutil.Process]:
-    """Those of a job, the eldest first."""
-    found = []
-    for process in job.processes():
-        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            found += [process] if "paceline.server.main" in process.cmdline() else []
-    return sorted(found, key=lambda process: process.create_time())
 
 
 @pytest.mark.slow
@@ -55,12 +44,6 @@ def begun(job: Jobs, sync: str, workers: int = 3, *options: str, **parts: object
 def until_there(launched: Job, count: int) -> None:
     """Wait for so many servers."""
     wait_for(lambda: len(servers(launched)) == count or launched.process.poll() is not None)
-
-
-def ended(job: Jobs, launched: Job) -> Outcome:
-    end = launched.end(90)
-    assert end.code == 0, end.err
-    return outcome(job.folder / "killed", job.folder / "killed")
 
 
 @pytest.mark.slow
@@ -153,28 +136,6 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
 
 
 TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.wires.callers)} {len(run.events)}')"
-
-
-def until_told(launched: Job, path: Path, told: str) -> None:
-    """Wait until the first worker has so many servers and events."""
-    wait_for(lambda: launched.process.poll() is not None or (path.exists() and path.read_text() == told))
-
-
-def kill_primaries(job: Jobs, seed: int, wanted: Outcome, *options: str, **parts: object) -> None:
-    """At random moments of a training that never rests; the lost ones are made anew, and killed again. `parts`: "after" tells."""
-    chance, out = random.Random(seed), job.folder / f"killed{seed}"
-    out.mkdir()
-    text = script(start=f"name='run', folder='{out.name}/runs'", epochs=20, nap=until(2, 0.04), **parts)
-    launched = job.run(text, 3, *options, OUT=str(out))
-    trains(launched, out, 3)
-    for count, most in ((0, 0.5), (1, 1.5)):
-        until_told(launched, out / "c", f"4 {count}")  # or the only one that has a shard might be killed
-        pause(chance, most)
-        servers(launched)[chance.randrange(2)].kill()  # the eldest two are primaries
-    end = launched.end(90)
-    assert end.code == 0, (seed, end.err)
-    check(outcome(out, out), wanted)
-    assert gap(out) < 2, (seed, gap(out))
 
 
 @SOAK

@@ -10,37 +10,14 @@ import psutil
 import pytest
 
 from tests.harness.jobs import Job, Jobs, free_port
-from tests.harness.survivors import Outcome, check, gap, outcome, pause, play, script, trains, until
-from tests.session.elastic.test_recovery import AT, PLACES
-from tests.session.test_servers_surviving import ended, kill_primaries, servers, until_told
+from tests.harness.surviving_servers import ended, kill_primaries, servers, until_told
+from tests.harness.surviving_tables import parts
+from tests.harness.survivors import AT, PLACES, Outcome, check, gap, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak
 SURVIVES = ("--min-workers", "1")
 SERVED = ("--sync", "ParameterServer(servers=1, bucket_mb=0.001)")
-
-# Two tables, whose ids follow from the samples; rows are used often, seldom and never.
-NET = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        given = dict(servers=2, replicas={replicas}, dtype=torch.float64)
-        self.many, self.few = pl.SparseEmbedding(5000, 4, "sum", seed=1, **given), pl.SparseEmbedding(40, 3, seed=2, **given)
-        self.top = nn.Linear(7, 1).double()
-    def forward(self, x):
-        ids = (x * 1000).long()
-        return self.top(torch.cat([self.many(ids % 5000), self.few(ids % 37)], dim=1).tanh())
-model = Net()
-def slay(now, which, where):  # one of the servers that this worker has started
-    if now and run._prepared.tables.lasting and not (out / where).exists():
-        (out / where).touch()
-        run._context.table_servers.__self__._processes[which].kill()
-"""
-SAVED = "[*model.parameters(), model.many.lookup(torch.arange(5000)), model.few.lookup(torch.arange(40))]"
-
-
-def parts(replicas: int = 1, optimizer: str = "torch.optim.Adagrad(model.parameters(), 0.1)", **more: Any) -> dict[str, Any]:
-    return {"model": NET.format(replicas=replicas), "optimizer": optimizer, "saved": SAVED, **more}
 
 
 def begun(job: Jobs, *options: str, workers: int = 3, replicas: int = 2, **more: Any) -> Job:

@@ -26,9 +26,9 @@ from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.bucket_memory import BucketCopies, BucketCopy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import Sequence
+from tests.harness.models import net
 from tests.harness.processes import fork
 from tests.harness.runs import alone, batches, distance, make, parameters, workers
-from tests.session.prepare.test_optimizers import net
 
 WAYS = ["auto", "native", "direct", "ring", "tree", "halving-doubling", "hierarchical"]
 MAKES: dict[str, Callable[[Tensor], Any]] = {

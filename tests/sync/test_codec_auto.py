@@ -22,8 +22,8 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.codec_auto import MEASURED, SKIPPED, CodecTrial, ExactSteps, attempt, predict
 from paceline.sync.codec_cost import ExactRate
 from paceline.sync.localsgd.strategy import LocalSGD
+from tests.harness.compressed_training import exchange, steps, train
 from tests.harness.runs import workers
-from tests.sync.test_compressed import exchange, steps, train
 
 CHOICE = SKIPPED + MEASURED  # timed steps before it; the two before those have no time, or no buckets yet
 

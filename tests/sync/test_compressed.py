@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.codec.codec import after, error_feedback, named, smaller, where
 from paceline.codec.coding import compose, exact
@@ -18,7 +18,8 @@ from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
-from paceline.sync.allreduce import AllReduce, AllReduceSync
+from paceline.sync.allreduce import AllReduce
+from tests.harness.compressed_training import exchange, model, steps, train
 from tests.harness.runs import batches, distance, parameters, workers
 
 CODECS = [
@@ -38,34 +39,6 @@ CODECS = [
     where(named("*.bias"), half(), int4(block=8)),
     error_feedback(after(5, topk(0.1), before=half())),
 ]
-
-
-def model() -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 2))
-    generator = torch.Generator().manual_seed(3)  # threads share torch's own
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
-    return made
-
-
-def train(run: Run, *, grads: list[Tensor] | None = None, epochs: int = 4, scaler: Any = None) -> Tensor:
-    net = model()
-    net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), batches(dtype=torch.float32))
-    for _ in run.epochs(epochs):
-        for x, y in loader:
-            opt.zero_grad()
-            F.mse_loss(net(x), y).backward()
-            if grads is not None:
-                grads.append(torch.cat([p.grad.reshape(-1).clone() for p in net.parameters() if p.grad is not None]))
-            opt.step()
-    return parameters(net)
-
-
-def exchange(run: Run) -> AllReduceSync:
-    sync = run._backward.sync
-    assert isinstance(sync, AllReduceSync)
-    return sync
 
 
 @cache
@@ -178,25 +151,6 @@ def test_scalers_with_different_scales_are_refused() -> None:
 
     with pytest.raises(UsageError, match=r"2 GradScalers have come to different scales \(2, 4\)"):
         workers(2, body, strategy=AllReduce(codec=error_feedback(int8())))
-
-
-def steps(run: Run, count: int, *, resume: bool = False, save: bool = False) -> list[Tensor]:
-    """The gradients of some steps, with a checkpoint before the first or after the last."""
-    net = model()
-    net, opt, loader = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), batches(dtype=torch.float32))
-    assert run.resume() == resume
-    grads: list[Tensor] = []
-    for _ in run.epochs(10):
-        for x, y in loader:
-            F.mse_loss(net(x), y).backward()
-            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in net.parameters() if p.grad is not None]))
-            opt.step()
-            opt.zero_grad()
-            if len(grads) == count:
-                if save:
-                    run.save()
-                return grads
-    raise AssertionError("too few batches")
 
 
 KEEPING = [codec for codec in CODECS if "error_feedback" in repr(codec) or "stochastic" in repr(codec)]

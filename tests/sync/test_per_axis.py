@@ -21,8 +21,8 @@ from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.outer import nesterov
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import Sequence
+from tests.harness.local_training import model, reference, resumes, runs, sgd, train
 from tests.harness.runs import batches, cut, distance, workers
-from tests.sync.localsgd.test_strategy import model, reference, resumes, runs, sgd, train
 
 HOSTS = (0, 0, 1, 1)
 

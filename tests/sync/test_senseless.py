@@ -21,7 +21,7 @@ from paceline.notation import parse
 from paceline.server.main import Server
 from paceline.server.table import TableSpec
 from tests.harness import runs, strangers
-from tests.server.test_main import packed, plan
+from tests.harness.shard_plans import packed, plan
 
 WAYS = {
     "lockstep": "ParameterServer()",

@@ -16,7 +16,7 @@ from paceline.cluster.hosts.elastic import ElasticPeers, enter
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble, seek
 from paceline.errors import DeadlineExceeded, PlaceError
-from tests.cluster.hosts.test_elastic import SECRET, run
+from tests.harness.elastic_peers import SECRET, run
 from tests.harness.jobs import free_port
 
 RUN = '["runs/x", 7]'

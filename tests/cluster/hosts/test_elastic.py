@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,8 +16,7 @@ from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import Offer
 from paceline.errors import DeadlineExceeded
-
-SECRET = b"s" * 32
+from tests.harness.elastic_peers import SECRET, run
 
 
 def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list[ElasticPeers | Exception]:
@@ -54,18 +52,6 @@ def three() -> Iterator[list[ElasticPeers]]:
     yield found
     for each in found:
         each.close()
-
-
-def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Let them talk until it is so."""
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end, "it never came to that"
-        by_descriptor = {descriptor: each for each in assemblies for descriptor in each.descriptors()}
-        for descriptor in select.select(list(by_descriptor), [], [], 0.02)[0]:
-            by_descriptor[descriptor].hear(descriptor)
-        for each in assemblies:
-            each.tick()
 
 
 def workers(assembly: ElasticPeers) -> tuple[int, ...]:

@@ -6,10 +6,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,11 @@ from paceline.cluster.hosts.channel import Channel, call, ready
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
 from paceline.cluster.hosts.handshake import MOST, Handshakes
 from paceline.cluster.hosts.membership import AGAIN_SECONDS, HostSeat, View
-from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble
+from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import SecretError
 from tests.harness import strangers
+from tests.harness.handshakes import HELLO, OFFER, SECRET, meeting, offered, senseless, waiting
 from tests.harness.jobs import free_port
-
-SECRET = b"s" * 32
-HELLO = {"paceline": 1, "nonce": "0" * 32, "proof": "0" * 64}
 
 
 class Porter:
@@ -157,63 +153,6 @@ def _hung_up(connection: socket.socket) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def meeting(name: str, port: int, hosts: int = 2, **changes: Any) -> Meeting:
-    return replace(Meeting(("127.0.0.1", port), SECRET, Offer(name, 2, "127.0.0.1", "m", 1, 2), hosts, None, 300.0), **changes)
-
-
-@contextmanager
-def waiting(port: int) -> Iterator[Callable[[], FixedPeers]]:
-    """A launcher that waits for another; calling what is given lets that one come."""
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(assemble, meeting("a", port))
-        strangers.until(lambda: _listens(port), lambda: time.sleep(0.01))
-        made: list[FixedPeers | Admission] = []
-
-        def come() -> FixedPeers:
-            made.append(pool.submit(assemble, meeting("b", port)).result())
-            made.append(first.result())
-            assert isinstance(made[0], FixedPeers) and isinstance(made[1], FixedPeers)
-            assert [offer.name for offer in made[0].table] == ["a", "b"]
-            return made[1]
-
-        try:
-            yield come
-        finally:
-            for council in made:
-                assert isinstance(council, FixedPeers)
-                council.close()
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-OFFER = {"kind": "offer", "offer": asdict(Offer("x", 2, "127.0.0.1", "m", 1, 2, "block", (1, 2), 3)), "hosts": 2, "host_rank": None}
-
-
-def senseless(drawn: random.Random, like: list[dict[str, Any]], accepted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """A message like these that isn't one of them."""
-    while True:
-        found = strangers.bent(drawn, drawn.choice(like))
-        if isinstance(found, dict) and not accepted(found):
-            return found
-
-
-def offered(message: dict[str, Any]) -> bool:
-    """Whether a launcher could mean that."""
-    if message.get("kind") != "offer":
-        return False
-    try:
-        Offer.load(message["offer"])
-    except Exception:  # noqa: BLE001
-        return False
-    return type(message.get("hosts")) is int and "host_rank" in message
 
 
 class TestMeeting:

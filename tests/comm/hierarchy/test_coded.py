@@ -12,7 +12,7 @@ from paceline.comm.hierarchy.coded import CodedAllReduce
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ViewChanged, WorkerLost
 from paceline.trace import Trace
-from tests.comm.hierarchy.test_group import made
+from tests.harness.hierarchies import made
 
 DEALT = [None, (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1)]
 

@@ -5,7 +5,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +20,11 @@ from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
+from tests.harness.hierarchies import made
 from tests.harness.launchers import wait_for
 from tests.harness.native_processes import Crew, heard, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
-
-
-def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any] = lambda outer: outer) -> HostsGroup:
-    """A HostsGroup whose three groups are threads; `wrap` is put around that of the leaders."""
-    mine, inner = hosts[group.rank], None
-    for host in sorted(set(hosts)):
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        found = group.sub(ranks)
-        inner = found if host == mine else inner
-    leaders = sorted(hosts.index(host) for host in set(hosts))
-    outer = group.sub(leaders)
-    assert inner is not None
-    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=10)
 
 
 @pytest.mark.parametrize("hosts", DEALT)

@@ -16,7 +16,7 @@ from paceline.session.checkpoint import tables
 from paceline.session.run import Run
 from paceline.sync.tables import client
 from tests.harness.runs import distance, workers
-from tests.session.test_tables import DIM, OPTIMIZERS, Net, everything, loader, one, served
+from tests.harness.tables import DIM, OPTIMIZERS, Net, everything, loader, one, served
 
 
 def body(run: Run, kind: str, servers: int, *, folder: Path | None = None, until: int = 0, seed: int = 0, **options: Any) -> Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.harness.jobs import Job, Jobs, wait_for
+from tests.harness.joining_hosts import EPOCHS, Hosts
+from tests.harness.joining_hosts import kill as kill_host
+from tests.harness.surviving_servers import servers
+from tests.harness.surviving_tables import parts
 from tests.harness.survivors import Outcome, check, trains
-from tests.session.test_joining import EPOCHS, Hosts
-from tests.session.test_joining import kill as kill_host
-from tests.session.test_servers_surviving import servers
-from tests.session.test_tables_surviving import parts
 
 pytestmark = pytest.mark.preloaded
 SOAK = pytest.mark.soak

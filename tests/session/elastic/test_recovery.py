@@ -20,21 +20,11 @@ from paceline.errors import ServerLost
 from paceline.session.elastic import recovery as surviving
 from paceline.session.elastic.recovery import Recovery
 from tests.harness.jobs import Job, Jobs, free_port
-from tests.harness.survivors import BATCH, NET, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
+from tests.harness.survivors import AT, BATCH, NET, PLACES, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
 pytestmark = pytest.mark.preloaded
 
 HOST = socket.gethostname()
-
-
-AT = "run.rank == {rank} and run.steps == "
-PLACES = {
-    "before": "die({at}4, 'forward')",
-    "prepared": "next(model.parameters()).register_hook(lambda _: die({at}7, 'the last gradient'))",
-    "between": "die({at}10, 'before the step')",
-    "after": "die({at}13, 'after the step')",
-    "epoch_end": "die(run.rank == {rank} and epoch == 1, 'between epochs')",
-}
 
 
 @pytest.mark.slow

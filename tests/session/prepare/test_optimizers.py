@@ -15,20 +15,8 @@ from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.models import net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
-
-
-def net(seed: int = 0) -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> Tensor:

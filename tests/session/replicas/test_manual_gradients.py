@@ -14,8 +14,8 @@ from paceline.errors import UsageError
 from paceline.session.replicas.manual_gradients import _figures, _near
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
+from tests.harness.models import net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
-from tests.session.prepare.test_optimizers import net, sgd
 
 Set = Callable[[Run, nn.Module, Tensor, Tensor], None]
 

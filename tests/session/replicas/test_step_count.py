@@ -16,8 +16,8 @@ from paceline.session.replicas.step_count import StepCount
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.models import net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
-from tests.session.prepare.test_optimizers import net, sgd
 
 
 def failing(size: int, body: Callable[[Run], Any]) -> dict[int, str]:

@@ -19,8 +19,8 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip, GossipSync
+from tests.harness.local_training import adam, model, reference, resumes, runs, sgd, train
 from tests.harness.runs import batches, cut, distance, parameters, workers
-from tests.sync.localsgd.test_strategy import adam, model, reference, resumes, runs, sgd, train
 
 
 def spread(strategy: Strategy, size: int, **options: Any) -> tuple[list[Tensor], Tensor]:

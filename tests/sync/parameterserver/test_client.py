@@ -17,49 +17,8 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.parameter_servers import OPTIMIZERS, net, train, two
 from tests.harness.runs import alone, batches, cut, distance, parameters, workers
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05),
-    "momentum": lambda p: torch.optim.SGD(p, 0.02, momentum=0.9, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, 0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
-}
-
-
-def net(dtype: torch.dtype = torch.float64) -> nn.Module:
-    made = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 80), nn.Tanh(), nn.Linear(80, 2)).double()
-    generator = torch.Generator().manual_seed(3)  # threads share torch's own
-    with torch.no_grad():
-        for p in made.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.2)
-    return made.to(dtype)
-
-
-def train(
-    run: Run,
-    kind: str = "sgd",
-    *,
-    epochs: int = 4,
-    clip: float | None = None,
-    rate: float = 1.0,
-    dtype: Any = torch.float64,
-    **options: Any,
-) -> Tensor:
-    model = net(dtype)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, rate)
-    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, batches(), **options)
-    for _ in run.epochs(epochs):
-        for x, y in loader:
-            loss = F.mse_loss(model(x.to(dtype)), y.to(dtype))
-            loss.backward()
-            if clip is not None:
-                run.clip(model, clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        scheduler.step()
-    return parameters(model)
 
 
 def served(size: int, servers: int = 2, bucket_mb: float = 0.05, delay: Any = None, **options: Any) -> Tensor:
@@ -261,15 +220,6 @@ class TestWhatCounts:
 
         with pytest.raises(UsageError, match=r"run\.clip takes all parameters of an optimizer together"):
             loop(each)
-
-
-def two() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Two networks, the first before the second, and an optimizer of each."""
-    one, other = net(), nn.Linear(2, 2).double()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.fill_(0.1)
-    return one, other, torch.optim.Adam(one.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.05, momentum=0.9)
 
 
 def test_two_optimizers_that_step_by_turns() -> None:

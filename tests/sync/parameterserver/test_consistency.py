@@ -14,71 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from paceline.errors import DataError, DeadlineExceeded, UsageError
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.parameter_servers import ASP, BACKUP, EACH, REQUEUE, SSP, Numbers, Table, epoch, table, turn
 from tests.harness.runs import parameters, workers
-
-ASP, SSP, BACKUP = ParameterServer(2, math.inf), ParameterServer(2, 2), ParameterServer(2, backup_workers=1)
-REQUEUE = ParameterServer(2, backup_workers=1, requeue=True)
-EACH = pytest.mark.parametrize("strategy", [ASP, SSP, BACKUP, REQUEUE], ids=repr)
-
-
-class Numbers(Dataset[Any]):
-    """Sample i is i."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Table(nn.Module):
-    """A weight for each sample: its gradient tells which samples were in a step."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count, dtype=torch.float64))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids].mean()
-
-
-def table(run: Run, count: int = 60, batch: int = 6, *, lr: float = 1.0, **options: Any) -> tuple[Table, Any, Any]:
-    model = Table(count)
-    loader = DataLoader(Numbers(count), batch, shuffle=True, generator=torch.Generator().manual_seed(1))
-    ready: tuple[Table, Any, Any] = run.prepare(model, torch.optim.SGD(model.parameters(), lr), loader, **options)
-    return ready
-
-
-def turn(model: Table, optimizer: Any, ids: Tensor) -> None:
-    model(ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def epoch(
-    strategy: ParameterServer, size: int = 3, *, slow: Callable[[int], float] = lambda rank: 0.0, epochs: int = 1, **options: Any
-) -> list[tuple[list[int], Tensor, int]]:
-    """What each worker has trained, the weights in the end, and the steps."""
-
-    def body(run: Run) -> tuple[list[int], Tensor, int]:
-        model, optimizer, loader = table(run, **options)
-        mine: list[int] = []
-        for _ in run.epochs(epochs):
-            for ids in loader:
-                time.sleep(slow(run.rank))
-                mine += ids.tolist()
-                turn(model, optimizer, ids)
-        return mine, parameters(model), run.steps
-
-    return workers(size, body, strategy=strategy)
 
 
 class TestWhatIsTrained:
@@ -231,8 +173,8 @@ class TestStepsTogether:
             data = TensorDataset(torch.randn(66, 4, generator=torch.Generator().manual_seed(3)).double())
             model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, DataLoader(data, 12))
             for _ in run.epochs(2):
-                for turn, (x,) in enumerate(loader):
-                    time.sleep(pauses(run.rank, turn))
+                for count, (x,) in enumerate(loader):
+                    time.sleep(pauses(run.rank, count))
                     (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
                     run.clip(model, 1.0)
                     optimizer.step()
@@ -284,11 +226,11 @@ class TestStepsTogether:
             one, two = torch.optim.SGD(first.parameters(), 1.0), torch.optim.SGD(second.parameters(), 0.5)
             loader = DataLoader(Numbers(60), 6)
             first, second, one, two, loader = run.prepare(first, second, one, two, loader)
-            for turn, ids in enumerate(loader):
+            for count, ids in enumerate(loader):
                 time.sleep(chance[run.rank].choice([0.0, 0.0, 0.02]))
-                (first(ids) + second(ids) if turn % 2 else first(ids)).backward()
+                (first(ids) + second(ids) if count % 2 else first(ids)).backward()
                 one.step()
-                if turn % 2:
+                if count % 2:
                     two.step()
                 one.zero_grad()
                 two.zero_grad()

@@ -31,9 +31,8 @@ from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.prefetch import PendingParameter
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.parameter_servers import OPTIMIZERS, epoch, net, train, two
 from tests.harness.runs import batches, cut, parameters, workers
-from tests.sync.parameterserver.test_client import OPTIMIZERS, net, train, two
-from tests.sync.parameterserver.test_consistency import epoch
 
 LATE_SECONDS = 0.02
 

@@ -18,8 +18,8 @@ from paceline.errors import UsageError
 from paceline.parallel.embedding import SparseEmbedding
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness.parameter_servers import ASP, BACKUP, EACH, REQUEUE, SSP, Numbers
 from tests.harness.runs import workers
-from tests.sync.parameterserver.test_consistency import ASP, BACKUP, EACH, REQUEUE, SSP, Numbers
 
 COUNT, BATCH = 60, 6
 

@@ -1,0 +1,23 @@
+"""Launchers that talk to each other in one thread."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+
+from paceline.cluster.hosts.elastic import ElasticPeers
+
+SECRET = b"s" * 32
+
+
+def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Let them talk until it is so."""
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, "it never came to that"
+        by_descriptor = {descriptor: each for each in assemblies for descriptor in each.descriptors()}
+        for descriptor in select.select(list(by_descriptor), [], [], 0.02)[0]:
+            by_descriptor[descriptor].hear(descriptor)
+        for each in assemblies:
+            each.tick()

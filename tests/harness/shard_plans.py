@@ -1,0 +1,25 @@
+"""The plan of a small server, and how it is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.buckets import BucketShape
+from paceline.server.main import write
+from paceline.server.partition import RowRange
+from paceline.server.shard import ShardPlan
+
+SECONDS = 10.0  # in which a server under test answers
+
+
+def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
+    shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
+    found = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
+    return ShardPlan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
+
+
+def packed(found: ShardPlan) -> Tensor:
+    return torch.frombuffer(bytearray(write(found)), dtype=torch.uint8)

@@ -1,0 +1,184 @@
+"""Tests lie where their modules lie, share helpers in tests/harness, and never import each other.
+
+Both lists may only shrink: a module gets a test file of its name, a test of several modules moves to the one that it is about.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "paceline"
+ELSEWHERE = {"benchmarks", "loops"}  # folders of tests of what is not in the package, and of loops as people write them
+UNTESTED = {  # modules without a test file of their name so far: tests of their folder reach them through others
+    "__main__",
+    "apps/load",
+    "bench/asked",
+    "callsite",
+    "cluster/control/events",
+    "cluster/hosts/channel",
+    "cluster/hosts/peers",
+    "cluster/launcher/supervisor",
+    "cluster/launcher/worker",
+    "cluster/network",
+    "cluster/secret",
+    "cluster/topology",
+    "codec/auto",
+    "codec/powersgd",
+    "comm/group",
+    "comm/native/default_group",
+    "comm/native/transport",
+    "comm/sample_queue",
+    "comm/shm/registered",
+    "comm/wire_format",
+    "data/batch_lifetime",
+    "data/dynamic",
+    "data/indexed",
+    "data/reader",
+    "data/rng",
+    "data/serialization",
+    "data/spec",
+    "data/stream_access",
+    "errors",
+    "formatting",
+    "lab/enter",
+    "observe/advice",
+    "observe/facts",
+    "server/endpoints",
+    "server/scheduler_rpc",
+    "server/spans",
+    "session/checkpoint/state",
+    "session/elastic/adapter",
+    "session/groups",
+    "session/loop/collectives",
+    "session/loop/loss_scale",
+    "session/loop/step_clock",
+    "session/prepare/binding",
+    "session/prepare/checks",
+    "session/prepare/lazy",
+    "session/prepare/metrics",
+    "session/prepare/registry",
+    "session/record/collector",
+    "session/record/status_line",
+    "session/record/total_steps",
+    "session/record/writer",
+    "session/replicas/contents",
+    "session/start",
+    "state/snapshot",
+    "session/prepare/abilities",
+    "sync/base",
+    "sync/context",
+    "sync/localsgd/fragment",
+    "sync/localsgd/outer",
+    "sync/localsgd/rounds",
+    "sync/parameterserver/clipping",
+    "sync/parameterserver/connections",
+    "sync/parameterserver/consistency_elastic",
+    "sync/parameterserver/counter",
+    "sync/parameterserver/renewal",
+    "sync/parameterserver/sample_queue",
+    "sync/parameterserver/settled",
+    "sync/parameterserver/strategy",
+    "sync/parameterserver/transfer",
+    "sync/parameterserver/units",
+    "sync/routes",
+    "sync/tables/client",
+    "sync/tables/steps",
+    "trace",
+}
+OF_MORE = {  # test file without a module of its name: what it is about instead
+    "cluster/test_hush": "what torch says of strangers at its store",
+    "fault/test_hostile": "checkpoints that somebody has made up",
+    "lab/test_effects": "what faults do, seen from outside",
+    "lab/test_slow_hosts": "a run that names a slow host",
+    "lab/test_surviving": "runs that survive on hosts of their own",
+    "lab/test_training": "training on hosts that are apart",
+    "lab/test_ways": "every strategy on hosts",
+    "session/test_checkpoints": "checkpoints of processes that are killed",
+    "session/test_coming_processes": "parameters that arrive during forward, on processes",
+    "session/test_comparing_processes": "comparison of replicas on processes that die",
+    "session/test_equivalence": "the loss curve belongs to the script, on threads",
+    "session/test_free_surviving": "losses where workers are not in lockstep",
+    "session/test_gpu": "the same script on a GPU",
+    "session/test_joining": "hosts that come to a run",
+    "session/test_own_loops": "loops without a prepared loader",
+    "session/test_processes": "whole runs on processes",
+    "session/test_servers_surviving": "losses of servers",
+    "session/test_tables_processes": "table servers as programs",
+    "session/test_tables_surviving": "losses of table servers",
+    "session/test_world": "the default process group of torch.distributed",
+    "sync/test_dtypes": "every dtype through every strategy",
+    "sync/test_senseless": "senseless messages to a server",
+    "sync/test_ways": "every strategy on processes",
+    "test_architecture": "the map of the tree and the glossary",
+    "test_doors": "strangers at all ports of a job",
+    "test_endings": "nothing is left, however a job ends",
+    "test_floors": "imports go down",
+    "test_house": "this file",
+    "test_misuse": "one clear error for each wrong use",
+    "test_packaging": "the package that is built",
+    "test_preloaded": "workers that tests fork",
+    "test_processes": "the loss curve belongs to the script, on processes",
+    "test_readme": "what the pages say is so",
+    "test_size": "short files and functions",
+    "test_surface": "public names",
+    "test_walls": "circles, folders, classes",
+}
+
+
+def modules() -> set[str]:
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
+
+
+def targets() -> dict[str, str]:
+    """Each test file outside of `ELSEWHERE`, and the module that it would be of."""
+    paths = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    return {
+        path.with_suffix("").as_posix(): path.with_name(path.stem.removeprefix("test_")).as_posix()
+        for path in paths
+        if path.parts[0] not in ELSEWHERE
+    }
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that it imports, and the names from modules, which may be modules too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def of_tests(source: str) -> list[str]:
+    """What this source imports of a test or of a conftest."""
+    found = (name.split(".") for name in imported(ast.parse(source)))
+    return [".".join(name) for name in found if name[0] == "tests" and any(part.startswith("test_") or part == "conftest" for part in name)]
+
+
+def test_no_test_imports_a_test() -> None:
+    paths = sorted(TESTS.rglob("*.py"))
+    assert {path.relative_to(TESTS).as_posix(): found for path in paths if (found := of_tests(path.read_text()))} == {}
+
+
+def test_every_module_has_a_test_file_of_its_name() -> None:
+    """It lies at the same place: paceline/a/b.py has tests/a/test_b.py."""
+    assert modules() - set(targets().values()) - UNTESTED == set()
+
+
+def test_every_test_file_is_of_a_module_or_says_what_it_is_about() -> None:
+    here = modules()
+    assert [test for test, module in targets().items() if module not in here and test not in OF_MORE] == []
+
+
+def test_exceptions_are_still_needed() -> None:
+    here, tests = modules(), targets()
+    assert [module for module in UNTESTED if module not in here or module in tests.values()] == [], "take these off UNTESTED"
+    assert [test for test in OF_MORE if test not in tests or tests[test] in here] == [], "take these off OF_MORE"
+
+
+def test_the_test_sees_imports_of_tests() -> None:
+    assert of_tests("def f():\n    from tests.codec.test_coding import data\n") == ["tests.codec.test_coding.data"]
+    assert of_tests("from tests.codec import test_coding") and of_tests("import tests.conftest")
+    assert not of_tests("from tests.harness.codings import data\nimport tests.harness.runs")
