@@ -48,9 +48,11 @@ class Turn:
 class LoaderObserver(Protocol):
     """Callbacks of a loader as it moves, in the thread that iterates it.
 
-    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step, and counts how often the workers have
-    become others: the loader deals to those that there are now, once all have come to the same step.
+    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step if the membership `changes`, and counts
+    how often it has changed: the loader deals to those that there are now, once all have come to the same step.
     """
+
+    changes: bool
 
     def epoch_asked(self, loader: ShareLoader) -> None: ...
     def generation(self, loader: ShareLoader) -> int: ...
@@ -61,7 +63,9 @@ class LoaderObserver(Protocol):
 
 
 class NoObserver:
-    """A LoaderObserver that does nothing."""
+    """A `LoaderObserver` that does nothing."""
+
+    changes = True  # for subclasses that say so
 
     def epoch_asked(self, loader: ShareLoader) -> None:
         """Do nothing."""
@@ -279,14 +283,16 @@ class ShareLoader:
         self._resumed = {key: value for key, value in state.items() if key not in {"version", "stream", "epoch"}}
 
     def _loop(self, mine: int) -> Iterator[Any]:
+        terms = self.terms
         try:
             while (step := self._step()) is not None:
-                for turn, held in self._parts(step):
+                for micro in range(step.micros):
+                    turn, held = self._turn(step, micro)
                     self.turn = turn
                     self.hooks.turn_begins(self, turn)
-                    if self.terms.move is not None:
-                        held[0] = self.terms.move(held[0])
-                    if turn.train and not self.terms.alone:
+                    if terms.move is not None:
+                        held[0] = terms.move(held[0])
+                    if turn.train and terms.agreement.group.size > 1:
                         self.lent = lent(held[0])
                     yield held.pop()  # held by the script alone from here on
                     if mine != self._round:
@@ -294,21 +300,27 @@ class ShareLoader:
                     self.hooks.turn_ends(self)
                     if self._again:
                         break
-                self._move()
+                if self._again or self._stale:
+                    self._move()
+                else:
+                    self.turn = None
+                    self._index += 1
             self._close()
         finally:
             if mine == self._round:
                 self._abandon()
 
     def _step(self) -> GlobalBatch | None:
-        self._follow()
+        changes = self.hooks.changes
+        if changes:
+            self._follow()
         while True:
             step = None if self._ending else self._pipeline.step(self._index)
             step = step if step is None or self.terms.weigh is None else self._weighed(step)
             if step is None and self._pipeline.paused:
                 self._generation = self.hooks.generation(self)  # where all come together, and others are let in
                 self.regroup(self.terms.agreement, self.terms.reshared())
-            elif not self._follow():  # no worker was lost meanwhile
+            elif not (changes and self._follow()):  # nobody was lost meanwhile
                 return step
 
     def _move(self) -> None:
@@ -344,15 +356,6 @@ class ShareLoader:
             self.epoch += 1
             self._index = 0
 
-    def _parts(self, step: GlobalBatch) -> Iterator[tuple[Turn, list[Any]]]:
-        """The turns of a step, each with a list of its batch: the taker of the batch holds it alone."""
-        for micro in range(step.micros):
-            part = next(step.parts)
-            weight, total = (part.share, step.global_batch) if step.weights is None else (step.weights[micro], step.total)
-            turn, held = self._turn(step, micro, part, weight, total), [part.batch]
-            del part
-            yield turn, held
-
     def _weighed(self, step: GlobalBatch) -> GlobalBatch:
         """The step with the weights of its parts, which are read for it, and of all workers together."""
         assert self.terms.weigh is not None
@@ -362,15 +365,16 @@ class ShareLoader:
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
         return GlobalBatch(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
 
-    def _turn(self, step: GlobalBatch, micro: int, part: MicroBatchPart, weight: float, total: float) -> Turn:
-        terms = self.terms
-        ghost = part.share == 0
+    def _turn(self, step: GlobalBatch, micro: int) -> tuple[Turn, list[Any]]:
+        """The turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
+        part, terms, whole = next(step.parts), self.terms, step.global_batch
+        share, ghost = part.share, part.share == 0
+        weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
+        source = terms.source(whole, micro) if step.sources is None else step.sources[micro]
         last = micro == step.micros - 1
-        source = terms.source(step.global_batch, micro) if step.sources is None else step.sources[micro]
-        return Turn(
-            self._index, self.epoch, step.global_batch, part.share, weight, total, ghost, micro, last, terms.training, scale, source
-        )
+        turn = Turn(self._index, self.epoch, whole, share, weight, total, ghost, micro, last, terms.training, scale, source)
+        return turn, [part.batch]
 
     def _compare(self, what: str, facts: list[Any]) -> None:
         """Meet the others at `what`, and raise `DataError` where they deal on other terms."""

@@ -79,7 +79,8 @@ class Run:
         self._backward = GradientTracker(sync, context, abilities)
         self._loop = TrainingLoop(context, self._backward, abilities, self, worker_context.page)
         self._prepared = Prepared(context, self._backward, self._loop, self.device, subgroups)
-        self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, lambda: self._collector.next))
+        self._collector = LogCollector(self._loop, self._prepared, context, self.event)
+        self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, self._collector))
         self._hints = StartupHints(self._prepared, self._loop)
         self._watch.strange, self._prepared.first = self._hints.strange, self._hints.prepared
         self.state = self._prepared.state
@@ -88,7 +89,6 @@ class Run:
         tables, patience, pinned = self._prepared.tables, worker_context.deadline, self.device.type == "cuda"
         self._saving = CheckpointSaver(self.state, self._own, context, self.event, tables=tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
-        self._collector = LogCollector(self._loop, self._prepared, context, self.event)
         self._closed = self._waits = self._joined = False
         arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker_context.replicate!r}"
         self.seed = collectives.seed(context.agreement, seed, arguments)
@@ -109,8 +109,7 @@ class Run:
         recovery = self._recovery = self._collector.recovery = Recovery(worker_context, self._agreement, body)
         self._leaving = body.leaving = Departure(recovery, self._context, worker_context.home, body.keepers)
         self._prepared.survives = True
-        self._loop.undo = Rollback(body.parts, self._loop.models, self._own.randomness, self._backward)
-        self._loop.generation_of = self._generation
+        self._loop.survive(Rollback(body.parts, self._loop.models, self._own.randomness, self._backward), self._generation)
         self._waits = self._watch.tally.waits = recovery.fresh
 
     def open(self, folder: RunFolder, log: MetricsLog, total_steps: int | None = None) -> None:
@@ -287,13 +286,13 @@ class Run:
             return None
         tensors = [what] if isinstance(what, Tensor) else list(what.parameters() if isinstance(what, nn.Module) else what)
         self._prepared.tables.check_clip(tensors)
-        return self._loop.clip(tensors, max_norm, norm_type)
+        return self._prepared.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
         """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
         if not self._prepared.loaders:
             self._hints.logged()
-        if not self._backward.failed:
+        if not self._loop.transaction.failed:
             self._log.log(self.steps + (self._loop.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -339,13 +338,15 @@ class Run:
     # ---- after each step
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
+        steps = self._loop.steps
         for account in self._context.accounts:
-            self._log.log(self.steps, account.take())
-        self._log.step(self.steps, turn.global_batch, seconds)
-        self._comparer.step_ended(self.steps)
+            self._log.log(steps, account.take())
+        self._log.step(steps, turn.global_batch, seconds)
+        self._comparer.step_ended(steps)
         if turn.source is not None:
             self._hints.haunted()
-        self._collector.step_ended()
+        if steps >= self._collector.next:
+            self._collector.step_ended()
         if self._recovery is not None and not self._loop.apart:
             self._leaving.step_ended()
 
@@ -360,10 +361,9 @@ class Run:
 
         Raises `CheckpointError` where the disk refuses: for what was written in the background at the next save, `resume` or `close`.
         """
-        turn = self._loop.led
-        step = self.steps + (turn is not None and turn.last_micro)
+        step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
         folder = self.folder.checkpoints
-        if self._backward.failed:  # this turn comes again, and saves then
+        if self._loop.transaction.failed:  # this turn comes again, and saves then
             return next(iter(checkpoint.newest(folder)), folder)
         return self._saving.save(SaveRequest(folder, step, keep, background))
 

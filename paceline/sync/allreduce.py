@@ -250,7 +250,8 @@ class AllReduceSync:
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
         flags = self._meet(where)
-        self._write()
+        if not self._writing:
+            self._write()
         used = [number for number, flag in enumerate(flags) if flag & USED]
         for index in range(self._next, len(self._buckets)):
             bucket = self._buckets[index]

@@ -3,9 +3,7 @@
     AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
 
-Where losses are survived, a pass in which a worker was lost ends as if nothing had happened, with zeros in p.grad, and `failed` says so.
-It is so on all workers: a pass counts once all of them have its result. After a loss no pass of the turn is exchanged
-(`StepState.exchange_closed`). Where passes are not exchanged with all workers but optimizers step elsewhere, the step fails (`void`).
+How a pass is exchanged is the transaction's part, which gives zeros where a pass has no result on any worker.
 
 The end is a callback of autograd's graph. Where backward runs inside a backward (reentrant checkpointing), the inner callback
 finds the outer node under way, and queues itself again from there, until no node is left around it.
@@ -13,6 +11,7 @@ finds the outer node under way, and queues itself again from there, until no nod
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,18 +21,18 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from paceline.comm.agreement import CallDiscarded
-from paceline.errors import LOSSES, PacelineError, UsageError, WorkerLost
+from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
+from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
 class ParameterHook:
     """What is remembered of one parameter."""
 
     __slots__ = (
-        *("before", "carry", "given", "handles", "name", "node", "number", "owed"),
+        *("carry", "given", "handles", "name", "node", "number"),
         *("parameter", "prior", "shown", "touched", "version"),
     )
 
@@ -47,8 +46,6 @@ class ParameterHook:
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
         self.given = 0  # the id of what p.grad was set to, in the strategy's memory: that sees by references who else holds it
-        self.before: Tensor | None = None  # what p.grad held before a pass that failed
-        self.owed: Tensor | None = None  # what silent passes had left when the turn began, where losses are survived
 
 
 class GradientTracker:
@@ -57,7 +54,7 @@ class GradientTracker:
     def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities) -> None:
         self.sync, self.context = sync, context
         self._remote = abilities.remote is not None  # optimizers step elsewhere
-        self.taps: list[ParameterHook] = []
+        self.hooks: list[ParameterHook] = []
         self.slots: list[Slot] = []
         self.passes = 0  # exchanged since the turn began
         self.silenced = False  # a silent pass was made or asked for since the turn began
@@ -68,19 +65,19 @@ class GradientTracker:
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
         self.reached = False  # some worker's pass has touched a parameter, since somebody set this
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
-        self.failed = False  # this turn had a pass without a result
-        self._lost: PacelineError | None = None  # in the pass under way
+        self.transaction: Transaction = PlainTransaction(sync, context)
+        self._deliver: Deliver = sync.ready  # of the pass under way
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, ParameterHook] = {}
-        self._open = False
+        self.open = False  # a pass is under way
         self._silent = False
         self._scale = 1.0
         self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
         self._mixed: set[int] = set()  # numbers of those whose p.grad adds up passes of different parts
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        """Tap these parameters (those already tapped are left alone) and hand all of them to the strategy.
+        """Follow these parameters (those already followed are left alone) and hand all of them to the strategy.
 
         Again, where optimizers step elsewhere, when one has come for parameters that had none.
         """
@@ -89,26 +86,26 @@ class GradientTracker:
         before, self.slots = self.slots, [told.get(id(slot.parameter), slot) for slot in self.slots]
         owned = self._remote and any(one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True))
         for slot in new:
-            tap = ParameterHook(len(self.taps), slot.name, slot.parameter)
-            self._by_id[id(slot.parameter)] = tap
-            self.taps.append(tap)
+            hook = ParameterHook(len(self.hooks), slot.name, slot.parameter)
+            self._by_id[id(slot.parameter)] = hook
+            self.hooks.append(hook)
             self.slots.append(slot)
-            self._hook(tap)
+            self._hook(hook)
         if new or owned:
-            for tap in self.taps:  # the strategy lays its memory out anew
-                if tap.parameter.grad is not None and id(tap.parameter.grad) == tap.given:
-                    tap.parameter.grad, tap.given = tap.parameter.grad.clone(), 0
+            for hook in self.hooks:  # the strategy lays its memory out anew
+                if hook.parameter.grad is not None and id(hook.parameter.grad) == hook.given:
+                    hook.parameter.grad, hook.given = hook.parameter.grad.clone(), 0
             self.sync.attach(self.slots)
 
-    def _hook(self, tap: ParameterHook) -> None:
-        parameter = tap.parameter
-        tap.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    def _hook(self, hook: ParameterHook) -> None:
+        parameter = hook.parameter
+        hook.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
         def before(_: Any) -> None:
-            if parameter.grad is not None or tap.carry is not None:
-                if not self._open:
+            if parameter.grad is not None or hook.carry is not None:
+                if not self.open:
                     self._begin()
-                self._set_apart(tap)
+                self._set_apart(hook)
 
         def after(_: Tensor) -> None:
             grad = parameter.grad
@@ -116,18 +113,22 @@ class GradientTracker:
                 self.reached = True  # a hook of the script's own has taken it
                 return
             parameter.grad = None
-            if not self._open:
+            if not self.open:
                 self._begin()
-            self._arrived(tap, grad)
+            if self._silent or hook.carry is not None or grad.requires_grad:
+                self._add_up(hook, grad)
+            else:
+                hook.touched = True
+                self._deliver(hook.number, grad, self._scale)
 
-        tap.handles = [tap.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]
+        hook.handles = [hook.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]
 
     def unwatch(self) -> None:
         """Take all hooks out."""
-        for tap in self.taps:
-            for handle in tap.handles:
+        for hook in self.hooks:
+            for handle in hook.handles:
                 handle.remove()
-        self.taps.clear()
+        self.hooks.clear()
         self._by_id.clear()
         self._mixed.clear()
 
@@ -136,79 +137,64 @@ class GradientTracker:
     def _begin(self) -> None:
         self.begins()
         step_state = self.context.step_state
-        self._open = self.ran = True
+        self.open = self.ran = True
         self._silent = step_state.defer_exchange
         self._scale = 0.0 if step_state.ghost else step_state.scale
-        _at_end(self._end)
+        self._deliver = self.transaction.deliver()
+        Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()
         if node is not None:  # this pass runs inside a node of another: wait for the end of that one
 
             def again(*_: Any) -> None:
-                _at_end(self._end)
+                Variable._execution_engine.queue_callback(self._end)
 
             node.register_hook(again)
             return
         self._close("backward")
 
-    def _set_apart(self, tap: ParameterHook) -> None:
+    def _set_apart(self, hook: ParameterHook) -> None:
         """Before p.grad is added to: keep what it holds."""
-        if tap.touched:
+        if hook.touched:
             return
-        parameter, grad = tap.parameter, tap.parameter.grad
-        if tap.shown is not None:
-            self._reclaim(tap, grad)
+        parameter, grad = hook.parameter, hook.parameter.grad
+        if hook.shown is not None:
+            self._reclaim(hook, grad)
         elif grad is not None:
-            written = id(grad) == tap.given if self._silent else self._overwrites(tap.number, grad)
-            tap.prior, tap.given = (grad.clone(), tap.given) if written else (grad, 0)
+            written = id(grad) == hook.given if self._silent else self._overwrites(hook.number, grad)
+            hook.prior, hook.given = (grad.clone(), hook.given) if written else (grad, 0)
         parameter.grad = None
 
-    def _reclaim(self, tap: ParameterHook, grad: Tensor | None) -> None:
+    def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
         """After silent passes p.grad shows their sum: find out what the user has made of it."""
-        shown, tap.shown = tap.shown, None
-        if grad is shown and shown is not None and shown._version == tap.version:
+        shown, hook.shown = hook.shown, None
+        if grad is shown and shown is not None and shown._version == hook.version:
             return
-        if grad is shown and tap.prior is None:
-            tap.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
+        if grad is shown and hook.prior is None:
+            hook.carry = grad  # changed in place (zeroed, clipped): the carry is what it is now
         elif grad is None or not bool(grad.any()):
-            tap.prior, tap.carry = grad, None
+            hook.prior, hook.carry = grad, None
         else:
             raise UsageError(
-                f"p.grad of {tap.name} was changed between passes under run.no_sync(), after a pass without it had been exchanged; "
+                f"p.grad of {hook.name} was changed between passes under run.no_sync(), after a pass without it had been exchanged; "
                 "call zero_grad() first, or leave it alone until the exchange"
             )
 
-    def _arrived(self, tap: ParameterHook, grad: Tensor) -> None:
+    def _add_up(self, hook: ParameterHook, grad: Tensor) -> None:
+        """Take in a gradient of a silent pass, or of the first pass after some that were silent."""
         if grad.requires_grad:
             self._forget()
             raise UsageError(
-                f"backward(create_graph=True) reached the parameter {tap.name}: an exchanged gradient has no graph; "
+                f"backward(create_graph=True) reached the parameter {hook.name}: an exchanged gradient has no graph; "
                 "use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
             )
-        if self._silent:
-            grad = grad.mul_(self._scale) if self._scale else torch.zeros_like(grad)
-            tap.carry = grad if tap.carry is None else _add(tap.carry, grad)
-            tap.touched = True
-            return
-        scale = self._scale
-        if tap.carry is not None:
-            grad, tap.carry, scale = _add(grad.mul_(scale) if scale else torch.zeros_like(grad), tap.carry), None, 1.0
-        tap.touched = True
-        self._give(tap, grad, scale)
-
-    def _give(self, tap: ParameterHook, grad: Tensor, scale: float) -> None:
-        if self._lost is None and not self._void:
-            try:
-                self.sync.ready(tap.number, grad, scale)
-            except LOSSES as error:
-                if self.context.agreement.recovery is None:
-                    raise
-                self._lost = error
-
-    @property
-    def _void(self) -> bool:
-        return self.context.step_state.exchange_closed and self.sync.exchanges_in_backward
+        hook.touched = True
+        grad = grad.mul_(self._scale) if self._scale else torch.zeros_like(grad)
+        total = grad if hook.carry is None else _add(hook.carry, grad) if self._silent else _add(grad, hook.carry)
+        hook.carry = total if self._silent else None
+        if not self._silent:
+            self._deliver(hook.number, total, 1.0)
 
     # ---- at its end
 
@@ -217,53 +203,71 @@ class GradientTracker:
             self._show()
             return
         started = time.perf_counter_ns()
-        self.computed(started)
-        for tap in self.taps:
-            if tap.touched:
-                continue
-            grad = tap.parameter.grad
-            if tap.carry is not None:
-                self._set_apart(tap)
-                if tap.carry is not None:
-                    carry, tap.carry, tap.touched = tap.carry, None, True
-                    self._give(tap, carry, 1.0)
-            elif grad is not None:
-                if self._overwrites(tap.number, grad):
-                    tap.parameter.grad = grad.clone()
-                else:
-                    tap.given = 0
-        uneven = self._uneven()
-        mixing = uneven or bool(self._mixed)
-        results = self._results(where)
+        if self.since:
+            self.computed(started)
+        for hook in self.hooks:
+            if not hook.touched:
+                self._give_leftover(hook)
+        uneven = not self.sync.exchanges_in_backward and self._uneven()
+        results = self.transaction.exchange(functools.partial(self.sync.backward_done, where))
         self.reached = self.reached or bool(results)
+        hooks, mixing, final = self.hooks, uneven or bool(self._mixed), 0
         for number, mean in results:
-            tap = self.taps[number]
-            prior, tap.prior = tap.prior, None
-            if prior is None:
-                prior = tap.parameter.grad if not tap.touched else None
-            if mixing:
-                self._note_mixed(number, prior, uneven=uneven)
-            if prior is not None and not tap.given and not (prior.is_sparse or mean.is_sparse):
-                tap.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
+            hook = hooks[number]
+            if mixing or hook.prior is not None or not hook.touched:
+                self._put(hook, mean, mixing=mixing, uneven=uneven)
                 continue
-            if prior is not None:
-                mean = _add(mean, prior)
             try:
-                tap.parameter.grad = mean
+                hook.parameter.grad = mean
             except RuntimeError as error:
-                raise _cast(tap, mean, error) from error
-            tap.given = id(mean)
-        self._reset()
+                raise _cast(hook, mean, error) from error
+            hook.given, hook.touched = id(mean), False
+            final += 1
+        self.open = False
+        if final < len(hooks):
+            self._reset()
         self.passes += 1
         self.owing = False
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
         self.context.trace.record(where, "exchange", started, ended)
 
+    def _give_leftover(self, hook: ParameterHook) -> None:
+        """Hand over what silent passes have left of a parameter that this pass hasn't reached."""
+        grad = hook.parameter.grad
+        if hook.carry is not None:
+            self._set_apart(hook)
+            if hook.carry is not None:
+                carry, hook.carry, hook.touched = hook.carry, None, True
+                self._deliver(hook.number, carry, 1.0)
+        elif grad is not None:
+            if self._overwrites(hook.number, grad):
+                hook.parameter.grad = grad.clone()
+            else:
+                hook.given = 0
+
+    def _put(self, hook: ParameterHook, mean: Tensor, *, mixing: bool, uneven: bool) -> None:
+        """Have p.grad be the mean and what it held before."""
+        prior, hook.prior = hook.prior, None
+        if prior is None:
+            prior = hook.parameter.grad if not hook.touched else None
+        if mixing:
+            self._note_mixed(hook.number, prior, uneven=uneven)
+        if prior is not None and not hook.given and not (prior.is_sparse or mean.is_sparse):
+            hook.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
+            return
+        if prior is not None:
+            mean = _add(mean, prior)
+        try:
+            hook.parameter.grad = mean
+        except RuntimeError as error:
+            raise _cast(hook, mean, error) from error
+        hook.given = id(mean)
+
     def _uneven(self) -> bool:
         """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
         part, self._part = self._part, self.context.step_state.share_of_step
-        return not self.sync.exchanges_in_backward and part not in (None, self._part) and self._remote and not self.sync.replicas_diverge
+        return part not in (None, self._part) and self._remote and not self.sync.replicas_diverge
 
     def _note_mixed(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
         if prior is None or not bool(prior.any()):
@@ -274,67 +278,12 @@ class GradientTracker:
     def refuse_mixed(self, parameters: Iterable[Any]) -> None:
         """Raise `UsageError` if p.grad of one of them adds up what has to be weighted each by itself on its way to servers."""
         for parameter in parameters if self._mixed else ():
-            tap = self._by_id.get(id(parameter))
-            if tap is not None and tap.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
+            hook = self._by_id.get(id(parameter))
+            if hook is not None and hook.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
                 raise UsageError(
-                    f"p.grad of {tap.name} adds up batches that this worker has different parts of, and goes to servers with the weight of "
-                    "the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
+                    f"p.grad of {hook.name} adds up batches that this worker has different parts of, and goes to servers with the weight "
+                    "of the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
                 )
-
-    def _results(self, where: str) -> list[tuple[int, Tensor]]:
-        if self.context.agreement.recovery is not None:
-            self._remember(first=not self.passes and not self.failed)
-        if not self.sync.exchanges_in_backward:
-            if self.context.agreement.recovery is not None:
-                self._lost = None  # the strategy knows, when the optimizer steps
-            return self.sync.backward_done(where)
-        if not self._void:
-            try:
-                found = self.context.agreement.settle(lambda: self._exchanged(where), "backward")
-                return found
-            except CallDiscarded as error:
-                self._check_cut(error)
-        self._fail()
-        return [(tap.number, torch.zeros_like(tap.parameter)) for tap in self.taps if tap.touched]
-
-    def _fail(self) -> None:
-        """This pass has no result, on any worker."""
-        self.failed, self._lost = True, None
-        self.sync.abort()
-
-    def _remember(self, *, first: bool) -> None:
-        """What gradients were before the first pass."""
-        for tap in self.taps if first else ():
-            before = tap.prior if tap.touched else tap.parameter.grad
-            tap.before = None if before is None else before.clone()
-
-    def _check_cut(self, error: CallDiscarded) -> None:
-        if not self.context.step_state.exchange_closed:
-            text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
-            raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
-
-    def void(self, error: CallDiscarded) -> None:
-        """An optimizer can't step any more in this turn, on any worker. Raises `WorkerLost` where no turn comes again."""
-        self._check_cut(error)
-        if not self.failed:
-            self.failed = True
-            self.sync.abort()
-
-    def back(self) -> None:
-        """The turn begins anew: gradients are what they were when it began first."""
-        if not self.failed:
-            return
-        self.failed = False
-        for tap in self.taps:
-            tap.parameter.grad, tap.before, tap.shown = tap.before, None, None
-            tap.carry, tap.owed = tap.owed, None
-        self.owing = any(tap.carry is not None for tap in self.taps)
-
-    def _exchanged(self, where: str) -> list[tuple[int, Tensor]]:
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
-        return self.sync.backward_done(where)
 
     def computed(self, until: int) -> None:
         """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
@@ -344,28 +293,28 @@ class GradientTracker:
 
     def _show(self) -> None:
         """A silent pass has ended: p.grad shows what this rank has added up so far."""
-        for tap in self.taps:
-            if tap.touched and tap.carry is not None:
-                shown = tap.carry if tap.prior is None else _add(tap.carry.clone(), tap.prior)
-                tap.parameter.grad = tap.shown = shown
-                tap.version = shown._version
+        for hook in self.hooks:
+            if hook.touched and hook.carry is not None:
+                shown = hook.carry if hook.prior is None else _add(hook.carry.clone(), hook.prior)
+                hook.parameter.grad = hook.shown = shown
+                hook.version = shown._version
         self.silenced = self.owing = True
         self._reset()
 
     def _reset(self) -> None:
-        self._open = self._silent = False
-        for tap in self.taps:
-            if tap.prior is not None and tap.shown is None:
-                if tap.parameter.grad is None:
-                    tap.parameter.grad = tap.prior
-                tap.prior = None
-            tap.touched = False
+        self.open = self._silent = False
+        for hook in self.hooks:
+            hook.touched = False
+            if hook.prior is not None and hook.shown is None:
+                if hook.parameter.grad is None:
+                    hook.parameter.grad = hook.prior
+                hook.prior = None
 
     def _forget(self) -> None:
-        self._open = self._silent = False
-        for tap in self.taps:
-            tap.prior = tap.carry = tap.shown = None
-            tap.touched = False
+        self.open = self._silent = False
+        for hook in self.hooks:
+            hook.prior = hook.carry = hook.shown = None
+            hook.touched = False
         self.sync.abort()
 
     # ---- between passes
@@ -376,20 +325,20 @@ class GradientTracker:
         With `due` gradients are about to be used, and what silent passes have left is exchanged too.
         """
         self.refuse_inside(where)
-        if self._open:
+        if self.open:
             self._forget()
             raise UsageError(
                 f"a backward of step {self.context.step_state.step} ended with an error that was caught, so its gradients were never "
                 "exchanged; let the error end the run, or skip the batch before backward on every worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
-        if expected and self.taps and (self.owing or self.context.group.size > 1):
-            self._silent = False
+        if expected and self.hooks and (self.owing or self.context.group.size > 1):
+            self._silent, self._deliver = False, self.transaction.deliver()
             self._close(where)
 
     def refuse_inside(self, where: str) -> None:
         """Raise `UsageError` if a backward is under way: until it returns, gradients are of this worker alone, or on their way."""
-        if torch._C._current_graph_task_id() != -1 and self.taps:
+        if torch._C._current_graph_task_id() != -1 and self.hooks:
             raise UsageError(
                 f"{where} was called inside of loss.backward() (an optimizer in a hook of its parameters), where gradients are not the "
                 "mean over all workers yet; take the hook out, and call optimizer.step() after loss.backward()"
@@ -399,27 +348,53 @@ class GradientTracker:
         """The numbers of those whose p.grad is not the tensor that the last pass has put there."""
         found = []
         for parameter in parameters:
-            tap, grad = self._by_id.get(id(parameter)), parameter.grad
-            if tap is not None and grad is not None and id(grad) != tap.given:
-                found.append(tap.number)
+            hook, grad = self._by_id.get(id(parameter)), parameter.grad
+            if hook is not None and grad is not None and id(grad) != hook.given:
+                found.append(hook.number)
         return found
 
-    def turn(self) -> None:
-        """A new turn begins."""
-        self.failed = False
-        self.passes = 0
-        self.silenced = False
-        for tap in self.taps:
-            tap.owed = None if tap.carry is None or self.context.agreement.recovery is None else tap.carry.clone()
+    def turn(self) -> int:
+        """Begin a new turn; give how many exchanges the one before had."""
+        passes, self.passes, self.silenced = self.passes, 0, False
+        return passes
+
+    def expose(self, seconds: float) -> None:
+        """Count time of an exchange that nothing was computed beside."""
+        self.seconds += seconds
+
+    def recover_by(self, transaction: Transaction) -> None:
+        """Have passes end by this transaction from now on."""
+        self.transaction = transaction
+
+    # ---- what a transaction keeps of gradients
+
+    def held(self) -> dict[int, Tensor]:
+        """Copies of what gradients were before the pass that ends."""
+        found = ((hook.number, hook.prior if hook.touched else hook.parameter.grad) for hook in self.hooks)
+        return {number: grad.clone() for number, grad in found if grad is not None}
+
+    def carried(self) -> dict[int, Tensor]:
+        """Copies of what silent passes have left."""
+        return {hook.number: hook.carry.clone() for hook in self.hooks if hook.carry is not None}
+
+    def zeros(self) -> Addends:
+        """Addends of a pass that has no result."""
+        return [(hook.number, torch.zeros_like(hook.parameter)) for hook in self.hooks if hook.touched]
+
+    def restore(self, grads: dict[int, Tensor], carried: dict[int, Tensor]) -> None:
+        """Have gradients and what silent passes have left be these."""
+        for hook in self.hooks:
+            hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
+        self.owing = any(hook.carry is not None for hook in self.hooks)
 
 
-def _cast(tap: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
+def _cast(hook: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
     """Why p.grad can't be the mean: the parameter has become another since it was prepared."""
-    here = tap.parameter
+    here = hook.parameter
     if (here.dtype, here.device, here.shape) == (mean.dtype, mean.device, mean.shape):
         return error
     return UsageError(
-        f"the parameter {tap.name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(here.shape)} "
+        f"the parameter {hook.name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(here.shape)} "
         f"{here.dtype} on {here.device} now: call model.to(...), .double(), .half() and the like before run.prepare"
     )
 
@@ -429,7 +404,3 @@ def _add(into: Tensor, addend: Tensor) -> Tensor:
     if into.is_sparse and not addend.is_sparse:
         return addend.add_(into)
     return into.add_(addend)
-
-
-def _at_end(callback: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(callback)

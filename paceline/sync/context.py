@@ -85,3 +85,12 @@ class SyncContext:
         """What this worker has sent in all groups."""
         found = [group.traffic for group in (self.group, *self.extra_groups)]
         return self.closed_traffic + Traffic(sum(t.within for t in found), sum(t.between for t in found))
+
+    def sent_and_waited(self) -> tuple[tuple[int, int], float]:
+        """Bytes sent within the host and between hosts, but for probes, and `waited`: all at once, as each step asks twice."""
+        closed, probed, waited = self.closed_traffic, self.probe_traffic, self.closed_waited
+        within, between = closed.within - probed.within, closed.between - probed.between
+        for group in (self.group, *self.extra_groups):
+            traffic = group.traffic
+            within, between, waited = within + traffic.within, between + traffic.between, waited + group.waited
+        return (within, between), waited

@@ -179,7 +179,7 @@ class BuddyReplication:
     def _step(self) -> int:
         """What training has come to: a turn whose gradients are there counts, whatever happens to it."""
         backward, steps = self._loop.backward, self._loop.steps
-        return steps + (self._loop.led is not None and backward.passes > 0 and not backward.failed)
+        return steps + (self._loop.led is not None and backward.passes > 0 and not backward.transaction.failed)
 
     def _inherit(self, told: list[Any]) -> None:
         """Who has the newest copy of what a lost worker had goes on with it, once; all learn of it."""

@@ -50,87 +50,84 @@ OUTSIDE = (
 
 
 class BatchUse:
-    """Follows the training loaders of a run. `open` are those with a turn; `courses` all that there have been, by their id."""
+    """Follows the training loaders of a run. `open` are those with a turn; `progresses` all that there have been, by their id."""
 
-    def __init__(self, context: SyncContext, open_: list[LoaderProgress], courses: dict[int, LoaderProgress]) -> None:
-        self._context, self._open, self._courses = context, open_, courses
+    def __init__(self, context: SyncContext, open_: list[LoaderProgress], progresses: dict[int, LoaderProgress]) -> None:
+        self._context, self._open, self._progresses = context, open_, progresses
         self.fresh = False  # whether the next use is to be looked at
         self._said = False
 
-    def epoch_begins(self, course: LoaderProgress) -> None:
+    def epoch_begins(self, progress: LoaderProgress) -> None:
         """Of a training loader."""
-        course.left = []
-        course.skipped = course.doubted = course.reached = course.over = False
+        progress.left = []
+        progress.skipped = progress.doubted = progress.reached = progress.over = False
 
-    def begins(self, course: LoaderProgress) -> None:
-        """A turn of a training loader."""
-        course.used, self.fresh = False, True
-
-    def ends(self, course: LoaderProgress, index: int) -> None:
+    def ends(self, progress: LoaderProgress, index: int) -> None:
         """A turn of a training loader, the one with number `index` of its epoch."""
-        lent = course.loader.lent
-        course.doubted = course.doubted and course.used
-        course.left = [] if course.used and not course.doubted else lent
-        course.skipped = course.skipped or (index == 0 and not course.used and bool(lent) and not alive(lent))
-        course.reached = course.reached or course.used
-        course.early = [batch for batch in course.early if alive(batch)]
-        if len(course.early) < MOST:
-            course.early.append(lent)
+        lent = progress.loader.lent
+        progress.doubted = progress.doubted and progress.used
+        progress.left = [] if progress.used and not progress.doubted else lent
+        progress.skipped = progress.skipped or (index == 0 and not progress.used and bool(lent) and not alive(lent))
+        progress.reached = progress.reached or progress.used
+        early = list(filter(alive, progress.early))
+        if lent and len(early) < MOST:
+            early.append(lent)
+        progress.early = early
 
-    def epoch_ends(self, course: LoaderProgress) -> None:
+    def epoch_ends(self, progress: LoaderProgress) -> None:
         """Of a training loader; its last batch may be used again."""
-        if course.early and course.early[-1] is course.loader.lent:
-            course.early.pop()
-        course.left, course.over, self.fresh = [], True, True
+        if progress.early and progress.early[-1] is progress.loader.lent:
+            progress.early.pop()
+        progress.left, progress.over, self.fresh = [], True, True
 
     def use(self, inputs: Iterable[Any] | None) -> None:
         """A model is run on `inputs` to be trained, or (None) a backward begins."""
-        under_way = [course for course in self._open if course.turn is not None and course.turn.train]
-        over = [course for course in self._courses.values() if course.over and course.early and course.turn is None]
-        suspects = [course for course in under_way if course.left and not course.used]
-        keeping = [course for course in under_way if any(map(alive, course.early))]
+        under_way = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
+        over = [progress for progress in self._progresses.values() if progress.over and progress.early and progress.turn is None]
+        suspects = [progress for progress in under_way if progress.left and not progress.used]
+        keeping = [progress for progress in under_way if any(map(alive, progress.early))]
         given = set(memory(inputs)) if inputs is not None and (over or suspects or keeping) else set()
-        for course in over:
-            self._check_over(course, given)
-        for course in suspects:
-            self._check_ahead(course, given)
-        for course in keeping:
-            self._check_kept(course, given)
-        for course in under_way:
-            course.used = True
-        self.fresh = not under_way or bool(keeping) or any(course.early for course in over)
+        for progress in over:
+            self._check_over(progress, given)
+        for progress in suspects:
+            self._check_ahead(progress, given)
+        for progress in keeping:
+            self._check_kept(progress, given)
+        for progress in under_way:
+            progress.used = True
+        self.fresh = not under_way or bool(keeping) or any(progress.early for progress in over)
         if not under_way and inputs is None:
             self._check_outside()
 
-    def _check_ahead(self, course: LoaderProgress, given: Collection[int]) -> None:
-        loader, doubted = course.loader, course.doubted
-        course.doubted = places(loader.lent).isdisjoint(given) and alive(course.left)  # else it is the batch of this turn
-        if course.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (course.left, *course.early))):
-            self._refuse(course, AHEAD)
+    def _check_ahead(self, progress: LoaderProgress, given: Collection[int]) -> None:
+        loader, doubted = progress.loader, progress.doubted
+        progress.doubted = places(loader.lent).isdisjoint(given) and alive(progress.left)  # else it is the batch of this turn
+        if progress.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (progress.left, *progress.early))):
+            self._refuse(progress, AHEAD)
             loader.terms.announce(EARLY)
 
-    def _check_kept(self, course: LoaderProgress, given: Collection[int]) -> None:
-        if not given or not places(course.loader.lent).isdisjoint(given):
+    def _check_kept(self, progress: LoaderProgress, given: Collection[int]) -> None:
+        if not given or not places(progress.loader.lent).isdisjoint(given):
             return  # seen first, as scripts that keep the labels of an epoch have many batches to go through
-        if any(not places(batch).isdisjoint(given) for batch in course.early):
-            self._refuse(course, KEPT)
+        if any(not places(batch).isdisjoint(given) for batch in progress.early):
+            self._refuse(progress, KEPT)
 
-    def _check_over(self, course: LoaderProgress, given: set[int]) -> None:
-        course.early = [batch for batch in course.early if alive(batch)]
-        if given and any(not places(batch).isdisjoint(given) for batch in course.early):
-            self._refuse(course, AGAIN)
+    def _check_over(self, progress: LoaderProgress, given: set[int]) -> None:
+        progress.early = [batch for batch in progress.early if alive(batch)]
+        if given and any(not places(batch).isdisjoint(given) for batch in progress.early):
+            self._refuse(progress, AGAIN)
 
     def _check_outside(self) -> None:
-        over = [course for course in self._courses.values() if course.loader.terms.training and not course.loader.terms.alone]
-        for course in over:
-            if course.over and (course.skipped or course.doubted) and course.reached:
-                self._refuse(course, AHEAD)  # its first batch was kept for later, as something else
+        over = [progress for progress in self._progresses.values() if progress.loader.terms.training and not progress.loader.terms.alone]
+        for progress in over:
+            if progress.over and (progress.skipped or progress.doubted) and progress.reached:
+                self._refuse(progress, AHEAD)  # its first batch was kept for later, as something else
         if over and not self._said:
             self._said = True
             self._context.announce(OUTSIDE)
 
-    def _refuse(self, course: LoaderProgress, why: str) -> None:
-        if self._context.agreement.recovery is not None or not even(course.loader.terms):
+    def _refuse(self, progress: LoaderProgress, why: str) -> None:
+        if self._context.agreement.recovery is not None or not even(progress.loader.terms):
             raise UsageError(why)
 
 

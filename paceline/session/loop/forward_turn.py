@@ -66,7 +66,7 @@ def _check(loop: TrainingLoop, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
     now = loop.training
     scale = 1.0 / loop.context.group.size if now is None else now.scale
-    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(tap.node) for tap in loop.backward.taps):
+    if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(_comes_to(hook.node) for hook in loop.backward.hooks):
         where = "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
         raise UsageError(
             f"a backward {where} reaches what the model gave for batch {then.index} of its epoch, and this worker's part of that batch "

@@ -23,6 +23,7 @@ from paceline.data.loader import ShareLoader, Turn
 from paceline.session.loop.iteration import LoaderProgress
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
+from paceline.sync.transaction import Transaction
 
 SOME = 8  # parameters, and elements of each, that are looked at once an epoch
 NOTHING_TRAINED = (
@@ -41,7 +42,7 @@ class StepListener(Protocol):
 
 
 class StepCounter(Protocol):
-    """Who counts steps. `undo`: whether losses are survived; `quiet`: depth of no_sync."""
+    """What counts steps. `quiet`: depth of no_sync."""
 
     steps: int
     quiet: int
@@ -49,8 +50,8 @@ class StepCounter(Protocol):
     models: list[nn.Module]
 
     @property
-    def undo(self) -> Any:
-        """None where a loss ends the run."""
+    def transaction(self) -> Transaction:
+        """What of a step holds on all workers or on none."""
         ...
 
     def place(self, steps: int) -> None:
@@ -74,15 +75,15 @@ class IdleEpochs:
     def _follows(self, loader: ShareLoader) -> bool:
         """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
         terms, sync = loader.terms, self._backward.sync
-        known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.taps))
-        if terms.train is not None or not known or self._loop.undo is not None:
+        known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.hooks))
+        if terms.train is not None or not known or self._loop.transaction.recovers:
             return False
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
-    def begins(self, course: LoaderProgress) -> None:
+    def begins(self, progress: LoaderProgress) -> None:
         """An epoch of a training loader begins."""
-        course.follows, course.trained, course.turned = self._follows(course.loader), False, False
-        course.marks = self._marks() if course.follows else None
+        progress.follows, progress.trained, progress.turned = self._follows(progress.loader), False, False
+        progress.marks = self._marks() if progress.follows else None
         self.acted = self._backward.reached = False
 
     def _marks(self) -> list[Any]:
@@ -95,30 +96,30 @@ class IdleEpochs:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
-    def note(self, course: LoaderProgress, courses: list[LoaderProgress], *, last: bool) -> None:
-        """A turn of `course` has ended, with `courses` under way around it; `last`: it was one that is exchanged."""
-        course.turned = True
+    def note(self, progress: LoaderProgress, progresses: list[LoaderProgress], *, last: bool) -> None:
+        """A turn of `progress` has ended, with `progresses` under way around it; `last`: it was one that is exchanged."""
+        progress.turned = True
         if self.acted or self._backward.reached or self._loop.quiet:
             self.acted = self._backward.reached = False
-            for other in courses:
+            for other in progresses:
                 other.trained, other.loader.terms.idle = True, False
-        elif last and course.follows and not course.trained:
-            if self._marks() != course.marks:
-                course.trained = True
+        elif last and progress.follows and not progress.trained:
+            if self._marks() != progress.marks:
+                progress.trained = True
             else:
-                course.loader.terms.idle = True
+                progress.loader.terms.idle = True
 
-    def count(self, course: LoaderProgress, number: int, turn: Turn, seconds: dict[str, float]) -> None:
-        """A turn of `course` was step `number`."""
-        if course.follows and not course.trained:
-            course.held.append((number, turn, seconds))
+    def count(self, progress: LoaderProgress, number: int, turn: Turn, seconds: dict[str, float]) -> None:
+        """A turn of `progress` was step `number`."""
+        if progress.follows and not progress.trained:
+            progress.held.append((number, turn, seconds))
             return
-        self.flush(course)
+        self.flush(progress)
         self._loop.beat.step_ended(turn, seconds)
 
-    def flush(self, course: LoaderProgress) -> None:
+    def flush(self, progress: LoaderProgress) -> None:
         """Hand over what was held back."""
-        held, course.held = course.held, []
+        held, progress.held = progress.held, []
         now = self._loop.steps
         for number, turn, seconds in held:
             self._loop.place(number)
@@ -126,21 +127,21 @@ class IdleEpochs:
         if held:
             self._loop.place(now)
 
-    def ends(self, course: LoaderProgress, *, whole: bool) -> None:
+    def ends(self, progress: LoaderProgress, *, whole: bool) -> None:
         """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
-        terms, held = course.loader.terms, course.held
-        terms.idle, whole = False, whole and course.turned
-        if course.follows and not course.trained and whole:
-            changed = b"c" if self._marks() != course.marks else b""
-            course.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
-        if course.trained or not course.follows:
+        terms, held = progress.loader.terms, progress.held
+        terms.idle, whole = False, whole and progress.turned
+        if progress.follows and not progress.trained and whole:
+            changed = b"c" if self._marks() != progress.marks else b""
+            progress.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
+        if progress.trained or not progress.follows:
             terms.idled = False
         elif whole:
-            terms.idled, course.held = True, []
+            terms.idled, progress.held = True, []
             terms.announce(NOTHING_TRAINED)
             if held:
                 self._go_back(held[0][0] - 1)
-        self.flush(course)
+        self.flush(progress)
 
     def _go_back(self, steps: int) -> None:
         self._loop.place(steps)

@@ -38,18 +38,36 @@ class LoaderProgress:
     held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
     void: bool = False  # its rows died with a worker: it is dealt again
 
+    def ask_rows(self) -> bool:
+        """Count that rows of this batch are asked for, and say whether they are still to be had."""
+        self.passed += 1
+        return self.passed > self.gathered and not self.void
 
-def innermost(courses: list[LoaderProgress]) -> Turn | None:
+    def keep_rows(self) -> None:
+        """Note that all workers have these rows."""
+        self.gathered = self.passed
+
+    def discard(self) -> None:
+        """Have the batch be dealt again."""
+        self.void = True
+
+
+def innermost(progresses: list[LoaderProgress]) -> Turn | None:
     """The turn under way that no other is inside of. One that was left by `break` counts only where no other is."""
-    if len(courses) < 2:
-        return courses[0].turn if courses else None
-    return next((course for course in reversed(courses) if course.loader.under_way), courses[-1]).turn
+    if len(progresses) < 2:
+        return progresses[0].turn if progresses else None
+    return next((progress for progress in reversed(progresses) if progress.loader.under_way), progresses[-1]).turn
 
 
-def explain(error: BaseException | None, courses: list[LoaderProgress]) -> None:
+def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
     """Note on an error of the script that it happened on a batch of no rows, which scripts for one process never see."""
     found = next(
-        (course for course in courses if course.turn is not None and course.turn.share == 0 and not course.loader.terms.ghosts), None
+        (
+            progress
+            for progress in progresses
+            if progress.turn is not None and progress.turn.share == 0 and not progress.loader.terms.ghosts
+        ),
+        None,
     )
     if found is None or found.turn is None or not isinstance(error, Exception) or isinstance(error, PacelineError):
         return
@@ -61,18 +79,18 @@ def explain(error: BaseException | None, courses: list[LoaderProgress]) -> None:
     )
 
 
-def parts(course: LoaderProgress) -> tuple[float, ...]:
+def parts(progress: LoaderProgress) -> tuple[float, ...]:
     """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
-    turn, terms = course.turn, course.loader.terms
+    turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
     if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
         return (turn.scale,)
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
 
 
-def check_beside(courses: list[LoaderProgress]) -> None:
+def check_beside(progresses: list[LoaderProgress]) -> None:
     """Raise `UsageError` where training loaders under way side by side deal differently: one loss can't be weighted by both."""
-    side = [course for course in courses if course.loader.terms.training and course.loader.under_way]
+    side = [progress for progress in progresses if progress.loader.terms.training and progress.loader.under_way]
     for one, other in itertools.combinations(side, 2):
         beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other
         if beside and parts(one) != parts(other):

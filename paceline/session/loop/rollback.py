@@ -81,7 +81,6 @@ class Rollback:
     def back(self) -> None:
         """The turn has failed."""
         self._again = True
-        self._backward.back()
         if self._stepped:
             if self._whole is None:
                 raise WorkerLost(

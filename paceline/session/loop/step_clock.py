@@ -1,13 +1,11 @@
 """Where the time of a step goes on this worker, and what was sent in it.
 
-asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait) ── taken
+asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable
 
 from paceline.comm.group import Traffic
 from paceline.sync.autograd import GradientTracker
@@ -19,54 +17,55 @@ class StepClock:
 
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
-        self.sent = Traffic()
-        self._step: defaultdict[str, float] = defaultdict(float)
-        self._asked = self._began = time.perf_counter()
+        self._within = self._between = 0  # bytes sent
+        self._data = self._wait = self._exchange = self._compute = 0.0
+        self.asked = self._began = time.perf_counter()  # when the next batch was asked for, and when the turn began
         self._exposed = self._waited = 0.0
-        self._sent = self._aside = Traffic()
+        self._sent = (0, 0)
 
-    def ask(self) -> None:
-        """The next batch is asked for."""
-        self._asked = time.perf_counter()
+    @property
+    def sent(self) -> Traffic:
+        """What was sent in steps."""
+        return Traffic(self._within, self._between)
 
     def begin(self, now: float) -> None:
-        """A turn begins with it."""
-        context = self._context
-        self._step["data"] += now - self._asked
-        context.trace.record("data", "data", int(self._asked * 1e9), int(now * 1e9))
-        self._began = now
-        self._backward.since = int(now * 1e9)
-        self._exposed, self._waited = self._backward.seconds + context.pulling, context.waited
-        self._sent, self._aside = context.traffic, context.probe_traffic
+        """Begin a turn with the batch that was asked for."""
+        context, backward = self._context, self._backward
+        self._data += now - self.asked
+        began = int(now * 1e9)
+        context.trace.record("data", "data", int(self.asked * 1e9), began)
+        self._began, backward.since = now, began
+        self._sent, self._waited = context.sent_and_waited()
+        self._exposed = backward.seconds + context.pulling
 
     def hold(self, seconds: float) -> None:
-        """This worker was held since: it neither computed nor waited for others."""
+        """Note that this worker was held since: it neither computed nor waited for others."""
         self._began += seconds
 
     def stop(self) -> None:
-        """The turn ends."""
-        context, now = self._context, time.perf_counter()
-        whole = now - self._began
-        waited = min(context.waited - self._waited, whole)
-        exchange = min(max(self._backward.seconds + context.pulling - self._exposed - waited, 0.0), whole - waited)
-        self.sent += context.traffic - self._sent - (context.probe_traffic - self._aside)
-        self._step["wait"] += waited
-        self._step["exchange"] += exchange
-        self._step["compute"] += whole - waited - exchange
-        self._backward.computed(int(now * 1e9))
-        context.trace.record("turn", "step", int(self._began * 1e9), int(now * 1e9))
+        """End the turn."""
+        context, backward, now = self._context, self._backward, time.perf_counter()
+        sent, waited = context.sent_and_waited()
+        passed, whole = waited - self._waited, now - self._began
+        self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
+        self._sent, self._waited = sent, waited
+        passed = min(passed, whole)
+        exchange = min(max(backward.seconds + context.pulling - self._exposed - passed, 0.0), whole - passed)
+        self._wait += passed
+        self._exchange += exchange
+        self._compute += whole - passed - exchange
+        ended = int(now * 1e9)
+        if backward.since:
+            backward.computed(ended)
+        context.trace.record("turn", "step", int(self._began * 1e9), ended)
 
-    def settle(self, act: Callable[[], None]) -> None:
-        """What is done between two turns belongs to the step."""
-        context = self._context
-        began, before, aside, waited = time.perf_counter(), context.traffic, context.probe_traffic, context.waited
-        act()
-        waited = context.waited - waited
-        self._step["wait"] += waited
-        self._step["exchange"] += max(time.perf_counter() - began - waited, 0.0)
-        self.sent += context.traffic - before - (context.probe_traffic - aside)
-
-    def take(self) -> dict[str, float]:
-        """The seconds of the step, which is over."""
-        seconds, self._step = dict(self._step), defaultdict(float)
+    def settle(self, began: float) -> dict[str, float]:
+        """Count what was done since `began`, between two turns, as the step's; give the seconds of the step, which is over."""
+        sent, waited = self._context.sent_and_waited()
+        passed = waited - self._waited
+        self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]
+        self._sent, self._waited = sent, waited
+        exchange = self._exchange + max(time.perf_counter() - began - passed, 0.0)
+        seconds = {"data": self._data, "wait": self._wait + passed, "exchange": exchange, "compute": self._compute}
+        self._data = self._wait = self._exchange = self._compute = 0.0
         return seconds

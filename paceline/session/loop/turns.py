@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.cluster.control.progress import Page
-from paceline.comm.agreement import CallDiscarded
 from paceline.comm.group import Traffic
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
@@ -34,13 +33,15 @@ from paceline.session.loop.iteration import LoaderProgress, check_beside, explai
 from paceline.session.loop.loss_scale import loss_scale
 from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.step_clock import StepClock
+from paceline.session.loop.transaction import RecoverableTransaction
 from paceline.session.tables import RunTables
 from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
+from paceline.sync.transaction import Transaction
 
-T = TypeVar("T")
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of it
 
 
 class TrainingLoop:
@@ -58,20 +59,20 @@ class TrainingLoop:
         self.frozen: list[Slot] = []
         self._clock = StepClock(context, backward)
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
-        self._courses: dict[int, LoaderProgress] = {}  # by id of the loader
+        self._loaders: dict[int, LoaderProgress] = {}  # by id of the loader
         self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
-        self._leader: LoaderProgress | None = None
-        self.batch_use = BatchUse(context, self._open, self._courses)
+        self.leader: LoaderProgress | None = None  # whose turns are the steps
+        self.batch_use = BatchUse(context, self._open, self._loaders)
         self.idle_epochs = IdleEpochs(self, context, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
         self._announced = False
-        self.undo: Rollback | None = None  # where losses are survived
         self.tables = RunTables(context, backward)
-        self.committed: Callable[[int], None] = lambda step: None  # told of each step that counts, when the strategy has been
-        self.generation_of: Callable[[ShareLoader], int] = lambda loader: 0
+        self.committed: Callable[[int], None] | None = None  # told of each step that counts, when the strategy has been
+        self.changes = False  # the membership may change
+        self._generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.asked: Callable[[ShareLoader], None] = lambda loader: None
-        self.leads: Callable[[ShareLoader], None] = lambda loader: None  # told at each step whose turn it is
+        self.leads: Callable[[ShareLoader], None] | None = None  # told at each step whose turn it is
         self.apart = False  # workers are not in lockstep
         self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
@@ -90,31 +91,46 @@ class TrainingLoop:
         """The turn that backward passes and optimizers belong to: the innermost training one, else the innermost."""
         if len(self._open) < 2:
             return innermost(self._open)
-        return innermost([course for course in self._open if course.turn is not None and course.turn.train]) or innermost(self._open)
+        return innermost([progress for progress in self._open if progress.turn is not None and progress.turn.train]) or innermost(
+            self._open
+        )
 
     @property
     def led(self) -> Turn | None:
         """The turn of the leading training loader: the step under way."""
-        return None if self._leader is None else self._leader.turn
+        return None if self.leader is None else self.leader.turn
 
     def cut_turn(self, number: int) -> None:
         """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
         self.cut_off = number
         self.context.step_state.exchange_closed = self.led is not None and number == self.steps + 1
 
+    @property
+    def innermost(self) -> LoaderProgress | None:
+        """Give the loader of the innermost turn."""
+        turn = self.turn
+        return next((progress for progress in reversed(self._open) if progress.turn is turn), None)
+
+    @property
+    def transaction(self) -> Transaction:
+        """What of a step holds on all workers or on none."""
+        return self.backward.transaction
+
+    def survive(self, rollback: Rollback, generation_of: Callable[[ShareLoader], int]) -> None:
+        """Go on when workers are lost: turns in which one was are rolled back, and come again. `generation_of`: see `LoaderObserver`."""
+        self.changes, self._generation_of = True, generation_of
+        self.backward.recover_by(RecoverableTransaction(self, self.backward, rollback, self.tables))
+
     def settle(self) -> None:
-        """Set the moment by the turn that trains."""
-        turn, step_state = self.training, self.context.step_state
+        """Set the state of the step by the turn that trains."""
+        step_state, under_way = self.context.step_state, self._open
+        turn = self.training if len(under_way) > 1 else under_way[0].turn if under_way else None
         if turn is None:
-            step_state.scale, step_state.ghost, step_state.defer_exchange = 1.0 / self.context.group.size, False, self.quiet > 0
-            step_state.share_of_step = step_state.scale
+            step_state.scale = step_state.share_of_step = 1.0 / self.context.group.size
+            step_state.ghost, step_state.defer_exchange = False, self.quiet > 0
         else:
-            step_state.share_of_step = self._part
-            step_state.scale, step_state.ghost, step_state.defer_exchange = (
-                turn.scale,
-                turn.ghost,
-                self.quiet > 0 or (turn.train and not turn.last_micro),
-            )
+            step_state.share_of_step, step_state.scale, step_state.ghost = self._part, turn.scale, turn.ghost
+            step_state.defer_exchange = self.quiet > 0 or (turn.train and not turn.last_micro)
 
     @property
     def sent(self) -> Traffic:
@@ -128,129 +144,136 @@ class TrainingLoop:
         self.idle_epochs.asked(loader)
 
     def generation(self, loader: ShareLoader) -> int:
-        return self.generation_of(loader)
+        return self._generation_of(loader)
 
     def epoch_begins(self, loader: ShareLoader) -> None:
         self._calls += 1
         if not loader.terms.training:
             self.abilities.converge()  # replicas are evaluated as one
-        course = self._courses.setdefault(id(loader), LoaderProgress(loader))
-        course.epoch_at = self._calls
+        progress = self._loaders.setdefault(id(loader), LoaderProgress(loader))
+        progress.epoch_at = self._calls
         if loader.terms.training:
             self.end_broken()
-            self.batch_use.epoch_begins(course)
-            self.idle_epochs.begins(course)
+            self.batch_use.epoch_begins(progress)
+            self.idle_epochs.begins(progress)
             if self.over:
                 loader.finish()
             self.parting()
-        self._clock.ask()
+        self._clock.asked = time.perf_counter()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
         now = time.perf_counter()
         self._calls += 1
-        course = self._courses[id(loader)]
-        course.turn, course.turn_at, course.passed = turn, self._calls, 0
+        progress = self._loaders[id(loader)]
+        progress.turn, progress.turn_at, progress.passed = turn, self._calls, 0
         if turn.train:
-            self.batch_use.begins(course)
-            if self._leader is None:
-                self._leader = course
-                self.leads(loader)
+            progress.used, self.batch_use.fresh = False, True
+            if self.leader is None:
+                self.leader = progress
+                if self.leads is not None:
+                    self.leads(loader)
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
-                course.outer = self.backward.passes, self.backward.silenced
-                passes = self.backward.passes
-                self.backward.turn()
-                self.context.step_state.exchange_closed = self.led is not None and self.cut_off == self.steps + 1
-                self.thaw()
-                if self.undo is not None and course is self._leader:
-                    self.undo.begin(passes)
-                    self.tables.begin()
+                backward, leads = self.backward, progress is self.leader
+                progress.outer = backward.passes, backward.silenced
+                passes = backward.turn()
+                self.context.step_state.exchange_closed = self.cut_off == self.steps + 1 and self.led is not None
+                if self.frozen:
+                    self.thaw()
+                if backward.transaction.recovers:
+                    backward.transaction.begin(leads=leads, passes=passes)
             elif turn.last_micro and not self.quiet:
                 self.backward.silenced = False  # this one is exchanged by all
             self.backward.ran = False
             if turn.source is not None:
-                course.kept = buffers(self.models)
-        self._open.append(course)
+                progress.kept = buffers(self.models)
+        self._open.append(progress)
         self.settle()
-        if course is self._leader:
+        if progress is self.leader:
             self._clock.begin(now)
             if self._page is not None and turn.micro == 0:
                 self._clock.hold(self._page.reach(self.steps))
 
     def turn_ends(self, loader: ShareLoader) -> None:
-        course = self._courses[id(loader)]
-        turn, course.turn = course.turn, None
+        progress, backward = self._loaders[id(loader)], self.backward
+        turn, progress.turn = progress.turn, None
         if turn is None:
             return
-        inner, leads = self._open[-1] is course, course is self._leader
+        inner, leads = self._open[-1] is progress, progress is self.leader
+        last, kept = turn.last_micro and (inner or leads), progress.kept
         if turn.train:
-            self.batch_use.ends(course, turn.index)
-            kept, course.kept = course.kept, []
-            if turn.ghost:
+            self.batch_use.ends(progress, turn.index)
+            if kept:
+                progress.kept = []
+            if kept and turn.ghost:
                 put_back(kept)
-            if turn.last_micro and (inner or leads):
-                self.backward.join("the next batch")
+            if last:
+                if backward.open or _graph_task() != -1 or (backward.hooks and not (backward.passes or backward.silenced)):
+                    backward.join("the next batch")
                 if inner and len(self._open) > 1:
-                    self.backward.passes, self.backward.silenced = course.outer
-        failed = course.void or (leads and turn.last_micro and self.backward.failed)
+                    backward.passes, backward.silenced = progress.outer
+        failed = progress.void or (leads and turn.last_micro and backward.transaction.failed)
         if turn.train and not failed:
-            self.idle_epochs.note(course, self._open, last=turn.last_micro and (inner or leads))
-        if turn.train and turn.source is not None and not failed:
-            level(kept, self.context.agreement, ghost=turn.ghost)
-        self._open.remove(course)
+            idle = self.idle_epochs
+            if progress.trained and len(self._open) == 1:
+                idle.acted = backward.reached = False  # what is known already
+            else:
+                idle.note(progress, self._open, last=last)
+            if turn.source is not None:
+                level(kept, self.context.agreement, ghost=turn.ghost)
+        self._open.remove(progress)
         self.settle()
         if leads:
-            self._clock.stop()
-            if failed:
-                self._fail()
-            elif turn.last_micro:
-                self._count(course, turn)
-            self._clock.ask()
+            self._end_step(progress, turn, failed=failed)
         if failed:
             loader.again()
         elif turn.last_micro:
-            course.gathered = 0
-        course.void = False
+            progress.gathered = 0
+        progress.void = False
 
-    def _fail(self) -> None:
-        """The turn can't be completed, on all workers: as if it had never been."""
-        assert self.undo is not None
-        self.cut_off = 0
-        self.undo.back()
-        self.tables.back()
+    def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
+        """A turn of the leading loader is over, and with its last micro-batch a step."""
+        clock = self._clock
+        clock.stop()
+        if failed:
+            self.cut_off = 0
+            self.backward.transaction.rollback()
+        elif turn.last_micro:
+            steps = self.steps = self.context.trace.step = self.steps + 1
+            if not self.apart:
+                self.context.step_state.step = steps  # by which all are at the same call
+            if self._page is not None:
+                self._page.passed(steps)
+            began = time.perf_counter()
+            self.backward.sync.commit()
+            if self.tables.kept:
+                self.tables.commit()
+            if self.committed is not None:
+                self.committed(steps)
+            seconds = clock.settle(began)
+            if progress.held or (progress.follows and not progress.trained):
+                self.idle_epochs.count(progress, steps, turn, seconds)
+            else:
+                self.beat.step_ended(turn, seconds)
+        clock.asked = time.perf_counter()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
-        course = self._courses[id(loader)]
-        if self._leader is course:
-            self._leader = None
+        progress = self._loaders[id(loader)]
+        if self.leader is progress:
+            self.leader = None
         if loader.terms.training:
-            self.batch_use.epoch_ends(course)
-            self.idle_epochs.ends(course, whole=loader.ran_through)
+            self.batch_use.epoch_ends(progress)
+            self.idle_epochs.ends(progress, whole=loader.ran_through)
         if self.apart and self.context.agreement.entering is not None:
             self.context.agreement.entering()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
-        for course in [course for course in self._open if course.loader.terms.training and not course.loader.under_way]:
-            self.turn_ends(course.loader)
-            self.idle_epochs.flush(course)
-        if self._leader is not None and not self._leader.loader.under_way:
-            self._leader = None
-
-    def _count(self, course: LoaderProgress, turn: Turn) -> None:
-        self.steps += 1
-        self.context.trace.step = self.steps
-        if not self.apart:
-            self.context.step_state.step = self.steps  # by which all are at the same call
-        if self._page is not None:
-            self._page.passed(self.steps)
-        self._clock.settle(self._commit)
-        self.idle_epochs.count(course, self.steps, turn, self._clock.take())
-
-    def _commit(self) -> None:
-        self.backward.sync.commit()
-        self.tables.commit()
-        self.committed(self.steps)
+        for progress in [progress for progress in self._open if progress.loader.terms.training and not progress.loader.under_way]:
+            self.turn_ends(progress.loader)
+            self.idle_epochs.flush(progress)
+        if self.leader is not None and not self.leader.loader.under_way:
+            self.leader = None
 
     # ---- a backward, and an optimizer's calls
 
@@ -273,17 +296,17 @@ class TrainingLoop:
                 self._announced = True
                 self.context.announce(f"all weights of step {self.steps} are zero: no update is made for such a batch")
             return False
-        return turn.last_micro and not self.backward.failed
+        return turn.last_micro and not self.transaction.failed
 
     @property
     def training_now(self) -> bool:
         """Whether the loop over a training loader is under way."""
-        return any(course.loader.terms.training and course.loader.under_way for course in self._open)
+        return any(progress.loader.terms.training and progress.loader.under_way for progress in self._open)
 
     @property
     def broken(self) -> bool:
         """Whether the training loop was left by `break` between two micro-batches."""
-        return any(course.loader.terms.training and not course.loader.under_way for course in self._open)
+        return any(progress.loader.terms.training and not progress.loader.under_way for progress in self._open)
 
     @property
     def clearing(self) -> bool:
@@ -315,78 +338,22 @@ class TrainingLoop:
             self.quiet -= 1
             self.settle()
 
-    def stepping(self, *, elsewhere: bool = False) -> None:
-        """An optimizer is about to step."""
-        if self.undo is not None and self._leader is not None:
-            self.undo.stepping(elsewhere=elsewhere)
-
-    def elsewhere(self, optimizer: Any) -> bool:
-        """Whether this optimizer steps on servers."""
-        remote = self.abilities.remote
-        return remote is not None and remote.steps(optimizer)
-
-    def give(self, optimizer: Any, *, whole: bool) -> None:
-        """Have servers know what the next step of its tables is made of. `whole`: nothing else of its step can fail."""
-        tables = self.tables
-        if tables.lasting is None or not tables.has(optimizer):
-            tables.give(optimizer)
-        else:
-            self._settle(lambda: tables.give(optimizer), stepped=whole)
-
-    def step_elsewhere(self, optimizer: Any) -> None:
-        """Have it step there; all workers do."""
-        remote = self.abilities.remote
-        assert remote is not None
-        began = time.perf_counter()
-        self._settle(lambda: remote.step(optimizer))
-        self.backward.seconds += time.perf_counter() - began
-
-    def _settle(self, act: Callable[[], Any], *, stepped: bool = True) -> None:
-        """A call that an optimizer's step is settled by; `stepped`: that step can't fail any more then."""
-        settled = self._call(lambda: [act()], "optimizer.step") is not None
-        if settled and stepped and self.undo is not None and self._leader is not None:
-            self.undo.stepped()
-
-    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        remote = self.abilities.remote
-        if remote is None or not remote.attached:
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        found = self._call(lambda: remote.clip(parameters, max_norm, norm_type), "run.clip")
-        return torch.zeros(()) if found is None else found
-
-    def _call(self, act: Callable[[], T], what: str) -> T | None:
-        """A call of all workers, if they are in lockstep; None where it can't be made any more, as the turn comes again."""
-        agreement = self.context.agreement
-        if self.apart:
-            return agreement.wait(act, what)
-        if agreement.recovery is None:
-            return agreement.attempt(act, what)
-        try:
-            return act()  # which is of several calls
-        except CallDiscarded as error:
-            self.backward.void(error)
-            return None
+    def may_step(self) -> bool:
+        """Exchange what has not been, for an optimizer that is about to step, and say whether it acts."""
+        turn, under_way, backward = None, self._open, self.backward
+        if under_way:
+            turn = self.training if len(under_way) > 1 else under_way[0].turn
+        if turn is not None and turn.train and not turn.last_micro:
+            return False
+        if self.quiet or backward.open or _graph_task() != -1 or (backward.hooks and (backward.owing or not backward.passes)):
+            self.ready("optimizer.step")
+        if turn is not None and turn.train and not turn.total:
+            return self.acting
+        return turn is None or not turn.train or not backward.transaction.failed
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
-        course = next((course for course in reversed(self._open) if course.turn is self.turn), None)
-        agreement = self.context.agreement
-        if course is None or agreement.recovery is None:
-            return agreement.attempt(act)
-        course.passed += 1
-        if course.passed <= course.gathered or course.void or self.backward.failed:
-            return nothing
-        if course is self._leader and self.context.step_state.exchange_closed and not self.backward.passes:
-            return nothing  # of a turn that is dealt again
-        try:
-            found = agreement.settle(act)
-        except CallDiscarded:
-            if course is not self._leader:
-                course.void = True
-                return nothing
-            return nothing if self.context.step_state.exchange_closed and not self.backward.passes else agreement.attempt(act)
-        course.gathered = course.passed
-        return found
+        return self.transaction.collective(act, nothing)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
@@ -394,7 +361,10 @@ class TrainingLoop:
         if self.abilities.observer is not None:
             self.abilities.observer.stepped(optimizer)
         if not self._open:
-            self.backward.turn()
+            backward = self.backward
+            passes = backward.turn()
+            if backward.transaction.recovers:
+                backward.transaction.begin(leads=False, passes=passes)
 
     def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A model is about to be run."""
@@ -425,7 +395,7 @@ class TrainingLoop:
 
     def finish(self) -> None:
         """The run ends: close the turns that a `break` left open, and let replicas be equal."""
-        for course in list(self._open):
-            self.turn_ends(course.loader)
-            self.idle_epochs.flush(course)
+        for progress in list(self._open):
+            self.turn_ends(progress.loader)
+            self.idle_epochs.flush(progress)
         self.abilities.converge()

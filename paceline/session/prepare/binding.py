@@ -38,7 +38,8 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
-    """The method as its class has it (or as it was set on the object), to be called with the object."""
+    """Give the method as its class has it (or as it was set on the object), to be called with the object."""
     if current is None:
-        return lambda self, *args, **kwargs: getattr(type(self), name)(self, *args, **kwargs)
+        found: Callable[..., Any] = getattr(type(thing), name)
+        return found
     return lambda self, *args, **kwargs: current(*args, **kwargs)

@@ -15,7 +15,8 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.binding import rebind
-from paceline.session.prepare.checks import check_memory, check_scaler
+from paceline.session.prepare.checks import check_scaler
+from paceline.session.prepare.remote import RemoteSteps
 
 SEEN = 2  # steps in which it is looked who calls optimizers
 
@@ -50,33 +51,38 @@ def follow(model: nn.Module, loop: TrainingLoop) -> None:
         loop.bound.append(hook.remove)
 
 
-def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, begins: Callable[[Optimizer, bool], None], *, accumulate: bool) -> None:
-    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last.
+class OptimizerBindings:
+    """What optimizers that were prepared do when they step.
 
-    `begins` is told of each call of `step` that acts, and whether gradients are there.
+    `groups` has of each, by its id, how many parameter groups it had when it was looked at; `remote` what steps it, where it isn't itself.
     """
+
+    def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
+        self.groups: dict[int, int] = {}
+        self.remote: dict[int, RemoteSteps] = {}
+        self.begins = begins  # is told of a step that acts, and whether gradients are there, where an optimizer is not as in `groups`
+
+
+def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings, *, accumulate: bool) -> None:
+    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last."""
+    groups, remote = bindings.groups, bindings.remote
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # type: ignore[attr-defined]
             closure = kwargs.get("closure", args[0] if args else None)
-            if closure is None:
-                loop.ready("optimizer.step")
-            if not loop.acting:
+            if not (loop.may_step() if closure is None else loop.acting):
                 return None if closure is None else _called(closure)
-            begins(self, closure is None)
-            if loop.undo is not None and loop.steps < SEEN:
+            if groups.get(id(self)) != len(self.param_groups):
+                bindings.begins(self, closure is None)
+            transaction = loop.backward.transaction
+            if transaction.recovers and loop.steps < SEEN:
                 check_scaler(loop.scalers)
-            elsewhere = loop.elsewhere(self)
-            loop.stepping(elsewhere=elsewhere or (loop.tables.lasting is not None and loop.tables.has(self)))
-            if elsewhere or loop.tables.has(self):
-                result = None if closure is None else _called(closure)
-                loop.ready("optimizer.step")
-                _step(self, own, loop, elsewhere=elsewhere)
-                if not loop.acting:
-                    return result
-            else:
-                result = own(self, *args, **kwargs)
+            if id(self) in remote:
+                return remote[id(self)].step(self, own, closure, args, kwargs)
+            if transaction.recovers:
+                transaction.stepping(remote=False)
+            result = own(self, *args, **kwargs)
             loop.stepped(self)
             return result
 
@@ -85,20 +91,6 @@ def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, begins: Callable[[O
     rebind(optimizer, "step", stepping, loop)
     if accumulate:
         bind_zero_grad(optimizer, loop)
-
-
-def _step(optimizer: Optimizer, own: Callable[..., Any], loop: TrainingLoop, *, elsewhere: bool) -> None:
-    """A step on servers: of tables, of all else (`elsewhere`), or of both. Nothing of it is made where the turn comes again."""
-    if elsewhere:
-        loop.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
-    if elsewhere and optimizer.state:
-        check_memory(optimizer, loop.tables.handles())
-    loop.give(optimizer, whole=not elsewhere)
-    if loop.acting:
-        with loop.tables.hidden(optimizer):
-            loop.step_elsewhere(optimizer) if elsewhere else own(optimizer)
-    if loop.acting:
-        loop.tables.make(optimizer)
 
 
 def _called(closure: Callable[[], Any]) -> Any:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
-from paceline.session.replicas.manual_gradients import ManualGradients
+from paceline.session.replicas.manual_gradients import FIRST, ManualGradients
 from paceline.session.replicas.step_count import StepCount
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
@@ -81,12 +82,21 @@ class OptimizerWatch:
             known = self._meet(optimizer, known, alone=alone)
         if not known.ours:
             return
-        self._loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
+        loop, tally = self._loop, self.tally
+        if torch._C._current_graph_task_id() != -1:
+            loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
         if not known.prepared:
             self._check(optimizer)
-        self.tally.add()
-        if self._alike and not closure and self._loop.backward.taps and self._prepared.context.group.size > 1:
-            self._by_hand.look(optimizer)
+        if self._prepared.context.group.size == 1:
+            return  # nobody to compare with
+        if tally.at == loop.steps:
+            tally.now += 1
+        else:
+            tally.add()
+        if self._alike and not closure and loop.backward.hooks:
+            within = loop.leader is not None and loop.steps >= FIRST and loop.leader.turn is not None
+            if not within or loop.steps + 1 >= self._by_hand.meetings.next:
+                self._by_hand.look(optimizer)
 
     def _meet(self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool) -> KnownOptimizer:
         self._ours = {id(slot.parameter) for slot in self._prepared.slots}
@@ -103,13 +113,13 @@ class OptimizerWatch:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
         loop, name, turn = self._loop, type(optimizer).__qualname__, self._loop.training
         partial = turn is not None and turn.train and not turn.last_micro
-        watched, handles = bool(loop.backward.taps), self._prepared.tables.handles()
+        watched, handles = bool(loop.backward.hooks), self._prepared.tables.handles()
         why = ""
         if partial:
             why = "with accumulate it steps after every micro-batch, on what this worker alone has added up"
         elif watched and loop.abilities.remote is not None:
             why = "with ParameterServer optimizers step on servers, and this one steps on one worker's share"
-        elif loop.undo is not None:
+        elif loop.transaction.recovers:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"

@@ -23,6 +23,7 @@ from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare import checks, hooks, lazy, metrics
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.options import PrepareOptions
+from paceline.session.prepare.remote import RemoteSteps
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
@@ -49,9 +50,15 @@ class Prepared:
         self.measured = False  # some metric was prepared
         self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
         self._unstepped: set[int] = set()  # the ids of optimizers
+        self._bindings = hooks.OptimizerBindings(self._begins)
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
         self.tables = loop.tables
         self._remote = loop.abilities.remote
+        self._remote_steps = RemoteSteps(loop, self._remote)
+
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients where they are; give their norm before."""
+        return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
         """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
@@ -116,6 +123,7 @@ class Prepared:
             self.optimizers.append(optimizer)
             self._unstepped.add(id(optimizer))
         self._groups.update((id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers)
+        self._bindings.groups.clear()
         self._loop.models += fresh
         self._open_tables()
 
@@ -140,6 +148,8 @@ class Prepared:
             self._unstepped.remove(id(optimizer))
             self.first(optimizer)
         if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
+            if id(optimizer) in self._groups and id(optimizer) not in self._unstepped:
+                self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)  # nothing more to ask, until it has others
             return
         self.check_known()
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -178,7 +188,9 @@ class Prepared:
         loop = self._loop
         accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
         for optimizer in self.optimizers:
-            hooks.bind_optimizer(optimizer, loop, self._begins, accumulate=accumulate)
+            if self._remote is not None or self.tables.has(optimizer):
+                self._bindings.remote[id(optimizer)] = self._remote_steps
+            hooks.bind_optimizer(optimizer, loop, self._bindings, accumulate=accumulate)
         if self.context.group.size == 1 and not accumulate and not self.survives:
             return
         handles = self.tables.handles()

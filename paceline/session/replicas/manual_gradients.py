@@ -9,8 +9,7 @@ What was changed in place (clipped, decayed) is what backward has left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgpack
 import torch
@@ -25,11 +24,17 @@ OFTEN: Final = 256  # of so many steps one is looked at, where no loader counts 
 NEAR: Final = 1e-3  # relative difference of what replicas compute alike
 
 
-class ManualGradients:
-    """Looks at the gradients of an optimizer that is about to step. `soon`: the step after which workers meet anyway."""
+class NextMeeting(Protocol):
+    """Meetings of all workers. `next`: the step after which they meet anyway."""
 
-    def __init__(self, loop: TrainingLoop, soon: Callable[[], int]) -> None:
-        self._loop, self._soon = loop, soon
+    next: int
+
+
+class ManualGradients:
+    """Looks at the gradients of an optimizer that is about to step, when it is time: in the first steps, and when workers meet anyway."""
+
+    def __init__(self, loop: TrainingLoop, meetings: NextMeeting) -> None:
+        self._loop, self.meetings = loop, meetings
         self._calls = 0  # outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
@@ -42,22 +47,22 @@ class ManualGradients:
         numbers = sorted({number for theirs in found for number in theirs})
         if not numbers:
             return
-        figures = [_figures(backward.taps[number].parameter.grad) for number in numbers]
+        figures = [_figures(backward.hooks[number].parameter.grad) for number in numbers]
         theirs = [msgpack.unpackb(body) for body in meet("gradients set by the script", msgpack.packb(figures))]
         for number, *values in zip(numbers, *theirs, strict=True):
             if any(not _near(values[0], other) for other in values):
                 sides = "; ".join(f"rank {rank}: {_worded(value)}" for rank, value in enumerate(values))
                 raise UsageError(
-                    f"p.grad of {backward.taps[number].name} was set by the script, and differs between workers ({sides}): only what "
+                    f"p.grad of {backward.hooks[number].name} was set by the script, and differs between workers ({sides}): only what "
                     "loss.backward() adds is exchanged. Use loss.backward(), or set p.grad = run.mean(g) on every worker"
                 )
 
     def _due(self) -> bool:
         loop = self._loop
         if loop.led is not None:
-            return loop.steps < FIRST or loop.steps + 1 >= self._soon()
+            return loop.steps < FIRST or loop.steps + 1 >= self.meetings.next
         self._calls += 1
-        return loop.undo is None and (self._calls <= FIRST or self._calls % OFTEN == 0)
+        return not loop.transaction.recovers and (self._calls <= FIRST or self._calls % OFTEN == 0)
 
 
 def _figures(grad: Tensor | None) -> list[float] | None:

@@ -10,14 +10,17 @@ class StepCount:
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self._steps = steps  # of training, that are over
-        self._at = self._now = self._before = 0
+        self.at = 0  # the present step of training
+        self.now = self._before = 0  # steps of optimizers in it, and in the one before
         self._sure = 0  # the first step of training of which this worker knows all
         self.waits = False  # this worker has just come, and isn't let in yet: nothing of it is compared
 
     def add(self) -> None:
-        """An optimizer steps."""
-        self._move()
-        self._now += 1
+        """Count a step of an optimizer."""
+        steps = self._steps()
+        if steps != self.at:
+            self._move(steps)
+        self.now += 1
 
     def doubt(self) -> None:
         """The workers have become others: what belongs to this step and the next is not compared."""
@@ -30,12 +33,11 @@ class StepCount:
 
     def told(self) -> list[int | None]:
         """The step of training, and the counts of the one before and of itself; None where that isn't known."""
-        self._move()
-        at, sure = self._at, self._at + 2 if self.waits else self._sure
-        return [at, self._before if at > sure else None, self._now if at >= sure else None]
+        if (steps := self._steps()) != self.at:
+            self._move(steps)
+        at, sure = self.at, self.at + 2 if self.waits else self._sure
+        return [at, self._before if at > sure else None, self.now if at >= sure else None]
 
-    def _move(self) -> None:
-        steps = self._steps()
-        if steps != self._at:
-            self._before = self._now if steps == self._at + 1 else 0
-            self._at, self._now = steps, 0
+    def _move(self, steps: int) -> None:
+        self._before = self.now if steps == self.at + 1 else 0
+        self.at, self.now = steps, 0

@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,7 +230,7 @@ def test_where_losses_are_survived_nothing_is_followed() -> None:
 
     def body(run: Run) -> int:
         model, _, _, test = prepared(run)
-        run._loop.undo = SimpleNamespace(begin=lambda passes: None)  # type: ignore[assignment]
+        run._loop.transaction.recovers = True
         evaluate(model, test)
         return run.steps
 

@@ -16,7 +16,7 @@ def test_statistics_of_batchnorm_go_back_turn_after_turn() -> None:
     """Torch changes them without counting it as a change."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
-    backward: Any = SimpleNamespace(passes=1, back=lambda: None)
+    backward: Any = SimpleNamespace(passes=1)
     undo = Rollback(dict, [model], Randomness(torch.device("cpu")), backward)
     for _ in range(3):
         undo.begin(1)

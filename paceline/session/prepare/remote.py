@@ -1,0 +1,81 @@
+"""Optimizers that step on servers, for all of their parameters or for the sparse tables among them. Nothing of it concerns the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.checks import check_memory
+from paceline.sync.abilities import RemoteOptimizer
+
+OwnStep = Callable[..., Any]
+
+
+class RemoteSteps:
+    """Steps and clips on servers, on behalf of one run. `sync`: its strategy, where that steps all else than tables."""
+
+    def __init__(self, loop: TrainingLoop, sync: RemoteOptimizer | None) -> None:
+        self._loop, self._sync, self._tables = loop, sync, loop.tables
+
+    def step(self, optimizer: Optimizer, own: OwnStep, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
+        """Make a step of `optimizer`, which `own` makes of what is here."""
+        loop, tables = self._loop, self._tables
+        whole, rows = self._sync is not None and self._sync.steps(optimizer), tables.has(optimizer)
+        loop.transaction.stepping(remote=whole or (rows and tables.lasting is not None))
+        if not whole and not rows:
+            result = own(optimizer, *args, **kwargs)
+        else:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            loop.ready("optimizer.step")
+            self._step(optimizer, own, whole=whole)
+            if not loop.acting:
+                return result
+        loop.stepped(optimizer)
+        return result
+
+    def _step(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
+        """Make a step of tables, of all else (`whole`), or of both. Nothing of it is made where the turn comes again."""
+        loop, tables = self._loop, self._tables
+        if whole:
+            loop.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
+        if whole and optimizer.state:
+            check_memory(optimizer, tables.handles())
+        self._push_rows(optimizer, last=not whole)
+        if loop.acting:
+            with tables.hidden(optimizer):
+                self._step_all(optimizer) if whole else own(optimizer)
+        if loop.acting:
+            tables.make(optimizer)
+
+    def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:
+        """Have servers know what the next step of its tables is made of. `last`: nothing else of its step can fail."""
+        loop, tables = self._loop, self._tables
+        if tables.lasting is None or not tables.has(optimizer):
+            tables.give(optimizer)
+        else:
+            loop.transaction.step(lambda: tables.give(optimizer), "optimizer.step", last=last, apart=loop.apart)
+
+    def _step_all(self, optimizer: Optimizer) -> None:
+        """Have all but its tables step on servers; all workers do."""
+        loop, sync = self._loop, self._sync
+        assert sync is not None
+        began = time.perf_counter()
+        loop.transaction.step(lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart)
+        loop.backward.expose(time.perf_counter() - began)
+
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients where they are; give their norm before."""
+        loop, sync = self._loop, self._sync
+        if sync is None or not sync.attached:
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        found = loop.transaction.step(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart)
+        return torch.zeros(()) if found is None else found

@@ -1,0 +1,88 @@
+"""What all workers do together in one step of training, as one act that holds on all of them or on none.
+
+    begin       a turn begins                          exchange    the end of a backward pass
+    rollback    it comes again, as it began            step        a step that is made elsewhere than here
+                                                       collective  rows or numbers that all bring together
+
+`PlainTransaction` is for runs that a lost worker ends. `session.loop.transaction` has the one for runs that go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from paceline.sync.base import Sync
+from paceline.sync.context import SyncContext
+
+T = TypeVar("T")
+Addends = list[tuple[int, Tensor]]  # number and final addend of each parameter that any worker has used
+Deliver = Callable[[int, Tensor, float], None]
+
+
+class Transaction(Protocol):
+    """A step's transaction. `failed`: this turn had an act without a result, on all workers; `recovers`: the run outlives lost workers."""
+
+    failed: bool
+    recovers: bool
+
+    def begin(self, *, leads: bool, passes: int) -> None:
+        """Begin a turn, after one that had so many exchanges of gradients. `leads`: the turn is a step."""
+        ...
+
+    def deliver(self) -> Deliver:
+        """Give what takes the gradients of the pass that begins."""
+        ...
+
+    def exchange(self, act: Callable[[], Addends]) -> Addends:
+        """End a backward pass by `act`; where it has no result, give zeros for what was touched here."""
+        ...
+
+    def stepping(self, *, remote: bool) -> None:
+        """Note that an optimizer is about to step; `remote`: that may fail."""
+        ...
+
+    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
+        """Make a step elsewhere by `act`, or give None where it can't be made. `last`: nothing else of that step can fail."""
+        ...
+
+    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+        """Bring rows together by `act`, once for each batch; give `nothing` where they were had before, or are to come again."""
+        ...
+
+    def rollback(self) -> None:
+        """Go back to where the turn began."""
+        ...
+
+
+class PlainTransaction:
+    """The transaction of a run that ends when a worker is lost: each act is made as it is."""
+
+    failed = False
+    recovers = False
+
+    def __init__(self, sync: Sync, context: SyncContext) -> None:
+        self._sync, self._agreement = sync, context.agreement
+
+    def begin(self, *, leads: bool, passes: int) -> None:
+        """Keep nothing: no turn comes again."""
+
+    def deliver(self) -> Deliver:
+        return self._sync.ready
+
+    def exchange(self, act: Callable[[], Addends]) -> Addends:
+        return self._agreement.attempt(act, "backward") if self._sync.exchanges_in_backward else act()
+
+    def stepping(self, *, remote: bool) -> None:
+        """Keep nothing: no step is undone."""
+
+    def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
+        return self._agreement.wait(act, what) if apart else self._agreement.attempt(act, what)
+
+    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+        return self._agreement.attempt(act)
+
+    def rollback(self) -> None:
+        raise AssertionError("a turn has failed in a run that a lost worker ends")
