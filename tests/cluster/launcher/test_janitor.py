@@ -169,11 +169,12 @@ def test_who_is_ended_is_told():
 def test_who_was_ended_does_nothing_any_more(grouped):
     """A killed process has no environment long before it has ended: it may have just made what is looked for next."""
     body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(60)"
+    name = f"abf{grouped:d}"  # the other one of these tests may run now
     with subprocess.Popen(
-        [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": "abf"}, stdout=subprocess.PIPE
+        [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": name}, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
-        janitor.sweep("abf", [process.pid] if grouped else [], set())
+        janitor.sweep(name, [process.pid] if grouped else [], set())
         assert process.poll() == -9
 
 
