@@ -37,8 +37,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Agreement": "waits, recovery and deadlines are not apart yet",
     "Cluster": "has a method for each thing of a lab that can be changed",
     "ElasticPeers": "speaks every message of the protocol between launchers",
-    "GossipSync": "implements every ability of a strategy",
-    "GradientTracker": "a step's transaction is not an object of its own yet",
+    "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
     "ParameterServerSync": "its parts get the client rather than a link to the servers",
@@ -50,7 +49,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "SharedGroup": "implements every collective",
     "Supervisor": "watches workers, hosts and output in one loop",
     "TorchGroup": "implements every collective",
-    "TrainingLoop": "a step's transaction is not an object of its own yet",
+    "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
 }
 THEIRS = {"grad", "weight", "state"}  # attributes of torch's and numpy's objects that are there to be assigned
 ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects that other modules define
@@ -72,12 +71,12 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
     "paceline.session.loop.batch_use": 15,
     "paceline.session.loop.idle_epochs": 18,
     "paceline.session.loop.step_clock": 1,
-    "paceline.session.loop.turns": 40,
+    "paceline.session.loop.turns": 38,
     "paceline.session.prepare.optimizers": 1,
     "paceline.session.prepare.registry": 2,
-    "paceline.session.record.collector": 8,
+    "paceline.session.record.collector": 7,
     "paceline.session.record.log": 1,
-    "paceline.session.run": 16,
+    "paceline.session.run": 14,
     "paceline.session.start": 5,
     "paceline.session.tables": 5,
     "paceline.sync.compressed": 6,
@@ -142,6 +141,10 @@ def test_no_modules_import_each_other() -> None:
     assert [circle for circle in circles(imports()) if not any(circle <= known for known in CIRCLES.values())] == []
 
 
+def test_circles_on_the_list_are_still_there() -> None:
+    assert [why for why, known in CIRCLES.items() if known not in circles(imports())] == []
+
+
 def test_a_circle_is_seen() -> None:
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from paceline.b import B\n"
     assert imported(hidden, {"paceline.a", "paceline.b"}) == {"paceline.b"}
@@ -167,7 +170,7 @@ def is_large(node: ast.ClassDef) -> bool:
 
 
 def test_classes_are_small() -> None:
-    assert sorted(f"{name}.{node.name}" for name, node in classes() if is_large(node) and node.name not in LARGE_CLASSES) == []
+    assert {node.name for _, node in classes() if is_large(node)} == {*LARGE_CLASSES}  # a class that is small by now leaves the list
 
 
 def test_a_large_class_is_seen() -> None:
@@ -227,7 +230,7 @@ def test_objects_are_changed_by_their_own_module() -> None:
     sources = modules()
     ours = {name for source in sources.values() for name in declared(source)}
     counts = {name: len(found) for name, source in sources.items() if (found := foreign(source, ours))}
-    assert {name: count for name, count in counts.items() if count > ASSIGNED.get(name, 0)} == {}
+    assert counts == ASSIGNED  # lower a number as they become fewer, never raise it
 
 
 def test_a_foreign_assignment_is_seen() -> None:

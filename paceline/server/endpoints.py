@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.comm.rpc import RpcKeys
 from paceline.errors import PacelineError
-
-if TYPE_CHECKING:
-    pass
 
 
 class ServerPool(Protocol):

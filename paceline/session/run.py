@@ -19,9 +19,8 @@ from paceline.data.spec import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
 from paceline.fault import checkpoint
 from paceline.formatting import spell
-from paceline.session.checkpoint import state
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
-from paceline.session.checkpoint.state import RunProgress
+from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.adapter import ElasticRun
 from paceline.session.elastic.departure import Departure
 from paceline.session.elastic.recovery import Recovery, ViewGroups
@@ -56,28 +55,21 @@ class Run:
     """
 
     def __init__(
-        self,
-        worker_context: WorkerContext,
-        context: SyncContext,
-        strategy: Strategy,
-        *,
-        seed: int | None,
-        began: float,
-        comparison: Comparison,
+        self, worker: WorkerContext, context: SyncContext, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
     ) -> None:
-        place = worker_context.place
-        self.rank, self.size, self.local_rank = place.rank, place.size, worker_context.local
-        self.host = worker_context.cluster.of(place.rank).name
-        self.device, self.group = worker_context.device, context.group
-        self.strategy, self.cluster, self.began = strategy, worker_context.cluster, began
+        place = worker.place
+        self.rank, self.size, self.local_rank = place.rank, place.size, worker.local
+        self.host = worker.cluster.of(place.rank).name
+        self.device, self.group = worker.device, context.group
+        self.strategy, self.cluster, self.began = strategy, worker.cluster, began
         self.events: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
-        self._worker_context, self._context, self._agreement = worker_context, context, context.agreement
+        self._worker_context, self._context, self._agreement = worker, context, context.agreement
         subgroups = Subgroups(context, lambda: self.cluster)  # strategies find the workers of a host through it
         sync = strategy.begin(context)
         abilities = resolve(sync)
         self._backward = GradientTracker(sync, context, abilities)
-        self._loop = TrainingLoop(context, self._backward, abilities, self, worker_context.page)
+        self._loop = TrainingLoop(context, self._backward, abilities, self, worker.page)
         self._prepared = Prepared(context, self._backward, self._loop, self.device, subgroups)
         self._collector = LogCollector(self._loop, self._prepared, context, self.event)
         self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, self._collector))
@@ -85,12 +77,12 @@ class Run:
         self._watch.strange, self._prepared.first = self._hints.strange, self._hints.prepared
         self.state = self._prepared.state
         self._progress = RunProgress(self._loop, self._prepared.loaders)
-        self._own = state.WorkerState(Randomness(self.device), sync, abilities, self._prepared.optimizers)
-        tables, patience, pinned = self._prepared.tables, worker_context.deadline, self.device.type == "cuda"
+        self._own = WorkerState(Randomness(self.device), sync, abilities, self._prepared.optimizers)
+        tables, patience, pinned = self._prepared.tables, worker.deadline, self.device.type == "cuda"
         self._saving = CheckpointSaver(self.state, self._own, context, self.event, tables=tables, deadline=patience, pinned=pinned)
         self._endings: list[Callable[[], None]] = []
         self._closed = self._waits = self._joined = False
-        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker_context.replicate!r}"
+        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
         self.seed = collectives.seed(context.agreement, seed, arguments)
         self._comparer = ReplicaComparer(comparison, context, self._prepared, sync, abilities.replicated)
         self._comparer.event, self._comparer.conclude = self.event, self._conclude
@@ -98,7 +90,7 @@ class Run:
         self.state.add("progress", self._progress)
         self._recovery: Recovery | None = None
         if place.worker is not None:
-            self._survive(worker_context)
+            self._survive(worker)
 
     def _survive(self, worker_context: WorkerContext) -> None:
         """Go on when workers are lost: from the first epoch on."""
@@ -262,7 +254,7 @@ class Run:
             return
         while self._progress.epoch < count:
             joined, self._joined = self._joined, False
-            if not joined and self._stop_agreed():  # who has joined did so in the middle of an epoch
+            if not joined and self._collector.stop_agreed():  # who has joined did so in the middle of an epoch
                 return
             self._progress.begin()
             self._hints.begin()
@@ -328,12 +320,6 @@ class Run:
     def stop(self) -> None:
         """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
         self._collector.asked = True
-
-    def _stop_agreed(self) -> bool:
-        collector = self._collector
-        if not collector.stopping:
-            collector.stopping = self._loop.over = any(self._agreement.meet("run.epochs", b"s" if collector.asked else b""))
-        return collector.stopping
 
     # ---- after each step
 

@@ -41,7 +41,7 @@ class StartedServer(NamedTuple):
 
 
 class ServerStarter:
-    """Servers of a job, as one worker starts and reaches them (a `House`). `what` they serve, and what one is called, are for messages."""
+    """Servers of a job, as one worker starts and reaches them (a `ServerPool`). Messages say `what` they serve, and what one is called."""
 
     def __init__(self, worker_context: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
         self._worker_context, self._agreement, self._what, self._kind = worker_context, agreement, what, kind
@@ -168,7 +168,7 @@ class ServerStarter:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    # ---- where losses are survived (`House`)
+    # ---- where losses are survived (`ServerPool`)
 
     def leave(self) -> None:
         for process in self._processes:

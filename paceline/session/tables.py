@@ -5,7 +5,7 @@ optimizer.step     -- gradients of rows --> servers               then its own s
 
 Where workers are not in lockstep, both are made on servers, by the same workers (`sync.freerows`).
 
-Where losses are survived, both are made on all workers or on none (`sync.rowsteps`); a turn that comes again begins with the gradients that
+Where losses are survived, both are made on all workers or on none (`tables.steps`); a turn that comes again begins with the gradients that
 it began with at first.
 """
 

@@ -62,7 +62,7 @@ class GradientTracker:
         self._overwrites: Callable[[int, Tensor], bool] = (
             (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
         )
-        self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the moment
+        self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the state of the step
         self.reached = False  # some worker's pass has touched a parameter, since somebody set this
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.transaction: Transaction = PlainTransaction(sync, context)

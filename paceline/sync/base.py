@@ -78,5 +78,5 @@ class Strategy(Protocol):
     """A strategy as it is written: plain data that `begin` turns into what runs."""
 
     def begin(self, context: SyncContext) -> Sync:
-        """Start running in this scene."""
+        """Start running with these groups."""
         ...

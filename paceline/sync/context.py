@@ -1,10 +1,10 @@
-"""All that a strategy works with: groups, the moment, and the trace."""
+"""All that a strategy works with: groups, the state of the step, and the trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.cancellation import CancelScope
@@ -12,9 +12,6 @@ from paceline.comm.group import Group, Traffic
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
 from paceline.trace import Trace
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -46,7 +43,7 @@ class SideGroup(Protocol):
 
 @dataclass
 class SyncContext:
-    """All that a strategy works with: the group it exchanges in, the meeting of all workers, the moment, and the trace."""
+    """All that a strategy works with: the group it exchanges in, the meeting of all workers, the state of the step, and the trace."""
 
     group: Group
     agreement: Agreement
@@ -56,9 +53,8 @@ class SyncContext:
     announce: Callable[[str], None] = print  # how announcements are made, once each
     native: Callable[[], Group] | None = None  # makes a group of all workers on torch.distributed; collective
     local: Callable[[], Group] | None = None  # the workers of my host; collective
-    servers: Callable[[int | None, int], ServerEndpoints] | None = (
-        None  # starts so many (None: one on each host), each so many times; collective
-    )
+    # starts so many servers (None: one on each host), each so many times; collective
+    servers: Callable[[int | None, int], ServerEndpoints] | None = None
     table_servers: Callable[[int | None, int], ServerEndpoints] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
     survives: bool = False  # the run goes on when workers are lost

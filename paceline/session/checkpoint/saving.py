@@ -67,7 +67,7 @@ class CheckpointSaver:
         self._state, self._own, self._context, self._event = state, own, context, event
         self._patience = max(deadline - EARLIER, deadline / 2)
         self._tables, self._pinned = tables, pinned
-        self._endpoints: CopyMemory | None = None
+        self._memory: CopyMemory | None = None
         self._writing: BackgroundWrite | None = None
         self._failure: CheckpointError | None = None  # in the background, not raised yet
         self._promised: Path | None = None  # what the last save in the background is to become
@@ -116,9 +116,9 @@ class CheckpointSaver:
             path = checkpoint.write(folder, state, step, own=own, keep=keep, more=stored.images(self._tables.kept))
             self._count(state.nbytes, time.perf_counter() - began)
             return path
-        self._endpoints = self._endpoints or CopyMemory(pinned=self._pinned)
-        state = state.hold(self._endpoints, 0)
-        own[self._context.group.rank] = own[self._context.group.rank].hold(self._endpoints, 1)
+        self._memory = self._memory or CopyMemory(pinned=self._pinned)
+        state = state.hold(self._memory, 0)
+        own[self._context.group.rank] = own[self._context.group.rank].hold(self._memory, 1)
         target = checkpoint.free(folder, step)
         self._writing = BackgroundWrite(
             f"step {step}",
@@ -180,7 +180,7 @@ class CheckpointSaver:
     def end(self) -> None:
         """The run is over, however it ended: wait for a write under way, and let go of the memory."""
         self.wait()
-        self._endpoints = None
+        self._memory = None
 
     # ---- coming back
 

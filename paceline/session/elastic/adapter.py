@@ -1,4 +1,4 @@
-"""The run as its survival sees it: what moves to other groups, and what is handed to who has just come."""
+"""The run as its recovery sees it: what moves to other groups, and what a worker that has just come is given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION = 2  # of what is handed over
 
 
 class ElasticRun:
-    """See `recovery.Heart`. `moved` is told of other groups, `facts` and `learn` are what the run itself hands over."""
+    """A run that goes on when workers are lost. `moved` is told of other groups; `facts` and `learn` are what the run itself hands over."""
 
     leaving: Departure
 

@@ -71,7 +71,7 @@ class JoinRequest:
 
 
 class SurvivingRun(Protocol):
-    """What survives: the run, as its survival sees it."""
+    """What survives: the run, as its recovery sees it."""
 
     def regroup(self, founded: ViewGroups) -> None:
         """Take everything over to other groups."""
@@ -345,11 +345,11 @@ class Recovery:
         mine = body if group.rank in givers.values() else b""
         heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
         sends = [(rank, torch.frombuffer(bytearray(mine), dtype=torch.uint8)) for rank, giver in givers.items() if giver == group.rank]
-        endpoints = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
-        group.exchange(sends, [] if endpoints is None else [(givers[group.rank], endpoints)]).wait()
+        received = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
+        group.exchange(sends, [] if received is None else [(givers[group.rank], received)]).wait()
         right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
-        if endpoints is not None:
-            found = self._heart.take(endpoints.numpy().tobytes())
+        if received is not None:
+            found = self._heart.take(received.numpy().tobytes())
             self.fresh = False
             if found != right:
                 raise Mismatch(f"the state that rank {givers[group.rank]} handed over is not what most workers have")
@@ -388,9 +388,7 @@ class Recovery:
             door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
         reaches = [f"reach/{worker}" for worker in door.roster.workers]
         if door.here.has(reaches):  # as all say after a loss
-            decide(
-                {worker: WorkerProgress(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers}
-            )  # raises if nobody has the state
+            decide({worker: WorkerProgress(*door.here.take(f"reach/{worker}")) for worker in door.roster.workers})  # or raises
         return door.here.has(["admitted"])
 
     def _enter(self, door: JoinRequest) -> None:

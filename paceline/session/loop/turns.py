@@ -45,7 +45,7 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside o
 
 
 class TrainingLoop:
-    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the scene."""
+    """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the context."""
 
     def __init__(
         self, context: SyncContext, backward: GradientTracker, abilities: Abilities, beat: StepListener, page: Page | None = None
@@ -91,9 +91,8 @@ class TrainingLoop:
         """The turn that backward passes and optimizers belong to: the innermost training one, else the innermost."""
         if len(self._open) < 2:
             return innermost(self._open)
-        return innermost([progress for progress in self._open if progress.turn is not None and progress.turn.train]) or innermost(
-            self._open
-        )
+        training = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
+        return innermost(training) or innermost(self._open)
 
     @property
     def led(self) -> Turn | None:
@@ -379,6 +378,10 @@ class TrainingLoop:
         if self.frozen and any(slot.parameter.requires_grad for slot in self.frozen):
             self.backward.watch([slot for slot in self.frozen if slot.parameter.requires_grad])
             self.frozen = [slot for slot in self.frozen if not slot.parameter.requires_grad]
+
+    def stop(self) -> None:
+        """Give no more steps of training loaders, as all have agreed to stop."""
+        self.over = True
 
     def place(self, steps: int) -> None:
         """Stand at this step (after a resume)."""

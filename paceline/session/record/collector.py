@@ -44,6 +44,16 @@ class LogCollector:
         self.log = log
         log.adds = self.sample_queue is not None
 
+    def stop_agreed(self) -> bool:
+        """Whether all stop now, as one of them has asked to. Collective until they do."""
+        if not self.stopping and any(self._context.agreement.meet("run.epochs", b"s" if self.asked else b"")):
+            self._stop()
+        return self.stopping
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self._loop.stop()
+
     def step_ended(self) -> None:
         """A step is over."""
         if self._loop.steps < self.next:
@@ -66,7 +76,7 @@ class LogCollector:
         reason = self.log.absorb([a[0] for a in answers], [a[3] for a in answers], agreement.hosts)
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
-            self.stopping = self._loop.over = True
+            self._stop()
             for loader in self._prepared.loaders:
                 if loader.terms.training:
                     loader.finish()

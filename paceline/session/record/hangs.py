@@ -34,7 +34,7 @@ class HangDetector:
     def __init__(self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None) -> None:
         self._place, self._agreement, self._late_after = place, agreement, late_after
         self._given_up = giving_up(deadline)
-        self._listens = place.worker is None  # else it hears of views, too, and another thread listens (`orders.Orders`)
+        self._listens = place.worker is None  # else it hears of views, too, and another thread listens (`commands.CommandPipe`)
         self._borne = 0.0  # seconds
         self._over = threading.Event()
         if place.stack_fd is not None:  # other launchers than `paceline run` ask nobody

@@ -226,7 +226,7 @@ class ReplicaComparer:
         device = next(iter(values.values())).device
         sends = [(to, _bundle([values[name] for name in names], device)) for (source, to), names in ways.items() if source == group.rank]
         mine = {source: names for (source, to), names in ways.items() if to == group.rank}
-        sizes = {source: sum(_endpoints(values[name]) for name in names) for source, names in mine.items()}
+        sizes = {source: sum(_padded_bytes(values[name]) for name in names) for source, names in mine.items()}
         rooms = {source: torch.empty(size, dtype=torch.uint8, device=device) for source, size in sizes.items()}
         group.exchange(sends, list(rooms.items())).wait()
         taken: dict[str, Tensor] = {}
@@ -290,15 +290,15 @@ def _mixed(kinds: Sequence[str]) -> str:
     return "; ".join(sides) if len(by_kind) > 1 else ""
 
 
-def _endpoints(tensor: Tensor) -> int:
-    """Bytes that it takes in a message."""
+def _padded_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor takes in a message, filled up to whole words."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 
 def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Their bytes, one after the other."""
-    message = torch.zeros(sum(map(_endpoints, tensors)), dtype=torch.uint8, device=device)
-    for tensor, place in zip(tensors, message.split([_endpoints(tensor) for tensor in tensors]), strict=True):
+    message = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
+    for tensor, place in zip(tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True):
         data = flat(tensor)
         place[: data.numel()].copy_(data)
     return message
@@ -306,6 +306,6 @@ def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _unbundled(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that were put together, which are like these."""
-    places = message.split([_endpoints(tensor) for tensor in like])
+    places = message.split([_padded_bytes(tensor) for tensor in like])
     sizes = [tensor.numel() * tensor.element_size() for tensor in like]
     return [place[:size].view(x.dtype).view(x.shape) for place, size, x in zip(places, sizes, like, strict=True)]

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
-
-from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
-
-
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.sync.base import Slot
 
 

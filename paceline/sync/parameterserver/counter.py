@@ -1,4 +1,4 @@
-"""What a worker that is not in lockstep asks the keeper for, where no loss is survived (`turnstile` where it is)."""
+"""What a worker that is not in lockstep asks the scheduler for, where no loss is survived (`sample_queue` where it is)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LockstepSampleQueue:
-    """What the keeper is asked for: samples, and whether to go on (`Desk`)."""
+    """What the scheduler is asked for: samples, and whether to go on (a `SampleQueue`)."""
 
     def __init__(self, client: ParameterServerSync) -> None:
         self._client = client
@@ -44,7 +44,7 @@ class LockstepSampleQueue:
         return None if found is None else (found[0], found[1], found[2])
 
     def pause(self) -> None:
-        """See `Desk`: where no loss is survived nobody is let in."""
+        """Let nobody in, as no loss is survived here."""
 
     def leave(self) -> None:
         """I take no more turns in this epoch: nobody waits for me."""

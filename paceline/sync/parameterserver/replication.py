@@ -5,7 +5,7 @@
     then                  it counts
     a host leaves         the same for what nobody else keeps; once those copies count, its servers don't any more, and it goes
 
-When that is, and what the others do meanwhile, is a matter of the pace: between two turns (`renewal`), or in a meeting (`enduring`).
+When that is, and what the others do meanwhile, differs: between two turns (`renewal`), or in a meeting (`consistency_elastic`).
 Some workers may have come further than others when the next is lost: so all say with whom they are missing which copies they start, which
 have been taken in, and which servers have left.
 """

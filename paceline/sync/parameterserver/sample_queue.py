@@ -1,4 +1,4 @@
-"""What a worker asks the keeper for where losses are survived: samples, and whether to go on (a `Desk`). What it knows outlives the keeper.
+"""What a worker asks the scheduler for where losses are survived: samples, and whether to go on. It outlives the scheduler.
 
     taken     | piece 4 | piece 6 | piece 7 |     the oldest is that of the turn under way; a tick takes it away
     carried   | piece 1 | piece 3 |               turns that are over, whose gradients are in no step yet (accumulated by hand)

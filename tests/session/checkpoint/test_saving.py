@@ -176,12 +176,12 @@ def test_memory_is_used_again_and_let_go(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         def each(step: int) -> None:
             run.save(background=True)
-            assert run._saving._endpoints is not None
-            places.append(run._saving._endpoints.place(0, 1).data_ptr())
+            assert run._saving._memory is not None
+            places.append(run._saving._memory.place(0, 1).data_ptr())
 
         train(run, each)
         run.close()
-        assert run._saving._endpoints is None
+        assert run._saving._memory is None
 
     workers(1, body, folder=tmp_path)
     assert len(places) == 5 and len(set(places)) == 1

@@ -31,10 +31,10 @@ class Small(FileIO):
     """A file on a disk that takes 30 bytes, and 7 at a time."""
 
     def write(self, data: Any, /) -> int:
-        endpoints = 30 - os.fstat(self.fileno()).st_size
-        if endpoints <= 0:
+        left = 30 - os.fstat(self.fileno()).st_size
+        if left <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(memoryview(data)[: min(7, endpoints)])
+        return super().write(memoryview(data)[: min(7, left)])
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
