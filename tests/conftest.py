@@ -39,7 +39,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 * len(os.sched_getaffinity(0))
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at, and before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with their tiers, put the groups first, and mix what waits (programs) with what computes."""
     tiers = [_tier(item) for item in items]
@@ -48,12 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, tier in zip(items, tiers, strict=True):
         seen[tier] += 1
         places[item.nodeid] = seen[tier] / sizes[tier]
-        names, fixtures = _uses(item)
-        if group := "lab" if fixtures & LAB else next((group for group in GROUPS if group in names), ""):
+        if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))
             places[item.nodeid] = GROUPS.index(group) - len(GROUPS)
         item.add_marker(tier)
     items.sort(key=lambda item: places[item.nodeid])
+
+
+def _group(item: pytest.Item) -> str:
+    """Name the group of tests that run one after another; empty for a test of none."""
+    names, fixtures = _uses(item)
+    return "lab" if fixtures & LAB else next((group for group in GROUPS if group in names), "")
 
 
 def _tier(item: pytest.Item) -> str:
@@ -71,8 +76,11 @@ def _uses(item: pytest.Item) -> tuple[set[str], set[str]]:
     return {mark.name for mark in item.iter_markers()}, set(getattr(item, "fixturenames", ()))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is there before the first test is there for good: nobody looks for garbage in it, here or in the processes that are forked."""
+    if session.config.getoption("loadgroup", False):
+        loose = [item.nodeid for item in session.items if (group := _group(item)) and not item.nodeid.endswith(f"@{group}")]
+        assert not loose, f"pytest-xdist makes no groups with this pytest, and these run one after another: {loose[:3]}"
     gc.collect()
     gc.freeze()
 

@@ -87,3 +87,20 @@ def resumes(strategy: Strategy, size: int, folder: Path, hosts: tuple[int, ...] 
     workers(size, lambda run: steps(run, 7), strategy=strategy, hosts=hosts, folder=folder / "b")
     later = workers(size, lambda run: steps(run, 6, resume=True), strategy=strategy, hosts=hosts, folder=folder / "b")
     assert all(torch.equal(one, other) for one, other in zip(later, straight, strict=True))
+
+
+def evaluates_before_steps(run: Run) -> tuple[Tensor, Tensor]:
+    """Train with an evaluation between each backward and its step; give the parameters before the end, and after."""
+    net = model()
+    net, opt, loader = run.prepare(net, sgd(net), batches())
+    test = run.prepare(batches(), train=False)
+    for _ in run.epochs(2):
+        for x, y in loader:
+            F.mse_loss(net(x), y).backward()
+            for _x, _y in test:
+                break
+            opt.step()
+            opt.zero_grad()
+    before = parameters(net)
+    run._loop.finish()
+    return before, parameters(net)

@@ -14,6 +14,8 @@ from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
 from paceline.lab.cgroups import Base
 
+pytestmark = pytest.mark.lab  # cleaning and labs side by side take each other's for remains
+
 
 def test_living_labs_and_groups_in_use_are_left_alone(pair):
     cluster = pair()

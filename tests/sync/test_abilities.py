@@ -123,12 +123,12 @@ ABLE: list[tuple[Strategy, set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "able"), ABLE, ids=[type(strategy).__name__ for strategy, _ in ABLE])
-def test_what_each_strategy_can(strategy: Strategy, able: set[str]) -> None:
+@pytest.mark.parametrize(("strategy", "expected"), ABLE, ids=[type(strategy).__name__ for strategy, _ in ABLE])
+def test_what_each_strategy_can(strategy: Strategy, expected: set[str]) -> None:
     def found(run: Run) -> set[str]:
         return {name for name, ability in vars(run._own.abilities).items() if ability is not None}
 
-    assert workers(2, found, strategy=strategy) == [able, able]
+    assert workers(2, found, strategy=strategy) == [expected, expected]
 
 
 def test_no_step_of_plain_all_reduce_asks_for_more_than_the_core() -> None:

@@ -29,24 +29,8 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.data.loader import ShareLoader
 from paceline.errors import DataError, UsageError
 from paceline.session.run import Run
+from tests.harness.models import fill, net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
-
-
-def net(seed: int = 0) -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    return fill(model, seed)
-
-
-def fill(model: nn.Module, seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def advance(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:

@@ -19,7 +19,7 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip, GossipSync
-from tests.harness.local_training import adam, model, reference, resumes, runs, sgd, train
+from tests.harness.local_training import adam, evaluates_before_steps, model, reference, resumes, runs, sgd, train
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
@@ -147,21 +147,6 @@ def test_one_worker_and_notation() -> None:
 
 
 def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:
-    def body(run: Run) -> tuple[Tensor, Tensor]:
-        net = model()
-        net, opt, loader = run.prepare(net, sgd(net), batches())
-        test = run.prepare(batches(), train=False)
-        for _ in run.epochs(2):
-            for x, y in loader:
-                F.mse_loss(net(x), y).backward()
-                for _x, _y in test:
-                    break
-                opt.step()
-                opt.zero_grad()
-        before = parameters(net)
-        run._loop.finish()
-        return before, parameters(net)
-
-    (one, together), (other, also), *_ = workers(5, body, strategy=Gossip("ring"))
+    (one, together), (other, also), *_ = workers(5, evaluates_before_steps, strategy=Gossip("ring"))
     assert not torch.equal(one, other) and torch.equal(together, also)
     assert distance(together, runs(AllReduce(), size=5, epochs=2)) < 1e-2

@@ -20,7 +20,7 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.localsgd.outer import average, nesterov
 from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync, adaptive
-from tests.harness.local_training import adam, model, reference, resumes, runs, sgd, train
+from tests.harness.local_training import adam, evaluates_before_steps, model, reference, resumes, runs, sgd, train
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
@@ -245,21 +245,6 @@ def test_notation() -> None:
 
 
 def test_an_evaluation_between_backward_and_step_hides_no_step() -> None:
-    def body(run: Run) -> tuple[Tensor, Tensor]:
-        net = model()
-        net, opt, loader = run.prepare(net, sgd(net), batches())
-        test = run.prepare(batches(), train=False)
-        for _ in run.epochs(2):
-            for x, y in loader:
-                F.mse_loss(net(x), y).backward()
-                for _x, _y in test:
-                    break
-                opt.step()
-                opt.zero_grad()
-        before = parameters(net)
-        run._loop.finish()
-        return before, parameters(net)
-
-    (one, together), (other, also), _ = workers(3, body, strategy=LocalSGD(3))
+    (one, together), (other, also), _ = workers(3, evaluates_before_steps, strategy=LocalSGD(3))
     assert not torch.equal(one, other) and torch.equal(together, also)
     assert distance(together, runs(AllReduce(), epochs=2)) < 1e-2
