@@ -274,17 +274,19 @@ class Supervisor:
 
     def _judge(self, now: float) -> None:
         """Name the worker that failed first, when it has had the time to show itself."""
-        suspects = [failure for worker in self._workers if (failure := self._suspect(worker)) is not None]
-        if not suspects:
+        if not self._suspects():
             return
         self._signed_at = self._signed_at or now
-        first = _cause(suspects)
+        first = _cause(self._suspects())  # asked again: after the first sign, one that left without a word is among them
         grace = _ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS
         if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
             grace += _LAST_WORDS_SECONDS  # a record comes before the words, which the other hosts shall see too
         if now - self._signed_at > grace or all(worker.ended is not None for worker in self._workers):
             self._failure, self._told_at = first, now
             self._peers.tell_failed(first)
+
+    def _suspects(self) -> list[Failure]:
+        return [failure for worker in self._workers if (failure := self._suspect(worker)) is not None]
 
     def _suspect(self, worker: WorkerProcess) -> Failure | None:
         """The failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""

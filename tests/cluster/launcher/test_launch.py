@@ -265,6 +265,21 @@ raise RuntimeError("connection reset by peer")
         code, _, err = launch(script(body), 2).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
 
+    def test_leaving_without_a_word_is_the_cause_of_echoes_seen_at_the_same_time(self, script, launch, tmp_path):
+        """A launcher that had no processor for a moment finds both workers ended."""
+        waits = "open(f'here{rank}', 'w')\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+        launched = launch(script(JOINED + waits + "if rank == 1: os._exit(0)\nraise WorkerLost('rank 1 is gone')"), 2)
+        wait_for(lambda: all((tmp_path / f"here{rank}").exists() for rank in range(2)))
+        children = psutil.Process(launched.process.pid).children()
+        workers = [child for child in children if "script.py" in " ".join(child.cmdline())]
+        launched.process.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        wait_for(lambda: all(worker.status() == psutil.STATUS_ZOMBIE for worker in workers))
+        launched.process.send_signal(signal.SIGCONT)
+        code, _, err = launched.end()
+        assert len(workers) == 2 and code == 1
+        assert "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1], err
+
     @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
         joined = textwrap.indent(JOINED + "events.closed(place)\n", "    ")
