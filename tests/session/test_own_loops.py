@@ -23,6 +23,7 @@ with pl.start() as run:
         time.sleep(0.2 * ((run.rank + step) % 2))
         model(ids).square().mean().backward()
         if os.environ.get("DIES") and run.rank == 1 and step == 3:
+            time.sleep(1.0)  # the other one waits for it by then: it notices at once, and has the time to say so
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
