@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import os
 import signal
@@ -81,6 +82,7 @@ def abandon() -> NoReturn:
 
 def keep(three: Sequence[int], given: Sequence[int]) -> None:
     """These descriptors alone, the first three as input, output and errors."""
+    gc.freeze()  # garbage of the process this was forked from is never looked for here: it would close descriptors that are others' by then
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in three]
     for number, descriptor in enumerate(above):
         os.dup2(descriptor, number)
