@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import suppress
 
-import psutil
 import pytest
 
 from paceline import lab
@@ -70,15 +69,16 @@ class TestHost:
 
 class TestQuotas:
     @pytest.mark.slow
+    @pytest.mark.timeout(300)
     def test_processors(self, quotas, pair):
         cluster = pair(processors=0.25)
         assert cluster.quota_of(0) == 0.25
-        assert 0.15 < spin(cluster, 0) < 0.35
+        assert spin(cluster, 0) < 0.35
         cluster.quota(0, 0.5)
-        assert 0.35 < spin(cluster, 0) < 0.6
+        wait_for(lambda: 0.35 < spin(cluster, 0) < 0.6, 120)  # others may need the cores for a while
         cluster.quota(0, None)
         assert cluster.quota_of(0) is None and cluster.quota_of(1) == 0.25
-        assert spin(cluster, 0) > 0.5 or psutil.cpu_percent(0.2) > 90  # others may need the cores
+        wait_for(lambda: spin(cluster, 0) > 0.6, 120)
 
     def test_a_first_quota_reaches_processes_that_run_already(self, quotas, pair):
         cluster = pair()
