@@ -203,7 +203,7 @@ class RunTables:
             )
 
     def fingerprint(self, digest: str) -> str:
-        """This digest of all else, and of the rows in use; the same on all workers. Collective."""
+        """Return one digest of `digest` and of the rows in use, the same on all workers. Collective."""
         if not self.kept:
             return digest
         packed = self._context.agreement.tell("sparse tables", lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]))
@@ -218,13 +218,13 @@ class RunTables:
             self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
 
     def commit(self) -> None:
-        """It is over. Collective, where copies of servers are about to be."""
+        """Keep what the turn has changed. Collective, where copies of servers are about to be made."""
         self._begun = []
         if self.lasting is not None:
             self.lasting.commit()
 
     def back(self) -> None:
-        """It comes again."""
+        """Undo the turn: give each module back what it kept when the turn began."""
         if self.lasting is not None:
             self.lasting.back()
         for module, kept in self._begun:
@@ -249,7 +249,7 @@ class RunTables:
         return [] if found is None else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
 
     def served(self) -> list[Served]:
-        """And when, for the timeline."""
+        """Return what each server has been busy with and when, for the timeline."""
         return [] if self._library is None or not self._context.trace.kept else self._library.wires.served(self._context.deadline)
 
     def form(self) -> str:

@@ -95,7 +95,7 @@ class PendingParameters(Protocol):
     """Parameters that are on their way."""
 
     def use(self, parameters: Collection[Any] | None = None) -> None:
-        """These parameters (None: all) are about to be used where torch may not ask them: they have to be there."""
+        """Wait for the values of these parameters (None: all), which are about to be used where torch doesn't ask for them."""
         ...
 
     def end(self) -> None:
@@ -136,12 +136,12 @@ class RemoteOptimizer(Protocol):
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """See `Run.clip`; nothing is changed here. Collective, if in lockstep."""
+        """Return the norm of the gradients and let servers clip by it, as `Run.clip` says; `p.grad` stays. Collective, if in lockstep."""
         ...
 
     @property
     def copies(self) -> ServerReplication | None:
-        """Who looks after the servers, where losses are survived."""
+        """Return what looks after the copies of servers, or None where losses aren't survived."""
         ...
 
     def servers_begun(self) -> list[str]:
@@ -153,7 +153,7 @@ class RemoteOptimizer(Protocol):
         ...
 
     def served(self) -> list[Served]:
-        """And when, for the timeline."""
+        """Return what each server has been busy with and when, for the timeline."""
         ...
 
 

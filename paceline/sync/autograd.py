@@ -286,7 +286,7 @@ class GradientTracker:
                 )
 
     def computed(self, until: int) -> None:
-        """This worker has computed since the turn began or the last exchange ended; nanoseconds."""
+        """Record that this worker computed until `until` (nanoseconds), since the turn began or the last exchange ended."""
         if self.since:
             self.context.trace.record("compute", "compute", self.since, until)
             self.since = 0

@@ -26,7 +26,7 @@ from paceline.comm.buckets import Bucket
 
 
 class MemoryMaker(Protocol):
-    """Who makes memory that stands in for other memory, and is told of what isn't used any more (a `Reducer`)."""
+    """The part of a `Reducer` that makes memory to stand in for a bucket's, and hears of memory that isn't used any more."""
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 

@@ -68,7 +68,7 @@ class CompressedExchange:
         return chosen
 
     def lay_out(self, buckets: Sequence[Bucket], shapes: Sequence[BucketShape], kinds: Sequence[Kind | None]) -> None:
-        """These are the buckets, of parameters with these shapes and kinds; all states begin anew. Collective."""
+        """Exchange these buckets from now on, of parameters with these shapes and kinds; all states begin anew. Collective."""
         self._buckets = buckets
         self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [[Size(shapes[number].lying) for number in bucket.members] for bucket in buckets]
@@ -172,7 +172,7 @@ class CompressedExchange:
         self._take(best)
 
     def abort(self, index: int | None = None) -> None:
-        """It doesn't; or one bucket is void that was under way."""
+        """Discard the states that the step under way would leave: of all buckets, or of the one at `index`."""
         for number in [*self._next] if index is None else [index]:
             self._next.pop(number, None)
         self._trips.clear()
@@ -238,7 +238,7 @@ class CompressedExchange:
         return self._relay.leads and any(map(keeps, self._states))
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """That; None if there is nothing."""
+        """Return the residuals that this worker alone has, or None if the codec keeps none."""
         return {"residuals": [residuals(state) for state in self._states]} if self.has_unreplicated_state else None
 
     def load_unreplicated_state(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:

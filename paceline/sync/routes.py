@@ -84,7 +84,7 @@ class ScheduledReducer(GroupReducer):
         self._lane, self._schedule = ScheduleQueue(group), schedule
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Reducer.empty`: messages are copied anyway."""
+        """Return ordinary memory, as messages are copied anyway."""
         return torch.empty(numel, dtype=dtype)
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:

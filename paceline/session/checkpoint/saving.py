@@ -74,7 +74,7 @@ class CheckpointSaver:
         self._tally = SaveTally()
 
     def save(self, order: SaveRequest) -> Path:
-        """See `Run.save`; gives the path on all workers."""
+        """Write a checkpoint, or begin one in the background, and return its path on all workers. Collective."""
         began = time.perf_counter()
         checkpoint.check(order.step, order.keep)
         asked = order.background

@@ -41,7 +41,7 @@ class RunProgress:
         self._began_at = [loader.epoch for loader in self._loaders]
 
     def end(self) -> None:
-        """It is over."""
+        """End the epoch under way: it counts as finished."""
         self.epoch += 1
         self._began_at = []
 

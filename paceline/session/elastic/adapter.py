@@ -95,7 +95,7 @@ class ElasticRun:
         return self.buddies.fates(before)
 
     def keepers(self) -> list[ServerReplication]:
-        """Who looks after servers, of each kind that there are by now."""
+        """Return what keeps servers and their copies: the optimizer's, and those of sparse tables, where they exist."""
         found = [None if self._remote is None else self._remote.copies, self._prepared.tables.copies]
         return [copies for copies in found if copies is not None]
 

@@ -81,7 +81,7 @@ class BuddyReplication:
             self._context.announce(f"buddies get no more copies until the workers are others: {courier.broken}")
 
     def depart(self) -> None:
-        """This worker goes: let come what is on its way to its buddy."""
+        """Wait until what is on its way to this worker's buddy has arrived, before this worker leaves."""
         if self.courier is not None:
             self.courier.wait(PATIENCE)
 

@@ -45,7 +45,7 @@ class Departure:
         self._asked |= {wish for wish in wishes if wish is not None}
 
     def join_info(self) -> list[int]:
-        """Whose wishes all have heard, for who has just come."""
+        """Return the numbers of the workers whose wish to leave all know of, for a worker that has just joined."""
         return sorted(self._asked)
 
     # ---- in lockstep

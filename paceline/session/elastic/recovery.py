@@ -94,7 +94,7 @@ class SurvivingRun(Protocol):
         ...
 
     def depart(self) -> None:
-        """This worker goes: what is on its way from it to others comes there first."""
+        """Wait until what this worker is sending to others has arrived, before it leaves."""
         ...
 
     def fates(self, before: tuple[int, ...]) -> str:
@@ -245,7 +245,7 @@ class Recovery:
     # ---- coming
 
     def depart(self) -> None:
-        """This worker goes, between two turns."""
+        """Prepare this worker's leaving, between two turns."""
         self._heart.depart()
 
     def news(self) -> list[Any]:

@@ -34,7 +34,7 @@ NOTHING_TRAINED = (
 
 
 class StepListener(Protocol):
-    """Who wants to know of each finished step."""
+    """Whatever is called after each finished step."""
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
         """Step `turn` of a training loader is over; where its time went."""

@@ -82,7 +82,7 @@ def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> I
 
 
 def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
-    """Those of `found` whose parameters are not among `known`."""
+    """Yield the slots of `found` whose parameters are not among those of `known`."""
     there = {id(slot.parameter) for slot in known}
     return (slot for slot in found if id(slot.parameter) not in there)
 

@@ -61,7 +61,9 @@ class Prepared:
         return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        """See `Run.prepare`; `given` has None for each option that the call doesn't say."""
+        """Prepare a script's objects and return them, in their order. `given` is None for each option that the call of `Run.prepare` leaves
+        out.
+        """
         kinds = [checks.kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):

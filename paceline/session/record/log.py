@@ -142,7 +142,7 @@ class MetricsLog:
         self._open.clear()
 
     def place(self, number: int) -> None:
-        """So many steps were finished in the logs of the others before this one began."""
+        """Begin at step `number`: the other workers had finished so many when this one joined."""
         self._number = number
         self._drained = (number, self._clock())
 

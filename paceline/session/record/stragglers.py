@@ -90,7 +90,10 @@ def _enough(flushes: Sequence[_FlushMeans]) -> bool:
 
 
 def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Sequence[str]) -> str:
-    """Who makes the others wait, for how long, and what to do: `work` are the seconds of each rank in a step of so many."""
+    """Say which workers make the others wait, for how long, and what to do.
+
+    `work` has the seconds that each rank computes in a step, `late` the slow ranks; a step takes `step` seconds.
+    """
     others = [mine for rank, mine in enumerate(work) if rank not in late]
     lateness = statistics.median(work[rank] for rank in late) - statistics.median(others)
     where = dict.fromkeys(hosts[rank] for rank in sorted(late))

@@ -21,7 +21,7 @@ class TotalSteps:
         tell(given)
 
     def begin(self, epochs: int, loaders: Sequence[ShareLoader]) -> None:
-        """So many epochs are to be trained with some of these."""
+        """Begin a training of so many epochs, led by one of these loaders."""
         self._epochs, self._leading = epochs, []
         possible = [loader for loader in loaders if loader.terms.train is not False]
         if len(possible) == 1:

@@ -153,9 +153,9 @@ class ReplicaComparer:
         self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int) -> None:
-        """So many steps are over, on all workers: compare, if it is time, and if replicas are equal now.
+        """Compare replicas after step `steps`, if a comparison is due and replicas should be equal now. Collective.
 
-        Raises `ReplicasDiffer`, on all workers, if they are not what they ought to be and aren't healed.
+        Raises `ReplicasDiffer`, on all workers, if they differ and aren't healed.
         """
         if self._every is not None and steps in EARLY and self._mirrored.watches and self._context.group.size > 1:
             self._see_buffers()

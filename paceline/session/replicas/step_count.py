@@ -27,7 +27,7 @@ class StepCount:
         self._sure = self._steps() + 2
 
     def enter(self) -> None:
-        """This worker was let in."""
+        """Begin on a worker that was let into a running job."""
         self.waits = False
         self.doubt()
 

@@ -1,4 +1,4 @@
-"""Who talks to whom in gossip, as data: for each step a matrix of weights, with a proof that everybody's values come together.
+"""Graphs of gossip as data: for each step a matrix of weights, with a proof that the values of all workers come together.
 
     ring          each with its two neighbours, a third each                              W = 1/3 on three diagonals
     exponential   each hears one: the rank 1, 2, 4, ... before it, in turn                 W = 1/2 (I + shift by 2^k)   (Assran et al. 2019)
