@@ -1,6 +1,6 @@
-"""How an error of ours that nobody catches is shown, and Ctrl-C: the lines of the user's script that led to it, and its message.
+"""Shows an uncaught error of paceline, or Ctrl-C, briefly: the lines of the user's script that led to it, and its message.
 
-What lies between is ours and torch's, and tells a user nothing; `python -X dev` shows it.
+Lines of paceline and torch between them tell a user nothing; `python -X dev` shows them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from paceline import callsite
 from paceline.errors import PacelineError
 
-BRIEFLY = (PacelineError, KeyboardInterrupt)  # where in our waits an interrupt comes says as little
+BRIEFLY = (PacelineError, KeyboardInterrupt)  # it says little where in our waits an interrupt came
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def brief(error: BaseException, trace: TracebackType | None) -> str:
-    """The traceback of an error, with the user's own lines alone."""
+    """Format the traceback of an error with the user's own lines alone."""
     told = traceback.TracebackException(type(error), error, trace, compact=True)
     _shorten(told)
     return "".join(told.format())
@@ -50,18 +50,18 @@ def _shorten(told: traceback.TracebackException) -> None:
 
 
 def _leads(told: traceback.TracebackException | None) -> bool:
-    """Whether an error came from a script's own code, which one of ours was raised for."""
+    """Whether an error came from a script's own code, so that it explains the error of ours that followed."""
     return told is not None and any(callsite.scripted(frame.filename) for frame in told.stack)
 
 
 def surface() -> None:
-    """From now on uncaught errors of ours are shown so, unless somebody else shows them: what has failed ends its process as a rule."""
+    """Show uncaught errors briefly from now on, unless another exception hook is set."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show
 
 
 def surfacing(function: Callable[P, T]) -> Callable[P, T]:
-    """Have errors of ours that leave this function shown so."""
+    """Show errors of ours that leave this function briefly. A decorator."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Builds the group of all workers from where they stand: shared memory inside a host, the network between hosts, NCCL between GPUs."""
+"""Builds the group of all workers: shared memory inside a host, the network between hosts, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ORDERED_STORES = ("x86_64", "AMD64")  # processors on which counters in shared m
 
 @dataclass
 class WorkerContext:
-    """Where this worker stands, and what it can meet the others by."""
+    """Place of this worker, and its means to meet the others."""
 
     place: Place
     store: Store
@@ -46,29 +46,29 @@ class WorkerContext:
     natives: int = 0
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
-    cancel_scope: CancelScope = field(default_factory=CancelScope)  # of all groups made from here
-    watching: HangDetector | None = None  # where a launcher asks where its workers are (paceline run)
+    cancel_scope: CancelScope = field(default_factory=CancelScope)  # cancels waits of all groups made with this context
+    watching: HangDetector | None = None  # answers a launcher that asks what its workers do (`paceline run`)
     world: DefaultProcessGroup | None = None  # torch.distributed's default group, for libraries that ask for it
 
     @property
     def local(self) -> int:
-        """My number among the workers of my machine."""
+        """Number of this worker among those of its machine."""
         return self.cluster.of(self.place.rank).ranks.index(self.place.rank)
 
     @property
     def home(self) -> str:
-        """My launcher, as no other is called: what it has started ends with it."""
+        """Unique name of this worker's launcher; what the launcher has started ends with it."""
         return f"{self.place.hostname}/{os.getppid()}"
 
     def native(self) -> Group:
-        """Another group of all workers, on torch.distributed; collective."""
+        """Make another group of all workers, on torch.distributed. Collective."""
         self.natives += 1
         backend = "nccl" if self.device.type == "cuda" and _own_devices(self) else "gloo"
         return network(self, f"native{self.natives}", backend=backend)
 
 
 def choose_device(asked: str | None, local: int) -> torch.device:
-    """The device of a worker: the one asked for, else a GPU of its own (or shared, when there are fewer), else the processor."""
+    """Choose the device of a worker: the one asked for, else a GPU of its own (shared if there are fewer), else the processor."""
     if asked is not None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", str(asked)) is None:
             raise UsageError(f"device={asked!r} is not supported; possible are 'cpu' and 'cuda', 'cuda:0', ...")
@@ -90,7 +90,7 @@ def choose_device(asked: str | None, local: int) -> torch.device:
 
 
 def everyone(worker_context: WorkerContext) -> Group:
-    """The group of all workers."""
+    """Make the group of all workers. Collective."""
     if worker_context.place.size == 1:
         return SoloGroup()
     if worker_context.device.type == "cuda":
@@ -114,7 +114,7 @@ def everyone(worker_context: WorkerContext) -> Group:
 
 
 class Subgroups:
-    """Groups that some runs need beside that of all workers: made when they are, and again when the workers are others."""
+    """Groups that only some runs need beside that of all workers. Each is made on first use, and again when the workers change."""
 
     def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
         self.norms: Group | None = None
@@ -123,7 +123,7 @@ class Subgroups:
         context.local = self.within_host
 
     def everyone(self) -> Group:
-        """All workers, in a group of its own: layers exchange while buckets are under way."""
+        """Return a second group of all workers, in which layers exchange while buckets are under way. Collective at first."""
         if self.norms is None:
             self.norms = self._context.group.sub(range(self._context.group.size))
             assert self.norms is not None
@@ -131,19 +131,19 @@ class Subgroups:
         return self.norms
 
     def within_host(self) -> Group:
-        """The workers of my host."""
+        """Return the group of the workers of this host. Collective at first."""
         if self.host is None:
             self.host = within_host(self._context.group, self._hosts())
             self._context.extra_groups.append(self.host)
         return self.host
 
     def forget(self) -> None:
-        """The workers are others now."""
+        """Drop the groups, as the workers have changed."""
         self.norms = self.host = None
 
 
 def within_host(group: Group, cluster: Topology) -> Group:
-    """A group of the workers of my host alone; through shared memory where `group` has that. Collective."""
+    """Make a group of the workers of this host alone, through shared memory where `group` has that. Collective."""
     if isinstance(group, HostsGroup):
         found = group.inner.sub(range(group.inner.size))
     else:
@@ -154,7 +154,7 @@ def within_host(group: Group, cluster: Topology) -> Group:
 
 
 def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
-    """All workers over torch.distributed; collective, `name` once."""
+    """Make a group of all workers over torch.distributed, under a `name` that no other group has. Collective."""
     group = TorchGroup.from_store(
         worker_context.store.sub(name),
         worker_context.place.rank,
@@ -170,7 +170,7 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
 
 
 def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
-    """The default group of torch.distributed; none where a group may lose members, or has one only."""
+    """Make the default group of torch.distributed; None where a group may lose members, or has only one."""
     place = worker_context.place
     if place.size == 1 or place.worker is not None:
         return None
@@ -194,7 +194,7 @@ def _own_devices(worker_context: WorkerContext) -> bool:
 
 
 def _over_hosts(worker_context: WorkerContext) -> Group:
-    """One shared group in each host, one of the first workers of the hosts, one of all; with one worker a host, the last is enough."""
+    """Make a group over several hosts. It has a group inside each host, one of the hosts' first workers, and one of all."""
     place, cluster = worker_context.place, worker_context.cluster
     flat = network(worker_context, "flat")
     if all(len(host.ranks) == 1 for host in cluster.hosts):
@@ -226,7 +226,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
 
 
 def reap(groups: list[Any]) -> None:
-    """Let go of groups that have broken, without anyone waiting for it."""
+    """Close groups that have broken in a thread, so that no caller waits for it."""
 
     def close() -> None:
         for group in groups:

@@ -1,4 +1,4 @@
-"""The run: what a script holds on to from start to end."""
+"""The run, which a script works with from start to end."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Run:
             self._survive(worker)
 
     def _survive(self, worker_context: WorkerContext) -> None:
-        """Go on when workers are lost: from the first epoch on."""
+        """Go on when workers are lost, from the first epoch on."""
         if self.device.type == "cuda":
             raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
         body = ElasticRun(self._context, self._prepared, self._loop, self._own, self._comparer, replicate=worker_context.replicate)
@@ -105,7 +105,7 @@ class Run:
         self._waits = self._watch.tally.waits = recovery.fresh
 
     def open(self, folder: RunFolder, log: MetricsLog, total_steps: int | None = None) -> None:
-        """Take up the run's folder and log."""
+        """Begin to write to the run's folder and log."""
         self.folder, self._log, log.note = folder, log, self._lost
         self._plan = TotalSteps(total_steps, lambda steps: setattr(log, "total_steps", steps))
         self._loop.leads = self._plan.led
@@ -128,7 +128,7 @@ class Run:
 
     @property
     def turn(self) -> Turn | None:
-        """The turn of the loader that is under way."""
+        """The turn under way of a loader; None outside of loops."""
         return self._loop.turn
 
     @property
@@ -151,7 +151,7 @@ class Run:
         readers: Readers | None = None,
         shard: Sharding | None = None,
     ) -> Any:
-        """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready, in any order; gives them back in that order.
+        """Make models, optimizers, DataLoaders, schedulers, GradScalers and metrics ready; return them in the order they were given.
 
         Models, optimizers, schedulers and scalers stay the objects they are; a DataLoader comes back as a loader of my shares. Its batch
         size is the global one. `loss`: whether the loss is a "mean" (default) over the batch or a "sum"; `weigh(batch)` is a batch's weight
@@ -178,7 +178,7 @@ class Run:
     # ---- when workers are lost
 
     def _begin(self) -> None:
-        """All are about to train: losses are survived from here on. Who comes while they do waits here to be let in."""
+        """Survive losses from here on, as all workers are about to train. A worker that joins while they train waits here to be let in."""
         if self._recovery is not None:
             checks.check_schedulers(self._prepared.optimizers, self.state.parts)
         if self._recovery is not None and self._recovery.fresh:
@@ -190,7 +190,7 @@ class Run:
         self._comparer.begin(self.steps)
 
     def _generation(self, loader: ShareLoader) -> int:
-        """How often the workers have become others; between two turns of training those who wait are let in."""
+        """Return how often the group of workers has changed. Between two turns of training, waiting workers are let in."""
         assert self._recovery is not None
         leaves = self._leaving.goes or (self._recovery.orders.leaving and self._collector.sample_queue is not None)
         if leaves and loader.terms.training and self._loop.turn is None:
@@ -207,14 +207,14 @@ class Run:
         return self._recovery.generation
 
     def _wait_for_others(self) -> None:
-        """There are fewer workers than the job needs: save, and wait until others come."""
+        """Save, and wait until others come, as there are fewer workers than the job needs."""
         assert self._recovery is not None
         path = self.save()
         self._lost(f"{self.size} of {self._worker_context.place.min_workers} workers are left: saved {path.name}, and waiting for others")
         self._recovery.wait()
 
     def _depart(self) -> None:
-        """This host is leaving: go, between two turns; the others deal the next one among themselves."""
+        """Leave the job between two turns, as this host is asked to; the others deal the next turn among themselves."""
         self._closed = True
         assert self._recovery is not None
         self._recovery.depart()
@@ -225,7 +225,7 @@ class Run:
         raise SystemExit(0)
 
     def _moved(self, founded: ViewGroups) -> None:
-        """The workers are others now, in the middle of whatever call has failed."""
+        """Go on in the groups of a new view, in the middle of whatever call has failed."""
         worker_context = founded.worker_context
         self._worker_context, self.cluster, self.group = worker_context, worker_context.cluster, founded.group
         self._watch.tally.doubt()
@@ -247,14 +247,14 @@ class Run:
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
+        """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
         self._begin()
         self._plan.begin(count, self._prepared.loaders)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
             joined, self._joined = self._joined, False
-            if not joined and self._collector.stop_agreed():  # who has joined did so in the middle of an epoch
+            if not joined and self._collector.stop_agreed():  # a worker that has joined did so in the middle of an epoch
                 return
             self._progress.begin()
             self._hints.begin()
@@ -268,11 +268,11 @@ class Run:
         self.events.append({"time": time.time() - self.began, "what": what})
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside add up on their own worker; the first one outside exchanges the whole sum."""
+        """Add up backward passes inside of the block on their own worker; the first one outside exchanges the whole sum."""
         return self._loop.quietly()
 
     def clip(self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Clip the gradients of a model or of parameters to a global norm; gives the norm before (None before the last micro-batch)."""
+        """Clip the gradients of a model or of parameters to a global norm; return the norm before (None before the last micro-batch)."""
         self._loop.ready("run.clip")
         if not self._loop.acting:
             return None
@@ -281,7 +281,7 @@ class Run:
         return self._prepared.clip(tensors, max_norm, norm_type)
 
     def log(self, **values: Any) -> None:
-        """Record numbers of this step (one-element tensors, or floats): their means over workers, by samples, are written. Never waits."""
+        """Record numbers of this step (one-element tensors, or floats), whose means over workers, by samples, are written. Never waits."""
         if not self._prepared.loaders:
             self._hints.logged()
         if not self._loop.transaction.failed:
@@ -293,12 +293,12 @@ class Run:
             builtins.print(*values, **options)
 
     def mean(self, x: Tensor | float, weight: float | None = None) -> Any:
-        """The mean of `x` over workers, weighted by `weight` (default: `run.weight`); a float for a float, else a tensor. Collective."""
+        """Return the mean of `x` over workers by `weight` (default: `run.weight`): a float for a float, else a tensor. Collective."""
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt(lambda: collectives.mean(self._agreement, self.group, x, weight))
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
+        """Return the rows (dim 0) of all workers; inside a loop over a loader in data set order, ghosts left out. Collective."""
         ghost = self.turn is not None and self.turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
         return self._loop.gather(lambda: collectives.gather(self._agreement, self.group, x, ghost=ghost), nothing)
@@ -309,7 +309,7 @@ class Run:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """The first worker of each host goes through the block ahead of the others (for downloads). Collective."""
+        """Let the first worker of each host go through the block ahead of the others (for downloads). Collective."""
         if self.local_rank == 0:
             yield
             self._agreement.meet("run.first")
@@ -339,7 +339,7 @@ class Run:
     # ---- state
 
     def save(self, *, keep: int = 3, background: bool = False) -> Path:
-        """Write a checkpoint of everything prepared and kept; the newest `keep` stay. Gives its folder. Collective.
+        """Write a checkpoint of everything prepared and kept, and return its folder; the newest `keep` stay. Collective.
 
         In the loop body the present step counts as taken: save after `optimizer.step()`, at the end of the body. When it returns, the
         checkpoint is on the disk. With `background` it has been copied in the first worker's memory, and a thread there writes it while
@@ -356,8 +356,9 @@ class Run:
     def resume(self, folder: str | Path | None = None) -> bool:
         """Go on from the newest whole checkpoint (of `folder`, a run's; default: of runs called the same before).
 
-        False if there is none at all, which is said. Everything prepared and kept stands then where it was saved, for any number of
+        Returns False, and says so, if there is none at all. Otherwise everything prepared and kept is as it was saved, for any number of
         workers. Collective.
+
         Raises `CheckpointError` if there are some and none can be used.
         """
         asked = [self.folder.path, *self.folder.earlier] if folder is None else [Path(folder)]

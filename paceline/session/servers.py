@@ -1,6 +1,7 @@
 """Starts servers: programs beside the first worker of each host.
 
-They end with the worker that has started them, or, where losses are survived, with the launcher of their host: then others may come to
+They end with the worker that has started them, or, where losses are survived, with the launcher of their host. Then a new worker connects
+to
 them (`join`), and what is lost is started anew in the background (`spawn`, `add`).
 """
 
@@ -41,7 +42,7 @@ class StartedServer(NamedTuple):
 
 
 class ServerStarter:
-    """Servers of a job, as one worker starts and reaches them (a `ServerPool`). Messages say `what` they serve, and what one is called."""
+    """Servers of a job, as one worker starts and reaches them (a `ServerPool`). `what` and `kind` name them in messages."""
 
     def __init__(self, worker_context: WorkerContext, agreement: Agreement, what: str = "ParameterServer", kind: str = "server") -> None:
         self._worker_context, self._agreement, self._what, self._kind = worker_context, agreement, what, kind
@@ -51,17 +52,16 @@ class ServerStarter:
         self._job = self._secret = ""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
-        self._found: dict[int, Any] = {}  # what came of it
+        self._found: dict[int, Any] = {}  # by number: the server that began, or why it did not
         self._folders: list[str] = []
         self._told: list[Callable[[PacelineError], None]] = []
         self._closing = False
         self.next = 0  # number
 
     def begin(self, asked: int | None, copies: int = 1) -> ServerEndpoints:
-        """Start so many servers, each so many times, dealt to hosts in turn; gives where all of them are. Collective.
+        """Start servers, each in several `copies`, dealt to hosts in turn; return where all of them listen. Collective.
 
-        None: as many as the launcher was asked for, else one on each host. Copies are on different hosts, if there are enough.
-
+        `asked` None: as many as the launcher was asked for, else one on each host. Copies are on different hosts, if there are enough.
         Raises `SecretError` where several hosts have no secret of the job.
         """
         worker_context, cluster = self._worker_context, self._worker_context.cluster
@@ -110,7 +110,7 @@ class ServerStarter:
     # ---- the programs
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """A server that begins. One that outlives this worker is in a process group of its own, or would be killed with it."""
+        """Start a server. One that outlives this worker is in a process group of its own, or would be killed with it."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.server.main"],
             stdin=subprocess.PIPE,
@@ -132,7 +132,7 @@ class ServerStarter:
         return process
 
     def _begun(self, process: subprocess.Popen[bytes]) -> list[str]:
-        """Where it listens: between hosts, if there are several, and in this one."""
+        """Return where a server listens: between hosts, if there are several, and inside of this one."""
         poll, seconds = select.poll(), self._worker_context.deadline
         assert process.stdout is not None
         poll.register(process.stdout, select.POLLIN)
@@ -146,7 +146,7 @@ class ServerStarter:
         return found
 
     def _watch(self, numbers: list[int]) -> None:
-        """Tell who wants to know when one of mine ends."""
+        """Watch servers of this worker, so that callers hear when one ends."""
         names = [each.name for each in self._known if each.number in numbers]
         for name, process in zip(names, self._processes[-len(names) :] if names else [], strict=True):
             threading.Thread(target=self._wait, args=(name, process), name="paceline server watch", daemon=True).start()
@@ -158,7 +158,7 @@ class ServerStarter:
                 told(error)
 
     def close(self) -> None:
-        """End them, at once: what they keep is nobody's any more, and a worker that has failed has a second for its last words."""
+        """Kill the servers. What they keep is not needed any more; a worker that has failed has only a second for its last words."""
         self._closing = True
         for process in self._processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""Joins whatever started this process, and gives the run that a script holds on to."""
+"""Joins whatever started this process, and returns the run that a script works with."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
 
 
 def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> WorkerContext:
-    """Meet the others, and find out where all stand."""
+    """Meet the other workers, and find out where all of them are."""
     stand_in()  # before the first socket
     if place.job is not None:
         brand(place.job)
@@ -135,7 +135,7 @@ def _replicating(worker_context: WorkerContext, replicate: Replicate) -> Replica
 
 
 def _context(worker_context: WorkerContext, undo: ExitStack) -> SyncContext:
-    """The group of all, and what strategies work with."""
+    """Make the group of all workers, and the context that strategies work with."""
     group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
@@ -163,21 +163,21 @@ def _watch(worker_context: WorkerContext, agreement: Agreement, late_after: floa
 
 
 def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> RunFolder:
-    """That of the run which this worker joins, or a new one."""
+    """Return the folder of the run that this worker joins, or a new one. Collective."""
     if place.run is not None:
         return RunFolder(Path(place.run[0]))
     return RunFolder.agree(agreement, root, name if name is not None else place.run_name, say=say)
 
 
 def _announce(worker_context: WorkerContext, folder: RunFolder, seed: int) -> None:
-    """Say where the run lies, to who starts others for it and who looks on."""
+    """Tell the launcher and onlookers where the run's folder is."""
     events.opened(worker_context.place, str(folder.path.absolute()), seed)
     if worker_context.page is not None:
         worker_context.page.writes_to(folder.path)
 
 
 def _book(folder: RunFolder, place: Place) -> MetricsWriter | None:
-    """The first worker writes the book; where losses are survived, another one must be able to go on with it."""
+    """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
     if place.rank == 0 and not place.joining:
         return MetricsWriter(folder, StatusLine())
     return None if place.worker is None else MetricsWriter(folder, stands_by=True)
@@ -193,7 +193,7 @@ def _strategy(asked: Any) -> Strategy:
 
 
 class Announcer:
-    """Says things once, on the first worker."""
+    """Prints messages once, on the first worker."""
 
     def __init__(self, first: Callable[[], bool]) -> None:
         self.first = first
@@ -214,7 +214,7 @@ class ExitHooks:
         self._run, self._process = run, os.getpid()
 
     def arm(self) -> None:
-        """Hook into the end of this process; `run.close` takes the hooks out."""
+        """Hook into the end of this process; `run.close` removes the hooks."""
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

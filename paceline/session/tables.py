@@ -1,12 +1,11 @@
-"""The sparse tables of a run: found in the models that are prepared, opened on servers, and stepped when their optimizer is.
+"""The sparse tables of a run: found in prepared models, opened on servers, and stepped with their optimizer.
 
-model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
-optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+    model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
+    optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
 
-Where workers are not in lockstep, both are made on servers, by the same workers (`sync.freerows`).
-
-Where losses are survived, both are made on all workers or on none (`tables.steps`); a turn that comes again begins with the gradients that
-it began with at first.
+Where workers are not in lockstep, both are made on servers, by the same workers (`sync.tables.freerows`).
+Where losses are survived, both are made on all workers or on none (`sync.tables.steps`); a turn that is dealt again begins with the
+gradients that it began with at first.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from paceline.trace import Served
 
 
 class TableView:
-    """What a module sees of its table (`parallel.embedding.Source`)."""
+    """What a module sees of its table (a `parallel.embedding.Source`)."""
 
     def __init__(self, lookup: TableClient, backward: GradientTracker, *, frozen: bool) -> None:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen
@@ -63,7 +62,7 @@ class TableView:
 
 @dataclass
 class RunTable:
-    """A table, and who steps it."""
+    """A table, and the optimizer that steps it."""
 
     name: str
     module: SparseEmbedding
@@ -73,12 +72,12 @@ class RunTable:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its group says now."""
+        """Settings of the table's parameter group as they are now."""
         assert self.optimizer is not None
         return row_optimizers.settings(self.name, self.optimizer, self.group)
 
     def gradient(self) -> TableGradient:
-        """What I give for the next step."""
+        """Return this worker's gradient for the next step."""
         found, spec = self.module.gradient(), self.lookup.spec
         whole = merged(found or [], spec.dim, spec.kind)
         if found:
@@ -87,7 +86,7 @@ class RunTable:
 
 
 class RunTables:
-    """All tables of a run."""
+    """All sparse tables of a run."""
 
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
@@ -98,7 +97,7 @@ class RunTables:
         self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
     def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
-        """The tables in these models that are not open yet, once each."""
+        """Return the tables in these models that are not open yet, once each."""
         found: dict[int, tuple[str, SparseEmbedding]] = {}
         for prefix, model in models:
             for name, module in model.named_modules():
@@ -107,7 +106,10 @@ class RunTables:
         return list(found.values())
 
     def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: UnlockedRows | None = None) -> None:
-        """Take these tables in. Collective. Raises `UsageError` for what can't be honoured. `free`: where workers are not in lockstep."""
+        """Open these tables on servers. Collective. Raises `UsageError` for options that can't be honoured.
+
+        `free`: steps the tables where workers are not in lockstep.
+        """
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
         told = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
@@ -138,7 +140,7 @@ class RunTables:
             self.lasting = RowSteps(self._library, self._library.endpoints.pool)
 
     def handles(self) -> set[int]:
-        """The ids of the parameters that stand for tables."""
+        """Return the ids of the parameters that stand for tables."""
         return {id(kept.module.weight) for kept in self.kept}
 
     def has(self, optimizer: Any) -> bool:
@@ -146,15 +148,14 @@ class RunTables:
         return any(kept.optimizer is optimizer for kept in self.kept)
 
     def _mine(self, optimizer: Any) -> list[RunTable]:
-        """Those that it steps."""
+        """Return the tables that this optimizer steps."""
         return [kept for kept in self.kept if kept.optimizer is optimizer]
 
     def give(self, optimizer: Any) -> None:
-        """Give the servers what they need for the next step of its tables; waits for nobody.
+        """Send the servers what they need for the next step of the optimizer's tables, without waiting.
 
         Where losses are survived it returns once all servers have that of all workers, and `make` makes the step; or it raises
-        `CallDiscarded`.
-        Where workers are not in lockstep all else of its step comes with it.
+        `CallDiscarded`. Where workers are not in lockstep, everything else of the step is sent with it.
         """
         mine = self._mine(optimizer)
         if mine and self._free is not None:
@@ -165,7 +166,7 @@ class RunTables:
                 self._library.give(found) if self.lasting is None else self.lasting.settle(found)
 
     def make(self, optimizer: Any) -> None:
-        """Make the step of its tables that all have given something for."""
+        """Make the step of the optimizer's tables, which all workers have sent gradients for."""
         mine = [kept.lookup for kept in self._mine(optimizer)]
         if mine and self.lasting is not None:
             with _exchanging(self._backward, "steps of rows"):
@@ -173,7 +174,7 @@ class RunTables:
 
     @contextlib.contextmanager
     def hidden(self, optimizer: Any) -> Iterator[None]:
-        """Let its own step see no gradient of a table."""
+        """Hide the gradients of tables from the optimizer's own step."""
         mine = [kept.module.weight for kept in self._mine(optimizer)]
         grads = [weight.grad for weight in mine]
         for weight in mine:
@@ -212,7 +213,7 @@ class RunTables:
     # ---- where losses are survived
 
     def begin(self) -> None:
-        """A turn of training begins."""
+        """Begin a turn of training."""
         if self.lasting is not None:
             self.lasting.begin()
             self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
@@ -231,11 +232,11 @@ class RunTables:
             module.keep(kept)
 
     def join_info(self) -> Any:
-        """What who has just come has to know for `regroup`: JSON."""
+        """Return what a joining worker has to know for `regroup`, as JSON values."""
         return None if self.lasting is None else self.lasting.layout()
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """The workers are others now; see `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody has what it kept."""
+        """Go on with the context's new group of workers. Collective. Raises `StateLost` where what a lost server kept is nowhere else."""
         if self.lasting is not None:
             self.lasting.regroup(context, layout)
 
@@ -244,7 +245,7 @@ class RunTables:
         return None if self.lasting is None else self.lasting.copies
 
     def facts(self) -> list[dict[str, Any]]:
-        """What each of their servers has done so far, for the summary; not collective."""
+        """Return what each of the servers has done so far, for the summary. Not collective."""
         found = self._library
         return [] if found is None else self._context.agreement.lasting(lambda: found.wires.facts(self._context.deadline))
 
@@ -253,7 +254,7 @@ class RunTables:
         return [] if self._library is None or not self._context.trace.kept else self._library.wires.served(self._context.deadline)
 
     def form(self) -> str:
-        """What the tables are, but for their seeds."""
+        """Describe the tables, all but their seeds."""
         return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.kept)
 
     @property
@@ -262,12 +263,12 @@ class RunTables:
         return self._library is not None and self._library.waiting
 
     def forget(self) -> None:
-        """The tables have become others: what was asked for ahead is void."""
+        """Discard rows that were asked for ahead, as the tables have changed."""
         for kept in self.kept:
             kept.lookup.forget(int(kept.module.seed))
 
     def close(self, *, failed: bool) -> None:
-        """Let go of the servers; modules have no rows any more. `failed`: others may go on."""
+        """Close the servers; modules have no rows any more. `failed`: other workers may go on."""
         for kept in self.kept:
             kept.module.source = None
         if self.lasting is not None:
@@ -278,7 +279,7 @@ class RunTables:
 
 @contextlib.contextmanager
 def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
-    """The time in here is exchange, and not compute."""
+    """Count the time of this block as exchange, and not as compute."""
     began, inside = time.perf_counter_ns(), backward.since > 0
     backward.computed(began)
     try:
@@ -291,7 +292,7 @@ def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
 
 
 def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
-    """What tables ask for, which all share."""
+    """Return the value of an option that all tables share; None if no table asks for it. Raises `UsageError` if they differ."""
     asked = {value for _, module in found if (value := getattr(module, option)) is not None}
     if len(asked) > 1:
         raise UsageError(f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; give one number")
@@ -299,7 +300,7 @@ def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | Non
 
 
 def _owner(name: str, weight: Parameter, optimizers: Sequence[Optimizer]) -> tuple[Optimizer, int] | None:
-    """The optimizer and the group of a table; None for one that is frozen."""
+    """Return the optimizer and the number of the group of a table; None for a frozen table."""
     found = [
         (optimizer, number)
         for optimizer in optimizers

@@ -1,1 +1,1 @@
-"""What a run saves, and how it resumes."""
+"""Saving a run, and resuming it."""

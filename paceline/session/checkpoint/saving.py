@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written by the first worker, at once or by a thread while training goes on; read by the first and handed to all.
+"""Checkpoints of a run, which the first worker reads and writes: at once, or in a thread while training goes on.
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
-                                       thread | write, hash, sync, prune |
+                                 thread | write, hash, sync, prune |
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paceline.state.snapshot import Snapshot, loads
 from paceline.state.versioned import Versioned
 from paceline.sync.context import SyncContext
 
-EARLIER = 10.0  # seconds before the deadline of those who wait for the first worker, it says itself what it waits for
+EARLIER = 10.0  # seconds before the others' deadline at which the first worker gives up, so that its own error says what it waited for
 
 
 @dataclass
 class SaveTally:
-    """What checkpoints have come to in this run, as the first worker counts."""
+    """Counts and times of the checkpoints of this run, as the first worker keeps them."""
 
     count: int = 0  # on the disk
     stall_seconds: float = 0.0  # for which training stood still
@@ -42,7 +42,7 @@ class SaveTally:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What one save is to be."""
+    """Where one checkpoint is to be written, and how."""
 
     folder: Path
     step: int
@@ -51,7 +51,10 @@ class SaveRequest:
 
 
 class CheckpointSaver:
-    """Saves and resumes the `state` of all and what each worker has as its `own`. `event` is told what has to stand in the summary."""
+    """Saves and resumes `state`, which all workers share, and `own`, which each worker has for itself.
+
+    `event` is called with each text that belongs in the summary.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class CheckpointSaver:
     # ---- in the background
 
     def wait(self) -> None:
-        """Wait for a write under way here, with a deadline; what it fails of is raised by `last`."""
+        """Wait for a write under way on this worker, up to the deadline. If it fails, `last` raises the error."""
         writing = self._writing
         if writing is None:
             if missed := self._missed():
@@ -151,19 +154,19 @@ class CheckpointSaver:
             self._event(str(self._failure))
 
     def settle(self) -> None:
-        """Wait for a write under way here, and raise what it failed of."""
+        """Wait for a write under way on this worker, and raise the error that it failed with."""
         self.wait()
         self.last()
 
     def last(self) -> bytes:
-        """Raise what a write in the background has failed of, once."""
+        """Raise, once, the error that a write in the background failed with. Returns no bytes, as agreements carry bytes."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         return b""
 
     def _missed(self) -> str:
-        """What another worker has promised and never came, in words, once; empty if there is nothing like that."""
+        """Say once, in words, which checkpoint was lost together with the worker that was writing it; empty if none was."""
         promised = self._promised
         if promised is None or self._writing is not None or self._context.group.rank != 0:
             return ""
@@ -174,20 +177,20 @@ class CheckpointSaver:
         return text
 
     def tally(self) -> dict[str, float]:
-        """For the summary."""
+        """Return the counts and times as fields of the summary."""
         return asdict(self._tally)
 
     def end(self) -> None:
-        """The run is over, however it ended: wait for a write under way, and let go of the memory."""
+        """Wait for a write under way and free its memory, as the run ends."""
         self.wait()
         self._memory = None
 
     # ---- coming back
 
     def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
-        """Become the newest whole checkpoint of the first folder that has any; its path on all workers, or None.
+        """Load the newest whole checkpoint of the first folder that has one; return its path on all workers, or None. Collective.
 
-        `named`: whether those are folders of a run that was given a name, or were asked for.
+        `named` says whether the run was given a name, or the folders were asked for; it only changes what is announced.
         """
         context, own = self._context, self._own
         found: list[checkpoint.Checkpoint] = []
@@ -218,7 +221,7 @@ class CheckpointSaver:
     # ---- between workers
 
     def _collect(self) -> dict[int, FileLayout]:
-        """What each worker has as its own, on the first one; nothing elsewhere."""
+        """Bring what each worker has for itself to the first one, which gets it by rank; the others get nothing."""
         agreement, group = self._context.agreement, self._context.group
         mine, first = image(self._own.snapshot()), group.rank == 0
         body = torch.empty(0, dtype=torch.uint8) if first else mine.dump()
@@ -228,7 +231,7 @@ class CheckpointSaver:
         return {group.rank: mine} | {rank: received(body) for rank, body in found.items()}
 
     def _hand_out(self, body: Snapshot | None) -> Snapshot:
-        """The first worker's snapshot on all workers."""
+        """Send the first worker's snapshot to all workers."""
         agreement, group = self._context.agreement, self._context.group
         if group.size == 1:
             assert body is not None
@@ -241,7 +244,7 @@ class CheckpointSaver:
 
 
 def _nothing(folders: Sequence[Path], *, named: bool) -> str:
-    """What was looked for in vain, and where there is something."""
+    """Say that no checkpoint was found in these folders, and where there is one."""
     found = "nothing to resume, training begins anew: "
     found += (
         f"no checkpoint in {', '.join(map(str, folders))}" if named else "this run was given no name that an earlier one could have had"

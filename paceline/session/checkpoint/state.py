@@ -1,4 +1,4 @@
-"""What is state beside the models and optimizers: how far a run is, and what each worker has for itself."""
+"""State of a run beside its models and optimizers: how far it is, and what each worker has for itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # what each worker
 
 
 class RunProgress:
-    """Where a run is, as state: the epoch of `Run.epochs` and the steps taken."""
+    """How far a run is: the epoch of `Run.epochs`, and the steps taken."""
 
     def __init__(self, loop: TrainingLoop, loaders: list[ShareLoader]) -> None:
         self._loop, self._loaders = loop, loaders
@@ -30,14 +30,14 @@ class RunProgress:
         self._began_at: list[int] = []
 
     def enter(self) -> bool:
-        """A loop over `Run.epochs` begins; False for one that was over at the checkpoint."""
+        """Begin a loop over `Run.epochs`. Returns False for a loop that the checkpoint had finished."""
         self._loops += 1
         if self._loops > self.loop:
             self.loop, self.epoch = self._loops, 0
         return self._loops == self.loop
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._began_at = [loader.epoch for loader in self._loaders]
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class RunProgress:
         self._began_at = []
 
     def state_dict(self) -> dict[str, Any]:
-        """As `load_state_dict` reads it; inside the loop body the present step counts as taken, as the loader counts it."""
+        """Return the progress for `load_state_dict`. Inside the loop body the present step counts as taken, as the loader counts it."""
         turn = self._loop.led
         inside = turn is not None and turn.last_micro
         training = [(loader, began) for loader, began in zip(self._loaders, self._began_at, strict=False) if loader.terms.training]
@@ -54,7 +54,7 @@ class RunProgress:
         return {"loop": self.loop, "epoch": self.epoch + over, "steps": self._loop.steps + inside}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where `state_dict` was called."""
+        """Go on from where `state_dict` was called."""
         self.loop, self.epoch = state["loop"], state["epoch"]
         self._loops = min(self._loops, max(self.loop - 1, 0))  # the next loop is the one that was under way
         self._loop.place(state["steps"])
@@ -62,7 +62,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What each worker has for itself: where its random generators stand, what its strategy has kept, and optimizers that differ."""
+    """State of one worker: its random generators, its strategy's own state, and its optimizers where they differ between workers."""
 
     randomness: Randomness
     sync: Sync
@@ -70,13 +70,13 @@ class WorkerState:
     optimizers: list[Optimizer]
 
     def snapshot(self) -> Snapshot:
-        """All of it; its tensors are the live ones."""
+        """Pack this state; the tensors in it are the live ones, not copies."""
         apart = [optimizer.state_dict() for optimizer in self.optimizers] if self.sync.replicas_diverge else []
         mine = {"randomness": self.randomness.state_dict(), "sync": self.sync.state_dict(), "optimizers": apart}
         return pack(mine, copy=False)
 
     def load(self, rank: int, found: Mapping[int, Snapshot]) -> None:
-        """Go on from what was found, of each worker that there was."""
+        """Go on from the saved states of all workers, by rank. Raises `CheckpointError` for states of another version of paceline."""
         states = {other: snapshot.unpack() for other, snapshot in found.items()}
         for other, state in states.items():
             hints = OWN.difference(state) if isinstance(state, dict) else OWN

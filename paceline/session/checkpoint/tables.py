@@ -1,4 +1,4 @@
-"""Sparse tables in a checkpoint: in parts of some rows each, which go from the servers to the disk and back through the first worker.
+"""Sparse tables in a checkpoint, in parts of some rows each. Every part passes through the first worker.
 
 servers   | rows 0 .. 65535 | 65536 .. |     one part is in the first worker's memory at a time, whatever the size of the table
 disk      table-000-00000    table-000-00001 ...
@@ -20,7 +20,7 @@ PREFIX = "table-"
 
 
 def images(kept: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
-    """All tables, part by part: first what each is, then its rows."""
+    """Yield the parts of all tables with their names: first what each table is, then its rows."""
     for number, table in enumerate(kept):
         spec, facts = table.lookup.spec, table.lookup.facts()
         head = {"name": table.name, "spec": spec.plain(), "count": facts["count"]}
@@ -29,7 +29,7 @@ def images(kept: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
 
 
 def restore(kept: Sequence[RunTable], found: Checkpoint) -> bytes:
-    """Let the servers have what was saved. Raises `CheckpointError` for other tables than these, before any row is changed."""
+    """Load saved tables into the servers. Raises `CheckpointError` for other tables than these, before any row is changed."""
     names = sorted(name for name in found.more if name.startswith(PREFIX))
     try:
         heads = {name[: len(PREFIX) + 3]: found.part(name).unpack()["head"] for name in names if name.endswith("-00000")}

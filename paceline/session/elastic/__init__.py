@@ -1,1 +1,1 @@
-"""How a run goes on when workers are lost, and when others come."""
+"""Going on when workers are lost, and when others join."""

@@ -1,4 +1,4 @@
-"""The run as its recovery sees it: what moves to other groups, and what a worker that has just come is given."""
+"""A run as its recovery sees it: what moves to new groups, and what a worker that joins is given."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from paceline.state.versioned import Stateful
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
 
-VERSION = 2  # of what is handed over
+VERSION = 2  # of the state that a joining worker is given
 
 
 class ElasticRun:
-    """A run that goes on when workers are lost. `moved` is told of other groups; `facts` and `learn` are what the run itself hands over."""
+    """A run that goes on when workers are lost.
+
+    `moved` is called with each new set of groups; `facts` and `learn` hand over what the run itself knows to a worker that joins.
+    """
 
     leaving: Departure
 
@@ -134,7 +137,7 @@ class ElasticRun:
         return self._hash(snapshot)
 
     def _hash(self, snapshot: Snapshot) -> str:
-        """Of everything but buffers that may be each worker's own; where optimizers are, too, of the models."""
+        """Hash the state that must be equal on all workers: no buffers of each worker's own; where replicas diverge, the models alone."""
         parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
         own = {f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)}
@@ -145,6 +148,6 @@ class ElasticRun:
         return Snapshot(0, sorted(tensors), tensors).sha256()
 
     def parts(self) -> dict[str, Stateful]:
-        """What of the state a turn changes by itself: all but the loaders and the progress."""
+        """Return the state that a turn changes: all but loaders and progress."""
         state = self._prepared.state
         return {name: part for name, part in zip(state.names, state.parts, strict=True) if not isinstance(part, ShareLoader | RunProgress)}

@@ -1,9 +1,9 @@
-"""What only one worker has (what a codec keeps, changes since the last round) is copied to a buddy, who goes on with it when that one dies.
+"""Buddies: a worker's unreplicated state (residuals of a codec, changes since the last round) is copied to another worker, its buddy.
 
-    step            copied where it stands still    on its way beside the next steps      whole in the buddy's memory
-    loss            the living say what they hold   who has the newest takes it over      all say what has become of it
+    step            copied while training pauses    sent beside the next steps        whole in the buddy's memory
+    loss            the living say what they hold   the newest copy is taken over     all say what has become of it
 
-How often copies are made follows from what they have taken so far; all workers decide it where they hand over their logs.
+How often copies are made follows from what they have cost so far; all workers decide it together, when they hand over their logs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ LATELY: Final = 32  # steps whose seconds are remembered
 
 
 class Fate(NamedTuple):
-    """What became of what a lost worker alone had."""
+    """What has become of the unreplicated state of a lost worker."""
 
-    keeper: int  # who goes on with it, by its name; -1: nobody
-    step: int  # as of which
-    now: int  # the step that training had come to
+    keeper: int  # number of the worker that goes on with it; -1: none
+    step: int  # the step after which it was copied
+    now: int  # the step that training had reached at the loss
 
 
 class BuddyReplication:
-    """One worker's part. `unreplicated` gives what only this worker has, and takes over what others had; None: nobody has anything."""
+    """One worker's part in keeping copies.
+
+    `unreplicated` gives the state that only this worker has, and takes over that of lost workers. None: the strategy has no such state.
+    """
 
     def __init__(self, context: SyncContext, unreplicated: Unreplicated | None, loop: TrainingLoop, replicate: Replicate) -> None:
         self._context, self._unreplicated, self._loop = context, unreplicated, loop
@@ -56,7 +59,7 @@ class BuddyReplication:
     # ---- after each step
 
     def committed(self, step: int) -> None:
-        """A step is over. What only I have is copied where that is due."""
+        """Copy the unreplicated state after step `step`, if a copy is due."""
         now, courier = time.perf_counter(), self.courier
         quiet = courier is None or courier.idle
         if quiet and self._last is not None:
@@ -88,7 +91,7 @@ class BuddyReplication:
     # ---- where all workers meet
 
     def figures(self) -> Any:
-        """What this worker tells the others, for `hear`: what copies cost, or whether it has something that should be copied."""
+        """Return what `hear` needs of this worker: the costs of its copies, or whether it has something to copy."""
         if self._off or not self._apart:
             return None
         if self.courier is None:
@@ -105,11 +108,11 @@ class BuddyReplication:
 
     @property
     def _apart(self) -> bool:
-        """Whether there are others who can keep something: with "auto" on other hosts."""
+        """Whether other workers can keep a copy; with "auto" they must be on other hosts."""
         return len(set(self._context.hosts)) > 1 if self._auto else self._context.group.size > 1
 
     def hear(self, told: Sequence[Any], names: tuple[int, ...]) -> None:
-        """The `figures` of all workers, which have just taken the same step, and are called so."""
+        """Take in the `figures` of all workers, which have the numbers `names` and have just taken the same step."""
         self._names = names
         if sum(figures is True for figures in told) > 1:
             if not self._on:
@@ -120,7 +123,7 @@ class BuddyReplication:
             self._pace([ReplicationTimes(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
 
     def _pace(self, figures: Sequence[ReplicationTimes], nbytes: int) -> None:
-        """Change how often copies are made where they take more of the time than they may, or far less."""
+        """Copy less often where copies take more of the time than they may, and more often where they take far less."""
         found = cadence(figures, AIM)
         if self.every is not None and cadence(figures) <= self.every and found > self.every // 2:
             return
@@ -133,7 +136,7 @@ class BuddyReplication:
         )
 
     def _open(self) -> None:
-        """A group and a thread for copies. Collective."""
+        """Make the group and the thread for copies. Collective."""
         if self.courier is not None:
             return  # made after a loss in this very call
         context = self._context
@@ -145,7 +148,7 @@ class BuddyReplication:
     # ---- when the workers are others
 
     def regroup(self, names: tuple[int, ...]) -> None:
-        """The workers are others now, and the strategy has its new groups: what lost ones had alone is taken over. Collective."""
+        """Take over, with the new group of workers, what lost workers alone had. The strategy has its new groups by then. Collective."""
         if self._off:
             return
         courier, self.courier, self._last = self.courier, None, None
@@ -166,7 +169,7 @@ class BuddyReplication:
             self._open()
 
     def _tell(self) -> list[Any]:
-        """What each worker knows: of copies, of owners, of who is gone. Collective."""
+        """Exchange what each worker knows of copies, of their owners and of lost workers. Collective."""
         self._owners |= {self._names[self._context.group.rank]} if self._owns else set()
         mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
         told = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
@@ -177,12 +180,12 @@ class BuddyReplication:
 
     @property
     def _step(self) -> int:
-        """What training has come to: a turn whose gradients are there counts, whatever happens to it."""
+        """The step that training has reached: a turn whose gradients have been exchanged counts, even if it fails later."""
         backward, steps = self._loop.backward, self._loop.steps
         return steps + (self._loop.led is not None and backward.passes > 0 and not backward.transaction.failed)
 
     def _inherit(self, told: list[Any]) -> None:
-        """Who has the newest copy of what a lost worker had goes on with it, once; all learn of it."""
+        """Let the holder of the newest copy of a lost worker's state take it over, once, and let all workers know."""
         held = [dict(each[3]) for each in told]
         gone = sorted(({*self._owners} | {name for copies in held for name in copies}) - {*self._names} - self._fates.keys())
         now = max(each[2] for each in told)
@@ -196,13 +199,13 @@ class BuddyReplication:
             self._tell()
 
     def _take_over(self, name: int) -> int | None:
-        """As of which step it goes on here; None if it can't."""
+        """Load the copy of a lost worker's state here. Returns the step of the copy, or None if none can be loaded."""
         mine = self._unreplicated
         copies = [] if mine is None else self.shelf.read(name, self._context.announce)
         return next((step for step, state in copies if mine is not None and mine.load_unreplicated_state(state, step)), None)
 
     def fates(self, before: Sequence[int]) -> str:
-        """In words what became of what the lost ones alone had, of the workers `before` in rank order; empty if that is nothing."""
+        """Say in words what became of the unreplicated state of lost workers; empty if none. `before`: all workers, in rank order."""
         texts, gone = [], [(rank, name) for rank, name in enumerate(before) if name not in self._names]
         for rank, name in gone:
             if name not in self._fates:

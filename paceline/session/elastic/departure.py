@@ -1,10 +1,10 @@
-"""A host that is asked to leave while its servers keep what nobody else does: others get that, and then it goes, between two turns.
+"""Leaving of a host that was asked to: first its servers' unique data is copied to other hosts, then it goes, between two turns.
 
     run.log             its workers say that they are asked to go
-    after that step     all meet: copies of what only such hosts keep begin to be started, on hosts that stay
-    some steps later    they have what they are to keep, and count; the servers of the leaving host don't any more, and its workers go
+    after that step     all meet, and start copies on hosts that stay of what only leaving hosts keep
+    some steps later    the copies are complete and count; the servers of the leaving host don't any more, and its workers go
 
-If everybody leaves, or if that takes too long, they go at once, and what was kept there is lost.
+If all hosts leave, or if copying takes too long, they go at once, and what they kept is lost.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.sync.parameterserver.replication import ServerReplication
 
 
 class Departure:
-    """One worker's part in that. `home` is its launcher, `keepers` looks after the servers of each kind that there are by now."""
+    """One worker's part in a departure. `home` is its launcher; `keepers` returns the objects that look after servers."""
 
     def __init__(self, recovery: Recovery, context: SyncContext, home: str, keepers: Callable[[], list[ServerReplication]]) -> None:
         self._recovery, self._context, self._home, self._keepers = recovery, context, home, keepers
         self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
-        self._since: float | None = None  # when that was found to take a while here
-        self._ready = False  # nothing keeps me
+        self._since: float | None = None  # when this worker began to wait for the copies
+        self._ready = False  # nothing keeps this worker any more
 
     @property
     def goes(self) -> bool:
@@ -37,11 +37,11 @@ class Departure:
 
     @property
     def wish(self) -> int | None:
-        """What this worker tells all now and then: its number, if it is asked to go."""
+        """Number of this worker if it is asked to leave, else None; sent to all workers with their logs."""
         return self._recovery.worker if self._recovery.orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
-        """The wishes of all, in the same step."""
+        """Take in the `wish` of every worker, at the same step."""
         self._asked |= {wish for wish in wishes if wish is not None}
 
     def join_info(self) -> list[int]:
@@ -51,7 +51,7 @@ class Departure:
     # ---- in lockstep
 
     def step_ended(self) -> None:
-        """A step is over, on all workers. Collective, while somebody wants to go."""
+        """Copy what leaving hosts keep, after each step while a host is to leave. Collective then."""
         if not self._asked.isdisjoint(self._recovery.members) and self._keepers():
             leaving, staying, relieved = self._context.agreement.repeat(self._relieve, what="a host leaves")
             for keeper in self._keepers() if relieved else ():
@@ -59,7 +59,7 @@ class Departure:
             self._ready = self._home in leaving and (relieved or not staying or self._waited())
 
     def _relieve(self) -> tuple[set[str], set[str], bool]:
-        """Which hosts leave, which stay, and whether those have what the others keep."""
+        """Return which hosts leave, which stay, and whether the staying ones have copies of all that the leaving ones keep."""
         agreement = self._context.agreement
         mine = [agreement.origins[agreement.group.rank], self._home, self._recovery.orders.leaving]
         told: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
@@ -68,7 +68,7 @@ class Departure:
         return leaving, staying, bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()])
 
     def _waited(self) -> bool:
-        """Whether it takes too long. Some may find so before others: then it is as if they had been lost."""
+        """Whether copying takes too long. Where workers find so at different times, the earlier ones count as lost."""
         now, patience = time.monotonic(), self._context.deadline
         self._since = now if self._since is None else self._since
         if now - self._since > patience:

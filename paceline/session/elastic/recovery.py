@@ -1,9 +1,9 @@
-"""How a run goes on when workers die, and when others come: the groups are made anew for each view that the launchers have agreed on.
+"""Recovery of a run when workers are lost, and admission of others: new groups are made for each view that the launchers agree on.
 
-    loss     any call fails -> all living meet in the new view, say how far they are, and go on together (`fault.recover`)
-    coming   who has just come waits; those who train let it in between two turns, and give it their state
+    loss      any call fails -> all living workers meet in the new view, say how far they are, and go on together (`fault.recover`)
+    joining   a new worker waits; those that train let it in between two turns, and give it their state
 
-A view is told to every worker by its launcher (`cluster.orders`); the first worker of a view serves the store in which its members meet.
+Each launcher tells its workers of a view (`cluster.control.commands`); the first worker of a view serves the store in which members meet.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ else:
     from torch.distributed import TCPStore
 
 TOLD_SECONDS = 5.0  # how long a launcher may take to tell of a new view, before it is told that the group has broken
-NAP_SECONDS = 0.02  # between two looks of who has come whether it is let in
-MEET_SECONDS = 0.002  # between two looks of who meets whether all have come
-LOOK_SECONDS = 0.5  # between two looks of who waits whether there is a newer view
+NAP_SECONDS = 0.02  # between two looks of a joining worker whether it is let in
+MEET_SECONDS = 0.002  # between two looks of a meeting worker whether all have come
+LOOK_SECONDS = 0.5  # between two looks of a waiting worker whether there is a newer view
 CONNECT_SECONDS = 4.0  # to the store of a view: its server lives, or there is a newer view soon
-SHOWN_SECONDS = 5.0  # for who has come to show of which model it is: those who train wait for it
+SHOWN_SECONDS = 5.0  # for a joining worker to show its model: those that train wait for it
 
 
 @dataclass(frozen=True)
 class ViewGroups:
-    """The workers of a view, in their groups."""
+    """The workers of a view, and the groups made for it."""
 
     worker_context: WorkerContext
     group: Group
-    members: tuple[int, ...]  # their numbers, never used twice in a job
-    origins: tuple[int, ...]  # what they were called at the start
+    members: tuple[int, ...]  # numbers of the workers, by rank; none is used twice in a job
+    origins: tuple[int, ...]  # ranks of the workers at the start, or numbers of their own for later ones
     turn: int = 0  # the turn in which nothing more can be exchanged; 0: none
-    layout: Any = None  # of what the strategy exchanges, for who has just come
+    layout: Any = None  # of what the strategy exchanges, for a worker that joins
 
 
 @dataclass
 class JoinRequest:
-    """Where a worker waits to be let in, in the store of a view."""
+    """Where a worker waits to be let in: the store of one view."""
 
     roster: Roster
     cancel_scope: CancelScope
@@ -71,26 +71,26 @@ class JoinRequest:
 
 
 class SurvivingRun(Protocol):
-    """What survives: the run, as its recovery sees it."""
+    """What a recovery needs of the run that survives."""
 
     def regroup(self, founded: ViewGroups) -> None:
-        """Take everything over to other groups."""
+        """Go on in other groups."""
         ...
 
     def turn(self) -> int:
-        """The turn of training under way, from 1 on; 0 if there is none."""
+        """Return the number of the turn of training under way, from 1 on; 0 if there is none."""
         ...
 
     def lost(self, text: str) -> None:
-        """Told in words what has happened."""
+        """Announce what has happened, in words."""
         ...
 
     def figures(self) -> Any:
-        """What is told to the others now and then, for `hear`: small, msgpack."""
+        """Return what is sent to the others now and then, for `hear`: small, and msgpack can pack it."""
         ...
 
     def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
-        """The `figures` of all workers, which have just taken the same step."""
+        """Take in the `figures` of all workers, which have just taken the same step."""
         ...
 
     def depart(self) -> None:
@@ -98,36 +98,36 @@ class SurvivingRun(Protocol):
         ...
 
     def fates(self, before: tuple[int, ...]) -> str:
-        """In words, to be added to others: what became of what the lost ones of these members alone had; empty if that is nothing."""
+        """Say in words what became of what lost ones of these members alone had; empty if they had nothing."""
         ...
 
     def servers_lost(self) -> list[str]:
-        """The names of the servers that were lost since this was asked last."""
+        """Return the names of the servers lost since the last call."""
         ...
 
     def servers_begun(self) -> list[str]:
-        """The names of those that have begun in their place, where everybody came together for it."""
+        """Return the names of servers that have begun in place of lost ones, where all workers met for it."""
         ...
 
     def join_info(self) -> Any:
-        """Of what the strategy exchanges."""
+        """Return what a joining worker has to know of what the strategy exchanges."""
         ...
 
     def form(self) -> str:
-        """What a state has to look like to be this run's; compared before one is handed over."""
+        """Describe what a state must look like to fit this run; compared before a state is handed over."""
         ...
 
     def give(self) -> tuple[bytes, str]:
-        """All of the state, and the hash of what is equal on all workers."""
+        """Return the whole state, and the hash of the part that is equal on all workers."""
         ...
 
     def take(self, state: bytes) -> str:
-        """Become that; gives the hash of it."""
+        """Load a state that another worker gave, and return the hash of it."""
         ...
 
 
 class Recovery:
-    """One worker's part in surviving."""
+    """One worker's part in surviving losses."""
 
     def __init__(self, worker_context: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
         place = worker_context.place
@@ -136,10 +136,10 @@ class Recovery:
         self.orders = CommandPipe(place.orders_fd)
         if worker_context.watching is not None:
             self.orders.asked = worker_context.watching.answer
-        self.generation = 0  # how often the workers have become others
+        self.generation = 0  # how often the group of workers has changed
         self.view = 0 if place.joining else 1
-        self.fresh = place.joining  # I have no state yet
-        self.pending = 0  # the view in which somebody waits to be let in, as all know; 0: none
+        self.fresh = place.joining  # this worker has no state yet
+        self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
         self._server = _serve(place)
         here = worker_context.store.sub("workers")
@@ -148,7 +148,7 @@ class Recovery:
         self._before = self.members  # as of the last event
 
     def arm(self) -> None:
-        """From now on losses are survived: all workers are about to make the same call."""
+        """Survive losses from now on: all workers are about to make the same call."""
         if self._agreement.recovery is not None:
             return
         self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
@@ -161,7 +161,7 @@ class Recovery:
     # ---- losses
 
     def recover(self, error: PacelineError) -> CallResult[Any] | None:
-        """Come together with the living; gives what others got from the call that failed here, None if nobody has completed it."""
+        """Meet with all living workers and go on. Returns the result of the call that failed here, or None if no worker completed it."""
         began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
         seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
         while True:
@@ -197,10 +197,9 @@ class Recovery:
         self._heart.regroup(founded)
 
     def _meet(self, here: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
-        """How far each worker of a view has come; None: all meet in a newer view.
+        """Exchange how far each worker of a view has come; None if all meet in a newer view instead.
 
-        Somebody may have heard of that before it came here, and would never come. So the first word in the store counts, for all: "go" by
-        who sees that all have come, "void" by who hears of a newer view before that.
+        A worker may have heard of a newer view, and never come here. So the first word in the store counts for all: "go", or "void".
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
         origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
@@ -216,7 +215,7 @@ class Recovery:
         return {worker: WorkerProgress(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
 
     def _tell(self, group: Group, plan: RecoveryPlan) -> CallResult[Any] | None:
-        """Hand what the last call gave to those who were cut off in it."""
+        """Hand the result of the last call to the workers that were cut off in it."""
         if not plan.behind:
             return None
         body = pack([self._agreement.last]).dumps() if self.worker == plan.teller else b""
@@ -234,7 +233,7 @@ class Recovery:
         self._heart.lost(f"{who}: {workers} went on after {seconds:.2f} s (view {self.view}){self._heart.fates(before)}")
 
     def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
-        """What breaks the connections made in this view once one of the members is lost."""
+        """Return a scope that breaks the connections of this view once one of its members is lost."""
         cancel_scope = CancelScope()
         self.orders.arm(roster.number, frozenset(members), lambda: self._trip(cancel_scope))
         return cancel_scope
@@ -245,42 +244,42 @@ class Recovery:
     # ---- coming
 
     def depart(self) -> None:
-        """Prepare this worker's leaving, between two turns."""
+        """Let arrive what this worker is sending to others, before it leaves between two turns."""
         self._heart.depart()
 
     def news(self) -> list[Any]:
-        """What this worker tells the others when all hand over their logs."""
+        """Return what this worker tells the others when all hand over their logs."""
         return [self.orders.latest, self._heart.figures()]
 
     def hear(self, news: Sequence[Any]) -> None:
-        """The `news` of all workers."""
+        """Take in the `news` of all workers."""
         self.note(min(latest for latest, _ in news))
         self._heart.hear([figures for _, figures in news], self.members)
 
     def note(self, latest: int) -> None:
-        """All workers have heard of this view: who is new in it can be let in."""
+        """Note that all workers have heard of this view, so that its new workers can be let in."""
         if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
             self.pending = latest
 
     @property
     def waited(self) -> bool:
-        """Whether somebody waits to be let in, as far as this worker knows."""
+        """Whether a worker waits to be let in, as far as this worker knows."""
         latest = self.orders.latest
         return self.pending > 0 or (latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members})
 
     @property
     def short(self) -> bool:
-        """Whether fewer are left than the job needs."""
+        """Whether fewer workers are left than the job needs."""
         return len(self.members) < self._worker_context.place.min_workers
 
     def wait(self) -> None:
-        """Wait until there are enough, or the launchers end the job; then all members agree on the view in which others are let in."""
+        """Wait until there are enough workers, or the launchers end the job; then agree on the view that lets others in. Collective."""
         while len(self.orders.roster(self.orders.latest).workers) < self._worker_context.place.min_workers:
             self.orders.newer(self.orders.latest, LOOK_SECONDS)
         self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
 
     def admit(self) -> None:
-        """Let in who waits, between two turns; all members call it at the same place."""
+        """Let waiting workers in, between two turns. Collective."""
         self._agreement.attempt(self._admit)
 
     def _admit(self) -> None:
@@ -299,7 +298,7 @@ class Recovery:
             self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
 
     def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
-        """Who has come in this view and is of this model, and who isn't; who is not will read so. Nobody, if they are others by now."""
+        """Return which new workers of this view train the same model, and which don't. Both are empty if a newer view has come."""
         forms: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
         with contextlib.suppress(*LOSSES):
@@ -316,7 +315,7 @@ class Recovery:
         return [], []
 
     def _invitation(self, members: tuple[int, ...]) -> dict[str, Any]:
-        """What those who come have to know."""
+        """Return what new workers have to know."""
         old, numbers = len(self.members), itertools.count(self._agreement.highest + 1)
         origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
         return {"members": members, "origins": origins, "old": old, "layout": self._heart.join_info(), "calls": self._agreement.calls}
@@ -338,7 +337,7 @@ class Recovery:
         self._heart.lost(f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})")
 
     def _hand_over(self, old: int) -> None:
-        """Those from `old` on are given the state, each by somebody near; checked by the hash that most of the others have."""
+        """Give the state to the workers from rank `old` on, each by one that is near; checked by the hash that most others have."""
         group, hosts = self._agreement.group, self._worker_context.cluster.where()
         givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
         body, digest = self._heart.give() if group.rank < old else (b"", "")
@@ -357,9 +356,9 @@ class Recovery:
             self._heart.lost(f"rank {', '.join(map(str, wrong))} has other parameters than most workers")
 
     def join(self) -> None:
-        """Wait to be let in, and become what the others are."""
+        """Wait to be let in, and take over the state of the others."""
         events.ready(self._worker_context.place)
-        doors: list[JoinRequest] = []  # one of each view: those who train may open an earlier one, as they hear of views when they do
+        doors: list[JoinRequest] = []  # one of each view: those that train may answer in an earlier one, as they hear of views later
         heard, end = self.view, time.monotonic() + self._worker_context.deadline
         alone = DeadlineExceeded(f"nobody let this worker in within {self._worker_context.deadline:g} s")
         lost: PacelineError = alone
@@ -381,7 +380,7 @@ class Recovery:
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 
     def _opens(self, door: JoinRequest) -> bool:
-        """Whether those who train have said in this view who comes."""
+        """Whether the workers that train have said in this view whom they let in."""
         if door.here is None:
             door.here = self._open(door.roster, door.cancel_scope).sub(f"view{door.roster.number}")
             door.here.put(f"form/{self.worker}", self._heart.form())
@@ -411,7 +410,7 @@ class Recovery:
     # ---- places
 
     def _open(self, roster: Roster, cancel_scope: CancelScope) -> Store:
-        """The store of a view."""
+        """Connect to the store of a view."""
         first, place = roster.members[0], self._worker_context.place
         try:
             socket.create_connection((first.address, first.port), timeout=CONNECT_SECONDS).close()  # torch would be loud about it
@@ -424,7 +423,7 @@ class Recovery:
         return Store(client, place.secret, path="paceline", deadline=self._worker_context.deadline, start=roster.mark)
 
     def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], cancel_scope: CancelScope) -> WorkerContext:
-        """Where I stand among the members."""
+        """Return this worker's place among the members."""
         by_worker = {member.worker: member for member in roster.members}
         here = by_worker[self.worker]
         local = [worker for worker in members if by_worker[worker].host == here.host]
@@ -443,7 +442,7 @@ class Recovery:
 
 
 def _serve(place: Place) -> Any:
-    """A store for views whose first worker I am."""
+    """Serve the store for views whose first worker this one is."""
     assert place.store_fd is not None and place.worker is not None
     descriptor = os.dup(place.store_fd)
     where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)

@@ -1,1 +1,1 @@
-"""The training loop: turns of loaders, steps, and what is undone when one fails."""
+"""The training loop: turns of loaders, steps, and rollback of a turn that failed."""

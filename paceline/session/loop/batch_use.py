@@ -1,12 +1,12 @@
-"""Whether batches are used in the turns that they were lent for: a turn has the weight of its own batch, and may be a ghost.
+"""Checks that batches are used in the turns that they were lent for, as a turn has the weight of its own batch, and may be a ghost.
 
-for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
-a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each with the next one's weight
-itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each counts alike, whatever its share
-a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the one that is lent
+    for x, y in loader:  use(x)      lent 0, used | lent 1, used | lent 2, used                  right
+    a prefetcher of the script       lent 0       | lent 1, 0 is used | lent 2, 1 is used        each with the next one's weight
+    itertools.cycle(loader), a list  lent 0, used | lent 1, used | the end | 0 is used           each counts alike, whatever its share
+    a buffer of batches, replayed    lent 0, used | lent 1, used, 0 is used                      as the one that is lent
 
-What is used may be a copy, of which nobody knows the turn. Where the batch before wasn't used, and is still held, it is that one's by a
-prefetcher, or that one was skipped and is kept to be looked at: who does so in two turns in a row is a prefetcher.
+A script may use a copy of a batch, whose turn can't be known. If the batch before wasn't used and is still held, either a prefetcher uses
+it now, or the script skipped it and keeps it to look at. A script that does so in two turns in a row is taken for a prefetcher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.session.loop.iteration import LoaderProgress
 from paceline.sync.context import SyncContext
 
-MOST = 100  # batches of an epoch that are remembered while the script keeps something of them: they are gone through in each turn
+MOST = 100  # batches of an epoch remembered at most while the script keeps something of them, as each turn goes through all of them
 AHEAD = (
     "a batch is trained on in the turn after its own. A loader weights each batch in its own turn, as workers have unequal shares of it "
     "or none, so this one would count as the next. Write `for x, y in loader:` and leave reading ahead to "
@@ -50,7 +50,7 @@ OUTSIDE = (
 
 
 class BatchUse:
-    """Follows the training loaders of a run. `open` are those with a turn; `progresses` all that there have been, by their id."""
+    """Follows the training loaders of a run. `open_`: those with a turn under way; `progresses`: all there have been, by id."""
 
     def __init__(self, context: SyncContext, open_: list[LoaderProgress], progresses: dict[int, LoaderProgress]) -> None:
         self._context, self._open, self._progresses = context, open_, progresses
@@ -58,12 +58,12 @@ class BatchUse:
         self._said = False
 
     def epoch_begins(self, progress: LoaderProgress) -> None:
-        """Of a training loader."""
+        """Begin an epoch of a training loader."""
         progress.left = []
         progress.skipped = progress.doubted = progress.reached = progress.over = False
 
     def ends(self, progress: LoaderProgress, index: int) -> None:
-        """A turn of a training loader, the one with number `index` of its epoch."""
+        """End turn number `index` of an epoch of a training loader."""
         lent = progress.loader.lent
         progress.doubted = progress.doubted and progress.used
         progress.left = [] if progress.used and not progress.doubted else lent
@@ -75,13 +75,13 @@ class BatchUse:
         progress.early = early
 
     def epoch_ends(self, progress: LoaderProgress) -> None:
-        """Of a training loader; its last batch may be used again."""
+        """End an epoch of a training loader, whose last batch may be used again."""
         if progress.early and progress.early[-1] is progress.loader.lent:
             progress.early.pop()
         progress.left, progress.over, self.fresh = [], True, True
 
     def use(self, inputs: Iterable[Any] | None) -> None:
-        """A model is run on `inputs` to be trained, or (None) a backward begins."""
+        """Check what a model is run on to be trained; None: a backward begins. Raises `UsageError` for a batch of another turn."""
         under_way = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
         over = [progress for progress in self._progresses.values() if progress.over and progress.early and progress.turn is None]
         suspects = [progress for progress in under_way if progress.left and not progress.used]
@@ -132,7 +132,7 @@ class BatchUse:
 
 
 def even(terms: LoaderSpec) -> bool:
-    """Whether all workers are known to have equal shares of all batches, in one piece: what each counts doesn't depend on the turn then."""
+    """Whether all workers have equal shares of all batches, in one piece, so that a batch weighs the same in every turn."""
     loader = terms.loader
     batch = loader.batch_size
     if batch is None or terms.weigh is not None or terms.loss != "mean" or terms.accumulate > 1 or len(set(terms.shares(batch))) > 1:

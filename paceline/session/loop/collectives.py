@@ -1,4 +1,4 @@
-"""What all workers put together: the seed of a run, and what `Run.mean` and `Run.gather` do."""
+"""Collective calls of a run: the shared seed, `Run.mean` and `Run.gather`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 
 
 def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
-    """The seed of all workers, drawn by the first if none is `given`; they must have been started with the same `arguments`."""
+    """Agree on the seed of all workers, drawn by the first if none is `given`. Raises `UsageError` if `arguments` differ. Collective."""
     drawn = random.SystemRandom().getrandbits(31) if given is None else given
     seeds = [msgpack.unpackb(body) for body in agreement.meet("start", msgpack.packb([drawn, arguments]))]
     if any(found[1] != seeds[0][1] for found in seeds):
@@ -26,7 +26,7 @@ def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
 
 
 def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Any:
-    """The mean of `x` over all workers by `weight`: a float for a float, else a tensor. What has weight 0 is left out, nan or not."""
+    """Return the mean of `x` over all workers by `weight`: a float for a float, else a tensor. Weight 0 is left out, even nan."""
     if not 0 <= weight < math.inf:
         raise UsageError(f"run.mean got weight={weight}; a weight is a number, zero or more")
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
@@ -46,7 +46,7 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
 
 
 def gather(agreement: Agreement, group: Group, x: Tensor, *, ghost: bool) -> Tensor:
-    """The rows (dim 0) of all workers in rank order, those of ghosts left out; a number is one row."""
+    """Return the rows (dim 0) of all workers in rank order, without those of ghosts; a number is one row. Collective."""
     rows = x.detach().reshape(1) if x.dim() == 0 else x.detach()
     places = agreement.meet("run.gather", rows.device.type.encode())
     if len(set(places)) > 1:

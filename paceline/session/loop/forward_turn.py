@@ -1,8 +1,9 @@
-"""Whether a backward comes in the turn of its forward: each batch has a weight of its own on each worker, and a pass has one.
+"""Checks that a backward comes in the turn of its forward, as each batch has a weight of its own on each worker, and a pass has only one.
 
-turn 0   a = model(x)        the graph of a remembers turn 0
-turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1: refused, unless both are the same
-         torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right
+    turn 0   a = model(x)        the graph of a remembers turn 0
+    turn 1   b = model(x)        (loss(a) + loss(b)).backward() reaches it with the weight of turn 1: refused, unless both are the same
+
+torch.autograd.grad(a.sum(), x) and the like reach no p.grad, are each worker's own, and stay right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.session.loop.turns import TrainingLoop
 
 
 class ForwardTurn:
-    """A forward hook that has the graph remember its turn; a copy of the model, or an unpickled one, remembers nothing."""
+    """A forward hook that lets the graph remember its turn. In a copied or unpickled model it does nothing."""
 
     def __init__(self, loop: TrainingLoop | None = None) -> None:
         self._loop = loop
@@ -41,7 +42,7 @@ class ForwardTurn:
                 tensor.grad_fn.register_prehook(reached)
 
     def remembers(self, loop: TrainingLoop) -> bool:
-        """Whether it is the turns of `loop` that are remembered."""
+        """Whether this hook remembers turns of `loop`."""
         return self._loop is loop
 
     def __reduce__(self) -> tuple[type[ForwardTurn], tuple[()]]:
@@ -49,7 +50,7 @@ class ForwardTurn:
 
 
 def remember(model: nn.Module, loop: TrainingLoop) -> None:
-    """Have what this model gives remember its turn, until the run ends; a second time is harmless."""
+    """Let the outputs of this model remember their turn until the run ends. Calling it twice is harmless."""
     if not any(isinstance(hook, ForwardTurn) and hook.remembers(loop) for hook in model._forward_hooks.values()):
         loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
 

@@ -1,9 +1,10 @@
-"""What a forward on a ghost may change or replace: buffers. They are set back after it, and then taken from a worker that has samples.
+"""Buffers in a turn without samples (a ghost): set back after the forward, and then taken from a worker that has samples.
 
-    samples   forward   what of its buffers has changed ──┐
-    ghost     forward   set back                          └─> taken: steps of spectral norm and counters stay equal on all workers
+    samples   forward   buffers that have changed ──┐
+    ghost     forward   set back                    └─> taken: steps of spectral norm and counters stay equal on all workers
 
-Statistics of BatchNorm layers are each worker's own with batchnorm="local", and stay set back on ghosts; else they are right on a ghost.
+With batchnorm="local" the statistics of BatchNorm layers belong to each worker, and stay set back on ghosts; else they are right on a
+ghost.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from paceline.comm.agreement import Agreement
 from paceline.data.serialization import pack, unpack
 from paceline.parallel.batchnorm import is_synchronous
 
-NEAR = 1e-5  # how far what depends on weights alone may differ between workers
+NEAR = 1e-5  # relative and absolute difference that rounding may make between workers in a buffer that depends on weights alone
 
 Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
 def buffers(models: Iterable[nn.Module]) -> Buffers:
-    """All of them, as they are; those of synchronous BatchNorm are right on a ghost too."""
+    """Copy all buffers of the models, but for those of synchronous BatchNorm, which are right on a ghost too."""
     found = []
     for model in models:
         for module in model.modules():
@@ -34,15 +35,15 @@ def buffers(models: Iterable[nn.Module]) -> Buffers:
 
 
 def put_back(kept: Buffers) -> None:
-    """Let them be what they were."""
+    """Set buffers back to what they were."""
     for module, name, buffer, values in kept:
         if buffer is not None and values is not None:
-            buffer.data.copy_(values)  # not counted as a change: masks and tables stay what nobody has changed
+            buffer.data.copy_(values)  # torch doesn't count this as a change: constant masks and tables still look unchanged
         module._buffers[name] = buffer
 
 
 def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
-    """Have the ghosts of a turn take the buffers that it has changed where there were samples, alike on all who had some. Collective."""
+    """Let ghosts take the buffers that the turn has changed alike on all workers with samples. Collective."""
     shared = [place for place, (module, *_) in enumerate(kept) if not isinstance(module, _NormBase)]
     if not shared:
         return
@@ -56,7 +57,7 @@ def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether they are the same, but for what different processors make of the same weights."""
+    """Whether two values are the same, but for rounding that differs between processors."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return one is other
     return torch.allclose(one, other, rtol=NEAR, atol=NEAR) if one.is_floating_point() else torch.equal(one, other)

@@ -1,14 +1,16 @@
-"""Epochs of a training loader in which nothing is trained: evaluations that have `torch.no_grad()` inside of the loop, and not around it.
+"""Epochs of a training loader in which nothing is trained: evaluations with `torch.no_grad()` inside of the loop instead of around it.
 
     no backward and no step of an optimizer so far, on any worker      steps are counted, and held back from the log
     the first one                                                      what was held back is handed over: a warm-up
-    none in the whole epoch                                            they were no steps, and it is said
+    none in the whole epoch                                            the turns were no steps, and a message says so
 
-All workers have to find the same, as steps end with calls of all: so what one worker alone may do is no sign, and where losses are survived
-nothing is followed, as who comes in the middle of an epoch hasn't seen its first turns.
+All workers must come to the same result, as steps end with collective calls. So what one worker alone may do is no sign, and where losses
+are
+survived nothing is followed, as a worker that joins in the middle of an epoch hasn't seen its first turns.
 
-While there has been none, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and from the first
-where all models are in eval mode, or the epoch before was such a one.
+Before the first backward or step, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and from
+the
+first where all models are in eval mode, or where nothing was trained in the epoch before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 from paceline.sync.transaction import Transaction
 
-SOME = 8  # parameters, and elements of each, that are looked at once an epoch
+SOME = 8  # parameters, and elements of each, that are compared once an epoch
 NOTHING_TRAINED = (
     "an epoch of a loader had no backward and no step of an optimizer: it was an evaluation, and its turns are no steps. Say "
     "run.prepare(loader, train=False), or put `with torch.no_grad():` around the loop, so that this is known from its first turn on; or "
@@ -37,12 +39,12 @@ class StepListener(Protocol):
     """Whatever is called after each finished step."""
 
     def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
-        """Step `turn` of a training loader is over; where its time went."""
+        """Take note that step `turn` of a training loader is over. `seconds`: by part of the step."""
         ...
 
 
 class StepCounter(Protocol):
-    """What counts steps. `quiet`: depth of no_sync."""
+    """A loop that counts steps. `quiet`: depth of `no_sync` blocks."""
 
     steps: int
     quiet: int
@@ -51,11 +53,11 @@ class StepCounter(Protocol):
 
     @property
     def transaction(self) -> Transaction:
-        """What of a step holds on all workers or on none."""
+        """Makes a step hold on all workers or on none."""
         ...
 
     def place(self, steps: int) -> None:
-        """Stand at this step."""
+        """Go to step number `steps`."""
         ...
 
 
@@ -64,16 +66,16 @@ class IdleEpochs:
 
     def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
-        self.acted = False  # an optimizer has stepped, or no_sync was entered, since it was last noted
+        self.acted = False  # an optimizer has stepped, or no_sync was entered, since `note` last looked
         self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
 
     def asked(self, loader: ShareLoader) -> None:
-        """An epoch is about to begin."""
+        """Prepare for an epoch that is about to begin."""
         terms = loader.terms
         terms.idle = terms.training and self._follows(loader) and (terms.idled or not any(model.training for model in self._loop.models))
 
     def _follows(self, loader: ShareLoader) -> bool:
-        """Whether all workers see alike whether anything is trained; what the script says itself is not looked at."""
+        """Whether all workers see alike whether anything is trained, and the script doesn't say it."""
         terms, sync = loader.terms, self._backward.sync
         known = terms.alone or (sync.exchanges_in_backward and bool(self._backward.hooks))
         if terms.train is not None or not known or self._loop.transaction.recovers:
@@ -81,13 +83,13 @@ class IdleEpochs:
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
     def begins(self, progress: LoaderProgress) -> None:
-        """An epoch of a training loader begins."""
+        """Begin an epoch of a training loader."""
         progress.follows, progress.trained, progress.turned = self._follows(progress.loader), False, False
         progress.marks = self._marks() if progress.follows else None
         self.acted = self._backward.reached = False
 
     def _marks(self) -> list[Any]:
-        """What an update of parameters changes, and a backward on one worker alone: of several, `reached` tells."""
+        """Return values that change with parameters, and on a single worker with a backward; `reached` shows that on several."""
         parameters = [p for model in self._loop.models for p in model.parameters()]
         marks: list[Any] = [p._version for p in parameters]
         some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:SOME]
@@ -97,7 +99,7 @@ class IdleEpochs:
         return marks
 
     def note(self, progress: LoaderProgress, progresses: list[LoaderProgress], *, last: bool) -> None:
-        """A turn of `progress` has ended, with `progresses` under way around it; `last`: it was one that is exchanged."""
+        """Note that a turn of `progress` has ended, with `progresses` under way around it. `last`: its gradients are exchanged."""
         progress.turned = True
         if self.acted or self._backward.reached or self._loop.quiet:
             self.acted = self._backward.reached = False
@@ -110,7 +112,7 @@ class IdleEpochs:
                 progress.loader.terms.idle = True
 
     def count(self, progress: LoaderProgress, number: int, turn: Turn, seconds: dict[str, float]) -> None:
-        """A turn of `progress` was step `number`."""
+        """Count a turn of `progress` as step `number`, or hold it back while nothing is trained."""
         if progress.follows and not progress.trained:
             progress.held.append((number, turn, seconds))
             return
@@ -118,7 +120,7 @@ class IdleEpochs:
         self._loop.beat.step_ended(turn, seconds)
 
     def flush(self, progress: LoaderProgress) -> None:
-        """Hand over what was held back."""
+        """Hand over the steps that were held back."""
         held, progress.held = progress.held, []
         now = self._loop.steps
         for number, turn, seconds in held:
@@ -128,7 +130,7 @@ class IdleEpochs:
             self._loop.place(now)
 
     def ends(self, progress: LoaderProgress, *, whole: bool) -> None:
-        """An epoch of a training loader is over; `whole`: it was not left by `break`. What is resumed at the end of one says nothing."""
+        """End an epoch of a training loader. `whole`: the loop wasn't left by `break`. An epoch resumed at its end tells nothing."""
         terms, held = progress.loader.terms, progress.held
         terms.idle, whole = False, whole and progress.turned
         if progress.follows and not progress.trained and whole:

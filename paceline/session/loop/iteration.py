@@ -1,4 +1,4 @@
-"""A loader on its way through an epoch."""
+"""Progress of a loader through an epoch."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from paceline.session.loop.ghost import Buffers
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """One loader on its way: its open turn, and when that and the epoch began (counted in calls)."""
+    """One loader under way: its open turn, and when the turn and the epoch began (counted in calls)."""
 
     loader: ShareLoader
     epoch_at: int = 0
     turn_at: int = 0
     turn: Turn | None = None
-    kept: Buffers = field(default_factory=list)  # before a ghost's turn
-    outer: tuple[int, bool] = (0, False)  # what the turn around this one had exchanged
-    gathered: int = 0  # rows that were gathered of this batch: how often
-    passed: int = 0  # in this turn, with those that were gathered when it was dealt before
+    kept: Buffers = field(default_factory=list)  # as they were before a ghost's turn
+    outer: tuple[int, bool] = (0, False)  # passes that the turn around this one had exchanged, and whether it was silenced
+    gathered: int = 0  # how many times rows of this batch were gathered
+    passed: int = 0  # calls of gather in this turn, with those answered when the batch was dealt before
     used: bool = False  # a model was run to be trained in this turn, or a backward
-    left: Lent = field(default_factory=list)  # what the turn before was lent, if it was not used there
-    early: list[Lent] = field(default_factory=list)  # what turns before were lent, as far as somebody held it then
-    skipped: bool = False  # nothing was used in the first turn of the epoch, whose batch was let go of in it
+    left: Lent = field(default_factory=list)  # the batch of the turn before, if it was not used there
+    early: list[Lent] = field(default_factory=list)  # batches of earlier turns that the script still held
+    skipped: bool = False  # the first turn of the epoch used nothing, and the script dropped its batch
     doubted: bool = False  # what was used last may have been the batch of the turn before
     reached: bool = False  # something was used in a turn of the epoch
     over: bool = False  # the epoch has ended
-    follows: bool = False  # it is followed whether anything is trained in this epoch
+    follows: bool = False  # `IdleEpochs` follows whether anything is trained in this epoch
     trained: bool = False  # there was a backward, or a step of an optimizer, in this epoch
     turned: bool = False  # a turn of it has ended
     marks: list[Any] | None = None  # versions of all parameters and gradients when it began
@@ -39,21 +39,21 @@ class LoaderProgress:
     void: bool = False  # its rows died with a worker: it is dealt again
 
     def ask_rows(self) -> bool:
-        """Count that rows of this batch are asked for, and say whether they are still to be had."""
+        """Count a request for rows of this batch, and return whether they still have to be gathered."""
         self.passed += 1
         return self.passed > self.gathered and not self.void
 
     def keep_rows(self) -> None:
-        """Note that all workers have these rows."""
+        """Note that all workers have the rows of this batch."""
         self.gathered = self.passed
 
     def discard(self) -> None:
-        """Have the batch be dealt again."""
+        """Discard this turn, so that its batch is dealt again."""
         self.void = True
 
 
 def innermost(progresses: list[LoaderProgress]) -> Turn | None:
-    """The turn under way that no other is inside of. One that was left by `break` counts only where no other is."""
+    """Return the innermost turn under way, or None. A turn left by `break` counts only where no other is under way."""
     if len(progresses) < 2:
         return progresses[0].turn if progresses else None
     return next((progress for progress in reversed(progresses) if progress.loader.under_way), progresses[-1]).turn
@@ -80,7 +80,7 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
 
 
 def parts(progress: LoaderProgress) -> tuple[float, ...]:
-    """The part of the present batch that each worker has; where a batch has weights of its own, or micro-batches, mine alone is known."""
+    """Return the part of the present batch that each worker has; only this worker's where batches are weighed, or have micro-batches."""
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
     if terms.weigh is not None or terms.shard == "mine" or terms.accumulate > 1:
@@ -89,7 +89,7 @@ def parts(progress: LoaderProgress) -> tuple[float, ...]:
 
 
 def check_beside(progresses: list[LoaderProgress]) -> None:
-    """Raise `UsageError` where training loaders under way side by side deal differently: one loss can't be weighted by both."""
+    """Raise `UsageError` where two training loaders under way side by side deal differently: one loss can't be weighted by both."""
     side = [progress for progress in progresses if progress.loader.terms.training and progress.loader.under_way]
     for one, other in itertools.combinations(side, 2):
         beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at  # neither loop is inside a turn of the other

@@ -1,4 +1,4 @@
-"""What a loss is multiplied by before its gradients are taken."""
+"""The factor that GradScalers multiply a loss by before its gradients are taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 
 
 def loss_scale(scalers: Iterable[Any]) -> float:
-    """The scale that all enabled GradScalers have come to; 1 without one."""
+    """Return the scale of all enabled GradScalers, or 1 without one. Raises `UsageError` if they differ."""
     known = [scaler for scaler in scalers if scaler.is_enabled()]
     scales = {float(scaler.get_scale()) for scaler in known}
     if len(scales) > 1:

@@ -1,4 +1,4 @@
-"""What a turn that failed has changed goes back: buffers, generators, what is kept, and the whole state where something had stepped."""
+"""Rollback of a turn that failed: buffers, generators and kept objects, and the whole state where an optimizer had stepped."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paceline.state.snapshot import Snapshot, pack
 from paceline.state.versioned import Randomness, Stateful
 from paceline.sync.autograd import GradientTracker
 
-TRIED = 2  # turns at the beginning that have a copy of everything, before it is known how a turn goes
+TRIED = 2  # turns at the beginning that copy the whole state, before it is known whether a turn exchanges after a step
 
 
 class Rollback:
-    """Goes back to where a turn began. `parts` are the names and objects that are state; of these `kept.` are the user's own.
+    """Goes back to the beginning of a turn. `parts` returns the state by name; names with `kept.` are the user's own objects.
 
-    A turn may step before its last exchange (GANs). Then a copy of everything is made before the first step of each turn; which turns are
-    such is seen when the first one comes.
+    A turn may step before its last exchange (GANs). Then the whole state is copied before the first step of each turn, from the first such
+    turn on.
     """
 
     def __init__(
         self, parts: Callable[[], Mapping[str, Stateful]], models: list[nn.Module], randomness: Randomness, backward: GradientTracker
     ) -> None:
         self._parts, self._models, self._randomness, self._backward = parts, models, randomness, backward
-        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each, its version, and what it held then
+        self._buffers: list[tuple[Tensor, int | None, Tensor]] = []  # each with its version and a copy of its values
         self._random: dict[str, Any] | None = None
         self._kept: Snapshot | None = None
         self._whole: Snapshot | None = None
@@ -39,7 +39,7 @@ class Rollback:
         self._again = False
 
     def begin(self, passes: int) -> None:
-        """A turn begins; if it is one that failed, generators stand now where they stood when it began first.
+        """Begin a turn. One that is dealt again begins with the generators as they were when it began at first.
 
         `passes`: how many exchanges of gradients the turn before had.
         """
@@ -64,7 +64,7 @@ class Rollback:
         self._kept = pack({name: part.state_dict() for name, part in kept.items()}) if kept else None
 
     def stepping(self, *, elsewhere: bool = False) -> None:
-        """An optimizer is about to step; `elsewhere`, where that may fail: `stepped` is called once it hasn't."""
+        """Prepare for an optimizer's step. `elsewhere`: the step may fail, and `stepped` is called once it hasn't."""
         if self._stepped:
             self._split = self._split or elsewhere
             return
@@ -74,12 +74,12 @@ class Rollback:
             self.stepped()
 
     def stepped(self) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         if not self._stepped:
             self._stepped, self._passes = True, self._backward.passes
 
     def back(self) -> None:
-        """The turn has failed."""
+        """Go back to the beginning of the turn, which has failed. Raises `WorkerLost` where no copy was made."""
         self._again = True
         if self._stepped:
             if self._whole is None:
@@ -104,5 +104,5 @@ class Rollback:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """How often it was changed in place, where torch counts that."""
+    """Return how many times torch has counted a change in place; None where it doesn't count."""
     return None if buffer.is_inference() else buffer._version

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on this worker, and what was sent in it.
+"""Time and traffic of a step on this worker, by part: data, compute, exchange, wait.
 
 asked ── data ── begin ── compute, exchange, wait ── stop ── settle (exchange, wait)
 """
@@ -13,7 +13,7 @@ from paceline.sync.context import SyncContext
 
 
 class StepClock:
-    """Of the step under way; `sent` is of all steps: what was broadcast at the start or by `resume` is left out."""
+    """Measures the step under way. `sent` adds up all steps, without what was broadcast at the start or by `resume`."""
 
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
@@ -25,7 +25,7 @@ class StepClock:
 
     @property
     def sent(self) -> Traffic:
-        """What was sent in steps."""
+        """Bytes sent in all steps."""
         return Traffic(self._within, self._between)
 
     def begin(self, now: float) -> None:
@@ -39,7 +39,7 @@ class StepClock:
         self._exposed = backward.seconds + context.pulling
 
     def hold(self, seconds: float) -> None:
-        """Note that this worker was held since: it neither computed nor waited for others."""
+        """Leave out `seconds` for which this worker was held: it neither computed nor waited for others."""
         self._began += seconds
 
     def stop(self) -> None:
@@ -60,7 +60,7 @@ class StepClock:
         context.trace.record("turn", "step", int(self._began * 1e9), ended)
 
     def settle(self, began: float) -> dict[str, float]:
-        """Count what was done since `began`, between two turns, as the step's; give the seconds of the step, which is over."""
+        """Count what was done since `began`, between two turns, as part of the step. Returns the seconds of the step by part."""
         sent, waited = self._context.sent_and_waited()
         passed = waited - self._waited
         self._within, self._between = self._within + sent[0] - self._sent[0], self._between + sent[1] - self._sent[1]

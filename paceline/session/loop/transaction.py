@@ -1,10 +1,10 @@
-"""A step's transaction where the run goes on when workers are lost: what of a turn has failed, on all workers, is as if it had never been.
+"""The transaction of a step where losses are survived: a turn that failed is rolled back on all workers, as if it had never been.
 
 exchange    a pass in which a worker was lost ends with zeros in p.grad, and the turn has failed
             after a loss no pass of the turn is exchanged (`StepState.exchange_closed`)
 step        a step on servers in which a worker was lost is not made, on any worker
 collective  rows come from all workers, or again with the turn
-rollback    gradients, buffers, generators and tables are what they were when the turn began
+rollback    gradients, buffers, generators and tables are set back to when the turn began
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 
 class LoopPosition(Protocol):
-    """Where a training loop is."""
+    """Position of a training loop."""
 
     @property
     def leader(self) -> LoaderProgress | None:
-        """The loader whose turns are the steps."""
+        """The loader whose turns are the steps; None outside of training."""
         ...
 
     @property
     def innermost(self) -> LoaderProgress | None:
-        """The loader of the innermost turn."""
+        """The loader of the innermost turn; None if no turn is under way."""
         ...
 
 
@@ -62,12 +62,12 @@ class RecoverableTransaction(PlainTransaction):
 
     @property
     def _armed(self) -> bool:
-        """Whether losses are survived by now: they are from the first epoch on."""
+        """Whether losses are survived already: they are from the first epoch on."""
         return self._agreement.recovery is not None
 
     @property
     def _closed(self) -> bool:
-        """Whether nothing more of this turn is exchanged."""
+        """Whether this turn exchanges nothing more."""
         return self._step_state.exchange_closed and self._sync.exchanges_in_backward
 
     # ---- a backward pass
@@ -108,7 +108,7 @@ class RecoverableTransaction(PlainTransaction):
         return act()
 
     def _check_turn(self, error: CallDiscarded) -> None:
-        """Raise `WorkerLost` where no turn comes again."""
+        """Raise `WorkerLost` where the turn can't be dealt again."""
         if not self._step_state.exchange_closed:
             text = "gradients that were exchanged outside of a loop over a prepared loader can't be had again"
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error

@@ -1,4 +1,4 @@
-"""The main path of training: what happens between two turns of a loader, at a backward, and at an optimizer's step.
+"""The training loop: what happens between two turns of a loader, at a backward, and at an optimizer's step.
 
     turn begins     my weight in the global batch, is it a ghost, is it exchanged yet
       backward      (sync/autograd.py) exchanges; p.grad is final when it returns
@@ -53,7 +53,7 @@ class TrainingLoop:
         self.context, self.backward, self.abilities, self.beat, self._page = context, backward, abilities, beat, page
         self.steps = 0
         self.quiet = 0  # depth of no_sync
-        self.over = False  # all have agreed to stop: training loaders give no more steps
+        self.over = False  # all workers have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
         self.scalers: list[Any] = []
         self.frozen: list[Slot] = []
@@ -83,7 +83,7 @@ class TrainingLoop:
 
     @property
     def turn(self) -> Turn | None:
-        """The innermost turn under way. One that was left by `break` counts only where no other is."""
+        """The innermost turn under way. A turn left by `break` counts only where no other is under way."""
         return innermost(self._open)
 
     @property
@@ -100,28 +100,28 @@ class TrainingLoop:
         return None if self.leader is None else self.leader.turn
 
     def cut_turn(self, number: int) -> None:
-        """A worker was lost in this turn, which may be the next one here: what of it has not been exchanged can't be any more."""
+        """Close the exchange of turn `number`, in which a worker was lost. It may be the next turn on this worker."""
         self.cut_off = number
         self.context.step_state.exchange_closed = self.led is not None and number == self.steps + 1
 
     @property
     def innermost(self) -> LoaderProgress | None:
-        """Give the loader of the innermost turn."""
+        """The loader of the innermost turn; None if no turn is under way."""
         turn = self.turn
         return next((progress for progress in reversed(self._open) if progress.turn is turn), None)
 
     @property
     def transaction(self) -> Transaction:
-        """What of a step holds on all workers or on none."""
+        """Makes a step hold on all workers or on none."""
         return self.backward.transaction
 
     def survive(self, rollback: Rollback, generation_of: Callable[[ShareLoader], int]) -> None:
-        """Go on when workers are lost: turns in which one was are rolled back, and come again. `generation_of`: see `LoaderObserver`."""
+        """Go on when workers are lost: turns that fail are rolled back and dealt again. `generation_of`: as `LoaderObserver.generation`."""
         self.changes, self._generation_of = True, generation_of
         self.backward.recover_by(RecoverableTransaction(self, self.backward, rollback, self.tables))
 
     def settle(self) -> None:
-        """Set the state of the step by the turn that trains."""
+        """Set the `StepState` by the turn that trains."""
         step_state, under_way = self.context.step_state, self._open
         turn = self.training if len(under_way) > 1 else under_way[0].turn if under_way else None
         if turn is None:
@@ -133,7 +133,7 @@ class TrainingLoop:
 
     @property
     def sent(self) -> Traffic:
-        """In steps; see `StepClock`."""
+        """Bytes sent in all steps."""
         return self._clock.sent
 
     # ---- the loader's calls
@@ -231,7 +231,7 @@ class TrainingLoop:
         progress.void = False
 
     def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
-        """A turn of the leading loader is over, and with its last micro-batch a step."""
+        """End a turn of the leading loader, and with its last micro-batch the step."""
         clock = self._clock
         clock.stop()
         if failed:
@@ -267,7 +267,7 @@ class TrainingLoop:
             self.context.agreement.entering()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
-        """End the turns, and the lead, of training loops that were left by `break`. All workers come here at the same place."""
+        """End the turns, and the lead, of training loops that were left by `break`. All workers call it at the same place."""
         for progress in [progress for progress in self._open if progress.loader.terms.training and not progress.loader.under_way]:
             self.turn_ends(progress.loader)
             self.idle_epochs.flush(progress)
@@ -277,7 +277,7 @@ class TrainingLoop:
     # ---- a backward, and an optimizer's calls
 
     def _weigh(self) -> None:
-        """A backward begins: it has one weight, so where training loaders are under way side by side, both must give the same."""
+        """Weigh a backward that begins. Training loaders under way side by side must give it the same weight."""
         if self.batch_use.fresh:
             self.batch_use.use(None)
         self.settle()
@@ -316,7 +316,7 @@ class TrainingLoop:
         return turn.last_micro if self.backward.ran else turn.micro == 0
 
     def ready(self, where: str) -> None:
-        """Gradients are about to be used: exchange what has not been, and take part if backward has touched nothing here."""
+        """Exchange gradients that are about to be used and have not been exchanged, even if backward touched nothing here."""
         turn = self.training
         if turn is not None and turn.train and not turn.last_micro:
             return
@@ -351,11 +351,11 @@ class TrainingLoop:
         return turn is None or not turn.train or not backward.transaction.failed
 
     def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """The rows that `act` brings together, once for each batch: `nothing` where they were had before, or are to come again."""
+        """Return the rows that `act` gathers, once a batch: `nothing` if they were gathered before, or the turn is dealt again."""
         return self.transaction.collective(act, nothing)
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped; in a loop without a loader this is where the next turn begins."""
+        """Note that an optimizer has stepped; in a loop without a loader this begins the next turn."""
         self.idle_epochs.acted = True
         if self.abilities.observer is not None:
             self.abilities.observer.stepped(optimizer)
@@ -366,7 +366,7 @@ class TrainingLoop:
                 backward.transaction.begin(leads=False, passes=passes)
 
     def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A model is about to be run."""
+        """Prepare for a model to be run on these arguments."""
         self.thaw()
         if not torch.compiler.is_compiling() and self.batch_use.fresh and torch.is_grad_enabled():
             self.batch_use.use((*args, *options.values()))
@@ -374,7 +374,7 @@ class TrainingLoop:
             self.settle()  # an inner loop may have been left by `break` since
 
     def thaw(self) -> None:
-        """Take parameters in that were frozen at prepare and are not any more."""
+        """Watch parameters that were frozen at prepare and are not any more."""
         if self.frozen and any(slot.parameter.requires_grad for slot in self.frozen):
             self.backward.watch([slot for slot in self.frozen if slot.parameter.requires_grad])
             self.frozen = [slot for slot in self.frozen if not slot.parameter.requires_grad]
@@ -384,7 +384,7 @@ class TrainingLoop:
         self.over = True
 
     def place(self, steps: int) -> None:
-        """Stand at this step (after a resume)."""
+        """Go to step number `steps`, after a resume."""
         self.steps = self.context.step_state.step = self.context.trace.step = steps
 
     def release(self) -> None:
@@ -393,11 +393,11 @@ class TrainingLoop:
             self.bound.pop()()
 
     def explain(self, error: BaseException | None) -> None:
-        """Note on what ends the run what the turns under way have to do with it."""
+        """Add to an error that ends the run what the turns under way have to do with it."""
         explain(error, self._open)
 
     def finish(self) -> None:
-        """The run ends: close the turns that a `break` left open, and let replicas be equal."""
+        """End the run: close the turns that a `break` left open, and make replicas equal."""
         for progress in list(self._open):
             self.turn_ends(progress.loader)
             self.idle_epochs.flush(progress)

@@ -1,1 +1,1 @@
-"""What `Run.prepare` does to the user's own objects."""
+"""Preparing a script's own objects for many workers: `Run.prepare`."""

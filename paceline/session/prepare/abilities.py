@@ -1,4 +1,4 @@
-"""What the running strategy can beyond the core: the only place that asks."""
+"""Finds out what a strategy can beyond the core; no other module asks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.sync.base import Sync
 
 
 def resolve(sync: Sync) -> Abilities:
-    """Find out what this strategy can."""
+    """Return the abilities of a strategy."""
     return Abilities(
         observer=sync if isinstance(sync, StepObserver) else None,
         converging=sync if isinstance(sync, Converging) else None,

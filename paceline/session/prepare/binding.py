@@ -14,8 +14,10 @@ MARK = "_paceline_bound"
 
 
 def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], loop: TrainingLoop) -> None:
-    """Replace the method `name` of one object by a bound method until the run ends; a second time is harmless, and a deepcopy is bound
-    to the copy."""
+    """Replace the method `name` of one object by a bound method until the run ends. Calling it twice is harmless.
+
+    A deepcopy of the object has the method bound to the copy.
+    """
     current = thing.__dict__.get(name)
     if getattr(getattr(current, "__func__", current), MARK, False):
         return
@@ -38,7 +40,7 @@ def rebind(thing: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
-    """Give the method as its class has it (or as it was set on the object), to be called with the object."""
+    """Return the method as its class has it (or as it was set on the object), to be called with the object."""
     if current is None:
         found: Callable[..., Any] = getattr(type(thing), name)
         return found

@@ -1,4 +1,4 @@
-"""What can't be prepared is refused here, on every worker."""
+"""Refuses what can't be prepared, on every worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Scaler = torch.amp.GradScaler
 
 
 def kind(value: Any) -> str:
-    """ "model", "optimizer", "loader", "scheduler", "scaler" or "metric"; `UsageError` for anything else."""
+    """Return "model", "optimizer", "loader", "scheduler", "scaler" or "metric". Raises `UsageError` for anything else."""
     if isinstance(value, WRAPPERS) or _made_by(value, "torch.distributed.fsdp", "FullyShardedDataParallel"):
         name = type(value).__name__
         raise UsageError(f"the model is wrapped in {name} already; give the plain model (model.module): run.prepare does what {name} does")
@@ -58,13 +58,13 @@ def kind(value: Any) -> str:
 
 
 def _made_by(value: Any, module: str, name: str) -> bool:
-    """Whether `value` is an instance of `module.name`, without importing the module: it takes a second, and who has one has imported it."""
+    """Whether `value` is an instance of `module.name`, without the second that importing it takes: its owner has imported it."""
     home = sys.modules.get(module)
     return home is not None and isinstance(value, getattr(home, name))
 
 
 def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
-    """Every parameter of the models, once, and those that only an optimizer knows."""
+    """Yield a slot for every parameter of the models, once, and for those that only an optimizer knows."""
     owner = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     scripts = [part for _, model in models for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
     scripted, seen = {id(p) for script in scripts for p in script.parameters()}, set[int]()
@@ -149,7 +149,7 @@ def check_owner(known: list[Slot], optimizers: list[Optimizer]) -> None:
 
 
 def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
-    """Raise `UsageError` where an optimizer that steps on servers was told here what it remembers; of `tables` (ids) it does that here."""
+    """Raise `UsageError` where an optimizer that steps on servers was given state here. State of `tables` (ids) is allowed."""
     if any(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in tables):
         raise UsageError(
             f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and with ParameterServer that lies on "
@@ -171,7 +171,7 @@ def check_parameters(found: list[Slot]) -> None:
 def same_everywhere(
     agreement: Agreement, group: Group, tensors: list[tuple[str, Tensor]], optimizers: list[Optimizer], say: Callable[[str], None]
 ) -> None:
-    """Compare what is prepared with all workers, and give everybody the first worker's values, said if they differed."""
+    """Compare what is prepared on all workers, and give all of them the first one's values; `say` if values differed. Collective."""
     names = {id(x): name for name, x in tensors}
     layout = [f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}" for name, x in tensors]
     _same_layout(agreement, [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))])
@@ -196,7 +196,7 @@ def _frozen(x: Tensor) -> str:
 
 
 def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
-    """A line for each parameter group, which tells settings that would let replicas part."""
+    """Yield a line for each parameter group, with the settings that would let replicas diverge."""
     for number, group in enumerate(optimizer.param_groups):
         plain = {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
         settings = ", ".join(f"{key}={value!r}" for key, value in plain.items() if isinstance(value, int | float | str | bool | tuple))

@@ -1,4 +1,4 @@
-"""Batches on their way to the device of a worker, without waiting for it."""
+"""Moves batches to a worker's device without waiting for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def mover(device: torch.device) -> Callable[[Any], Any] | None:
-    """What brings a batch to `device`; None where there is nothing to do.
+    """Return a function that moves a batch to `device`; None where there is nothing to do.
 
-    Tensors in dicts, lists, tuples and named tuples go, and objects with a method `to` (packed sequences, a batch class of the user's).
-    From pinned memory (`pin_memory=True`) they go while the processor goes on; the training stream sees them in order.
+    Tensors in dicts, lists, tuples and named tuples are moved, and objects with a method `to` (packed sequences, a batch class of the
+    user's).
+    From pinned memory (`pin_memory=True`) the copy overlaps with the processor's work; the training stream sees it in order.
     """
     if device.type == "cpu":
         return None

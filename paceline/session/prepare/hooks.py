@@ -1,4 +1,4 @@
-"""Makes a script's own objects ready for many workers: models, optimizers, loaders, schedulers and scalers, each in its place."""
+"""Binds a script's own objects to the training loop: models, optimizers, schedulers and scalers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.session.prepare.binding import rebind
 from paceline.session.prepare.checks import check_scaler
 from paceline.session.prepare.remote import RemoteSteps
 
-SEEN = 2  # steps in which it is looked who calls optimizers
+SEEN = 2  # steps in which the caller of an optimizer is looked at
 
 
 # ---- rebinding a user's own objects
 
 
 class ForwardHook:
-    """A forward hook that tells `loop`; a copy of the model, or an unpickled one, is not the run's and tells nobody."""
+    """A forward hook that tells `loop` of each forward. In a copied or unpickled model it does nothing."""
 
     def __init__(self, loop: TrainingLoop | None = None) -> None:
         self._loop = loop
@@ -35,7 +35,7 @@ class ForwardHook:
             self._loop.forward(args, options)
 
     def follows(self, loop: TrainingLoop) -> bool:
-        """Whether it is `loop` that is told."""
+        """Whether this hook tells `loop`."""
         return self._loop is loop
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
@@ -43,7 +43,7 @@ class ForwardHook:
 
 
 def follow(model: nn.Module, loop: TrainingLoop) -> None:
-    """Tell `loop` before each forward, until the run ends; a second time is harmless."""
+    """Tell `loop` before each forward of a model, until the run ends. Calling it twice is harmless."""
     if not any(isinstance(hook, ForwardHook) and hook.follows(loop) for hook in model._forward_pre_hooks.values()):
         hook = nn.Module.register_forward_pre_hook(
             model, ForwardHook(loop), with_kwargs=True
@@ -52,9 +52,10 @@ def follow(model: nn.Module, loop: TrainingLoop) -> None:
 
 
 class OptimizerBindings:
-    """What optimizers that were prepared do when they step.
+    """How prepared optimizers step.
 
-    `groups` has of each, by its id, how many parameter groups it had when it was looked at; `remote` what steps it, where it isn't itself.
+    `groups` has, by the optimizer's id, how many parameter groups it had when last checked; `remote` has what steps it if it steps
+    elsewhere.
     """
 
     def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:
@@ -64,7 +65,7 @@ class OptimizerBindings:
 
 
 def bind_optimizer(optimizer: Optimizer, loop: TrainingLoop, bindings: OptimizerBindings, *, accumulate: bool) -> None:
-    """Let `step` see that gradients are exchanged, and with micro-batches let `step` and `zero_grad` act on the last."""
+    """Let `step` wait for exchanged gradients, and with micro-batches let `step` and `zero_grad` act on the last."""
     groups, remote = bindings.groups, bindings.remote
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +100,7 @@ def _called(closure: Callable[[], Any]) -> Any:
 
 
 def bind_zero_grad(thing: nn.Module | Optimizer, loop: TrainingLoop) -> None:
-    """With micro-batches, `zero_grad` of a model or an optimizer acts on the first, or after the last."""
+    """With micro-batches, let `zero_grad` of a model or an optimizer act on the first, or after the last."""
 
     def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,9 +112,9 @@ def bind_zero_grad(thing: nn.Module | Optimizer, loop: TrainingLoop) -> None:
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
-    """Let `step` act when the optimizer's does. A metric that it judges by has to be the same on all workers.
+    """Let `step` of a scheduler act when the optimizer's does. A metric that it judges by must be the same on all workers.
 
-    Out of lockstep quick workers have more turns than an epoch has batches: a schedule that has come to its end stays there.
+    Out of lockstep fast workers have more turns than an epoch has batches: a schedule that has reached its end stays there.
     """
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +148,7 @@ def _same_metric(agreement: Agreement, metric: float) -> None:
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
-    """Let a GradScaler act when the optimizer does, on gradients that are exchanged."""
+    """Let a GradScaler act when the optimizer does, on exchanged gradients."""
     loop.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):
 

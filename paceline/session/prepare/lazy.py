@@ -1,4 +1,4 @@
-"""Before modules use parameters that may be on their way still (`ParameterServer(pull="forward")`) where torch may not ask these.
+"""Waits for parameters that may still be on their way (`ParameterServer(pull="forward")`), where torch doesn't ask for them itself.
 
 A parameter on its way waits for itself in whatever torch does with it in Python's sight. Two things are out of it: C++ code of the user's
 that a module hands its parameters to, and the transformations of torch.func, which wrap them.
@@ -16,9 +16,9 @@ from paceline.sync.abilities import PendingParameters
 
 
 class LazyHook:
-    """A forward hook that has parameters there: those of a module of the user's own class (`own`), or of all where a model is transformed.
+    """A forward hook that waits for parameters: those of a module of the user's own class (`own`), or all where a model is transformed.
 
-    A copy of the module, or an unpickled one, is not the run's, and its hook does nothing.
+    In a copied or unpickled module it does nothing.
     """
 
     def __init__(self, arriving: PendingParameters | None = None, *, own: bool = False) -> None:
@@ -37,7 +37,7 @@ class LazyHook:
 
 
 def announce(models: list[nn.Module], arriving: PendingParameters, loop: TrainingLoop) -> None:
-    """Hook these models until the run ends; a second time is harmless."""
+    """Hook these models until the run ends. Calling it twice is harmless."""
     for model in models:
         _hook(model, LazyHook(arriving), loop)
         for module in model.modules():

@@ -1,6 +1,6 @@
-"""Metrics of torchmetrics that take part: what they are given in a ghost turn doesn't count, as nothing of a ghost does.
+"""Metrics of torchmetrics that take part in a run: they count nothing in a ghost turn.
 
-torchmetrics is never imported here; who has a metric has done that.
+torchmetrics is never imported here; a script with a metric has done that.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ HOME = "torchmetrics"
 
 
 def is_metric(value: Any) -> bool:
-    """Whether it is a metric, a collection of metrics, or a tracker of them."""
+    """Whether `value` is a metric, a collection of metrics, or a tracker of them."""
     home = sys.modules.get(HOME)
     return home is not None and isinstance(value, (home.Metric, home.MetricCollection, home.MetricTracker))
 
 
 def within(module: nn.Module) -> Iterator[nn.Module]:
-    """The metrics in a model; a collection is one."""
+    """Yield the metrics in a model; a collection counts as one."""
     if is_metric(module):
         yield module
     else:
@@ -35,9 +35,9 @@ def within(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def bind(metric: nn.Module, loop: TrainingLoop) -> None:
-    """Let `update` and `forward` count nothing in a ghost turn; `forward` gives what the ghost alone comes to, for who logs it.
+    """Let `update` and `forward` count nothing in a ghost turn. `forward` still returns a value, of the ghost alone.
 
-    Raises `UsageError` for a metric that would exchange in each step, where a ghost would count on the other workers.
+    Raises `UsageError` for a metric that exchanges in each step, where a ghost would count on the other workers.
     """
     if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
         raise UsageError(
@@ -62,7 +62,7 @@ def bind(metric: nn.Module, loop: TrainingLoop) -> None:
 
 
 def _fresh(metric: nn.Module) -> nn.Module:
-    """A copy of it that isn't bound."""
+    """Return a copy of a metric that isn't bound."""
     found = copy.deepcopy(metric)
     for name in ("update", "forward"):
         if getattr(found.__dict__.get(name), "__self__", None) is found:

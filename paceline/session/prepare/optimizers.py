@@ -1,4 +1,4 @@
-"""Every optimizer of this process is seen before it steps, prepared or not: what can't be right is refused before it changes anything.
+"""Watches every optimizer of this process before it steps, prepared or not, and refuses wrong steps before they change anything.
 
 torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own by their parameters.
 
@@ -31,7 +31,7 @@ _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
 
 
 class KnownOptimizer(NamedTuple):
-    """What was found out of an optimizer, as long as nothing was added to it or to the run."""
+    """What is known of an optimizer, as long as nothing is added to it or to the run."""
 
     optimizer: weakref.ref[Optimizer]
     groups: int
@@ -43,7 +43,7 @@ class KnownOptimizer(NamedTuple):
 class OptimizerWatch:
     """Sees optimizers step on behalf of one run, from `begin` to `end`.
 
-    `strange` is told once of each that was not prepared, and whether it has parameters of the run.
+    `strange` is called once for each that was not prepared, and told whether it has parameters of the run.
     """
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients) -> None:
@@ -56,7 +56,7 @@ class OptimizerWatch:
         self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
 
     def begin(self) -> None:
-        """Be called from now on, and have counts compared where all take the same steps."""
+        """Watch from now on, and compare counts of steps where all workers take the same ones."""
         self._alike = not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
         if self._alike:
             self._prepared.context.agreement.tally = self.tally.told
@@ -68,7 +68,7 @@ class OptimizerWatch:
             hook.watches = (*hook.watches, self)
 
     def end(self) -> None:
-        """Be called no longer; twice is harmless."""
+        """Stop watching. Calling it twice is harmless."""
         with _REGISTRY:
             for hook in [hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)]:
                 hook.watches = tuple(watch for watch in hook.watches if watch is not self)
@@ -76,7 +76,10 @@ class OptimizerWatch:
                     hook.handle.remove()
 
     def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
-        """An optimizer is about to step; `alone`: no other run is watched in this process; `closure`: its gradients are made inside."""
+        """Check an optimizer that is about to step.
+
+        `alone`: this is the only run that watches in this process; `closure`: the gradients are made inside of the step.
+        """
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer or known[1:3] != (len(optimizer.param_groups), len(self._prepared.slots)):
             known = self._meet(optimizer, known, alone=alone)
@@ -139,7 +142,7 @@ class OptimizerWatch:
 
 
 class _StepHook:
-    """What torch calls before each step. There is one for all runs, as torch's own list may not change while it is gone through."""
+    """The hook that torch calls before each step. One serves all runs, as torch's own list may not change while it is gone through."""
 
     def __init__(self) -> None:
         self.watches: tuple[OptimizerWatch, ...] = ()

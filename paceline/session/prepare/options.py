@@ -1,4 +1,4 @@
-"""What run.prepare was told about loaders and models: said before there is one, it is kept for those that come."""
+"""Options of run.prepare for loaders and models. One given before there is any is kept for those that come."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OF_STREAMS = frozenset({"readers", "shard"})
 
 
 class PrepareOptions:
-    """The options of all calls of `prepare`. `given` are those of one call, with None for what it doesn't say."""
+    """The options of all calls of `prepare`. `given` are those of one call, with None for each that it leaves out."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
 
     def hear(self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool) -> dict[str, Any]:
-        """What holds for the `loaders` and `models` of this call, of `size` workers: what it says, else what was said before any came.
+        """Return the options for the `loaders` and `models` of this call: what it says, else what was said before there were any.
 
-        Raises `UsageError` for what is no option at all, as early as it is said.
+        `size` is the number of workers. Raises `UsageError` for an unknown value as early as it is said.
         """
         said = {name: value for name, value in given.items() if value is not None}
         found = {**DEFAULTS, **self._before(said), **said}
@@ -38,12 +38,12 @@ class PrepareOptions:
         return found
 
     def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """What was kept, but for what can't go together with what is said now."""
+        """Return the kept options, but for those that can't go together with what is said now."""
         against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
         return {name: value for name, value in self._kept.items() if name not in against}
 
     def of(self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of one loader: what is for streams, and was said before, doesn't hold for other data sets."""
+        """Return the options of one loader. Options for streams that were said before don't hold for other data sets."""
         stream = isinstance(dataset, IterableDataset)
         out = {} if stream else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
         micros = {"accumulate": 1} if options["train"] is False else {}  # nothing is accumulated where nothing is trained

@@ -1,4 +1,4 @@
-"""What takes part in a run: the models, optimizers, loaders, schedulers and scalers that were prepared, and the groups that they need."""
+"""The models, optimizers, loaders, schedulers and scalers that take part in a run, and the groups that they need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BatchNorm = Literal["sync", "local"]
 
 
 class Prepared:
-    """All that was prepared. `survives`: whether the group may become another."""
+    """Everything that was prepared. `survives`: whether the group of workers may change."""
 
     def __init__(
         self, context: SyncContext, backward: GradientTracker, loop: TrainingLoop, device: torch.device, subgroups: Subgroups
@@ -57,7 +57,7 @@ class Prepared:
         self._remote_steps = RemoteSteps(loop, self._remote)
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients where they are; give their norm before."""
+        """Clip gradients where they are, and return their norm before."""
         return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
@@ -145,7 +145,7 @@ class Prepared:
         checks.check_known(self.models, self.optimizers, self.slots)
 
     def _begins(self, optimizer: Optimizer, graded: bool) -> None:
-        """An optimizer steps: nothing may have come into it that isn't exchanged. A copy of one is not looked at."""
+        """Check an optimizer that steps: all of its parameters must be exchanged. A copy of one is not checked."""
         if graded and id(optimizer) in self._unstepped:
             self._unstepped.remove(id(optimizer))
             self.first(optimizer)
@@ -164,7 +164,7 @@ class Prepared:
         self._groups[id(optimizer)] = len(optimizer.param_groups)
 
     def _open_tables(self) -> None:
-        """Bring servers in for the sparse tables that have come."""
+        """Start servers for the sparse tables among the models."""
         found, remote = self.tables.find(self.models), self._remote
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
@@ -186,7 +186,7 @@ class Prepared:
         self.tables.open(found, self.optimizers, remote.rows if remote is not None and remote.sample_queue is not None else None)
 
     def _bind(self) -> None:
-        """Follow all that is prepared; again when there is more."""
+        """Follow all that is prepared; called again when there is more."""
         loop = self._loop
         accumulate = any(loader.terms.accumulate > 1 for loader in self.loaders)
         for optimizer in self.optimizers:
@@ -222,7 +222,7 @@ class Prepared:
         return self._loop.abilities.sample_queue
 
     def _synchronise(self, models: list[nn.Module]) -> None:
-        """Let BatchNorm layers exchange, in a group of their own: they do it while buckets are under way."""
+        """Let BatchNorm layers exchange in a group of their own, as they do it while buckets are under way."""
         context = self.context
         if context.group.size == 1:
             return
@@ -232,11 +232,11 @@ class Prepared:
             synchronise(model, norms, ghost=lambda: context.step_state.ghost, scale=lambda: context.step_state.scale, copies=self._in_loop)
 
     def _in_loop(self) -> bool:
-        """Whether this is the loop over a prepared loader, which all workers run, each on its share."""
+        """Whether this is inside of a loop over a prepared loader, which all workers run, each on its share."""
         return self._loop.turn is not None
 
     def regroup(self) -> None:
-        """The workers are others now: make those groups again that there were."""
+        """Make the groups of layers and loaders anew, as the workers have changed. Collective."""
         had_local = self.subgroups.host is not None
         self.subgroups.forget()
         self._synchronise(self._synchronous)
@@ -246,13 +246,13 @@ class Prepared:
                 loader.terms.local = None if loader.terms.local is None else local
 
     def release(self, *, failed: bool) -> None:
-        """The run is over, here at least: models are plain ones again, and tables have no servers."""
+        """Make models plain again and close tables, as the run ends on this worker."""
         for _, model in self.models:
             desynchronise(model)
         self.tables.close(failed=failed)
 
     def _fresh(self, things: list[Any]) -> list[Any]:
-        """Those that were not prepared before."""
+        """Return those of these objects that were not prepared before."""
         return [thing for thing in things if not any(thing is part for part in self.state.parts)]
 
     def _add(self, kind: str, thing: Stateful) -> None:
@@ -261,7 +261,7 @@ class Prepared:
 
 
 class _WatchedGroup:
-    """A group whose sums are seen from outside while they last, and survive the loss of a worker where losses are survived."""
+    """A group for BatchNorm whose sums can be seen from outside while they last, and that survives the loss of a worker."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared

@@ -1,4 +1,4 @@
-"""Optimizers that step on servers, for all of their parameters or for the sparse tables among them. Nothing of it concerns the others."""
+"""Optimizers that step on servers, for all of their parameters or for the sparse tables among them; the others never come here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OwnStep = Callable[..., Any]
 
 
 class RemoteSteps:
-    """Steps and clips on servers, on behalf of one run. `sync`: its strategy, where that steps all else than tables."""
+    """Steps and clips on servers, on behalf of one run. `sync`: the strategy, where it steps everything but tables on servers."""
 
     def __init__(self, loop: TrainingLoop, sync: RemoteOptimizer | None) -> None:
         self._loop, self._sync, self._tables = loop, sync, loop.tables
 
     def step(self, optimizer: Optimizer, own: OwnStep, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
-        """Make a step of `optimizer`, which `own` makes of what is here."""
+        """Make a step of `optimizer`; `own` is its own step, for what isn't on servers."""
         loop, tables = self._loop, self._tables
         whole, rows = self._sync is not None and self._sync.steps(optimizer), tables.has(optimizer)
         loop.transaction.stepping(remote=whole or (rows and tables.lasting is not None))
@@ -43,7 +43,7 @@ class RemoteSteps:
         return result
 
     def _step(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
-        """Make a step of tables, of all else (`whole`), or of both. Nothing of it is made where the turn comes again."""
+        """Make a step of tables, of everything else (`whole`), or of both. Nothing of it is made where the turn is dealt again."""
         loop, tables = self._loop, self._tables
         if whole:
             loop.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
@@ -57,7 +57,7 @@ class RemoteSteps:
             tables.make(optimizer)
 
     def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:
-        """Have servers know what the next step of its tables is made of. `last`: nothing else of its step can fail."""
+        """Give servers the gradients for the next step of the optimizer's tables. `last`: nothing else of the step can fail."""
         loop, tables = self._loop, self._tables
         if tables.lasting is None or not tables.has(optimizer):
             tables.give(optimizer)
@@ -65,7 +65,7 @@ class RemoteSteps:
             loop.transaction.step(lambda: tables.give(optimizer), "optimizer.step", last=last, apart=loop.apart)
 
     def _step_all(self, optimizer: Optimizer) -> None:
-        """Have all but its tables step on servers; all workers do."""
+        """Step everything but tables on servers. Collective."""
         loop, sync = self._loop, self._sync
         assert sync is not None
         began = time.perf_counter()
@@ -73,7 +73,7 @@ class RemoteSteps:
         loop.backward.expose(time.perf_counter() - began)
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients where they are; give their norm before."""
+        """Clip gradients where they are, and return their norm before."""
         loop, sync = self._loop, self._sync
         if sync is None or not sync.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,1 +1,1 @@
-"""What a run writes down and says: metrics, status line, summary, timeline."""
+"""Records of a run: metrics, status line, summary, timeline."""

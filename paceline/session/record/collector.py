@@ -1,4 +1,4 @@
-"""How what was logged comes to the first worker, about once a second; and how workers that are not in lockstep come together again.
+"""Collects logs on the first worker, about once a second, and brings workers that are not in lockstep together again.
 
 in lockstep    run.log: all meet, at a step agreed before             records -> the first worker
 not so         each posts a letter at its own pace                    letters -> the first worker, when it posts
@@ -29,7 +29,7 @@ class LogCollector:
         self._loop, self._prepared, self._context, self._event = loop, prepared, context, event
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
         self.recovery: Recovery | None = None
-        self.next = 1  # the step after which it happens next
+        self.next = 1  # the step after which workers meet next
         self.asked = False  # this worker wants to stop
         self.stopping = False  # all have agreed to
         loop.parting = self._part
@@ -40,12 +40,12 @@ class LogCollector:
         return self._loop.abilities.sample_queue
 
     def open(self, log: MetricsLog) -> None:
-        """Hand over what is in this log."""
+        """Collect what is in this log."""
         self.log = log
         log.adds = self.sample_queue is not None
 
     def stop_agreed(self) -> bool:
-        """Whether all stop now, as one of them has asked to. Collective until they do."""
+        """Whether all stop now, as one of them has asked to. Collective, until all have agreed to stop."""
         if not self.stopping and any(self._context.agreement.meet("run.epochs", b"s" if self.asked else b"")):
             self._stop()
         return self.stopping
@@ -55,7 +55,7 @@ class LogCollector:
         self._loop.stop()
 
     def step_ended(self) -> None:
-        """A step is over."""
+        """Collect logs after a step, if it is time."""
         if self._loop.steps < self.next:
             return
         self._prepared.check_known()
@@ -93,7 +93,7 @@ class LogCollector:
         self._read(self.sample_queue.post(self.log.drain(), stop=self.asked))
 
     def _read(self, letters: list[tuple[int, bytes]]) -> None:
-        """Take in what has come, on the first worker. Some may be of workers that were lost since."""
+        """Take in letters on the first worker. Some may be of workers that were lost since."""
         agreement = self._context.agreement
         for worker, letter in letters:
             gone = [] if worker in agreement.origins else [worker]
@@ -109,13 +109,13 @@ class LogCollector:
                 self.sample_queue.post(b"", stop=True)
 
     def _part(self) -> None:
-        """An epoch begins in which workers are not in lockstep."""
+        """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
             self._loop.apart = True
             self._context.agreement.entering = self._come_together
 
     def between(self, recovery: Recovery) -> None:
-        """Two turns of an epoch: have all stop where somebody waits to be let in, or has to be waited for; where they have, do that."""
+        """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
         sample_queue, loop, agreement = self.sample_queue, self._loop, self._context.agreement
         assert sample_queue is not None
         if not sample_queue.paused:
@@ -148,7 +148,7 @@ class LogCollector:
         loop.abilities.converge()
 
     def _line_up(self, where: str, mine: int = 0) -> list[int]:
-        """All are here: at the same step from now on, that of whoever took most; gives what each has as `mine`."""
+        """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
         loop = self._loop
         self._post()
         told = self._context.agreement.meet(where, msgpack.packb([loop.steps, self.log.number, mine]))

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, and the summary that ends it.
+"""The folder of a run, and the summary that ends it.
 
 runs/NAME/
   metrics.jsonl   a line for each step        trace.json    what happened when, for Perfetto
@@ -32,14 +32,17 @@ _NUMBERED: Final = re.compile(r"(.+)-(\d+)")
 
 
 def prove(name: str) -> None:
-    """Raise UsageError if no run can be called so."""
+    """Raise `UsageError` if no run can have this name."""
     if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
         raise UsageError(f"a run can't be called {name!r}: give a name without slashes that doesn't start with a dot, or none")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run; `earlier` are those of runs that asked for the same name before, newest first. `named`: by who started it."""
+    """The folder of one run.
+
+    `earlier` are those of runs that asked for the same name before, newest first; `named`: the name was given, and isn't the date and time.
+    """
 
     path: Path
     earlier: tuple[Path, ...] = ()
@@ -47,34 +50,34 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """Name of the run."""
         return self.path.name
 
     @property
     def metrics(self) -> Path:
-        """JSON lines, one for each step."""
+        """Path of the metrics: JSON lines, one for each step."""
         return self.path / "metrics.jsonl"
 
     @property
     def trace(self) -> Path:
-        """All ranks on one clock, in Chrome's trace format."""
+        """Path of the timeline of all ranks on one clock, in Chrome's trace format."""
         return self.path / "trace.json"
 
     @property
     def summary(self) -> Path:
-        """What came out of the run; there once it has ended."""
+        """Path of the summary, which is there once the run has ended."""
         return self.path / "summary.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are saved."""
+        """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
 
     @staticmethod
     def create(root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
         """Make the folder of a new run in `root`. A name that is taken becomes NAME-2, NAME-3, ..., and `say` is told.
 
-        Without a name it is the date and time. A name that is none, and a place that can't be written, raise UsageError.
+        Without a name it is the date and time. Raises `UsageError` for a name that no run can have, and for a place that can't be written.
         """
         wanted = time.strftime("%Y%m%d-%H%M%S") if name is None else name
         prove(wanted)
@@ -92,7 +95,7 @@ class RunFolder:
 
     @staticmethod
     def agree(agreement: Agreement, root: Path, name: str | None, *, say: Callable[[str], None]) -> RunFolder:
-        """`create` by the first worker, told to all: the path is the same everywhere, a failure ends all. Collective."""
+        """Let the first worker `create` the folder, for all: the path is the same everywhere, and a failure ends all. Collective."""
 
         def make() -> bytes:
             folder = RunFolder.create(root, name, say=say)
@@ -103,7 +106,7 @@ class RunFolder:
 
 
 def _made(root: Path, wanted: str) -> Path:
-    """A new folder in `root`, which is there: of that name, or with a number behind it. Raises OSError."""
+    """Make a new folder in `root`, which exists: of that name, or with a number behind it. Raises `OSError`."""
     for number in itertools.count(1):
         path = root / (wanted if number == 1 else f"{wanted}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -113,7 +116,7 @@ def _made(root: Path, wanted: str) -> Path:
 
 
 def _reason(root: Path, error: OSError) -> str:
-    """Why a folder can't be made in there, in words."""
+    """Say why no folder can be made in `root`."""
     if root.is_symlink() and not root.exists():
         return f"{root} is a link to {os.readlink(root)}, which is not there"
     return "Not a directory" if isinstance(error, FileExistsError) else str(error.strerror)
@@ -130,7 +133,7 @@ def _earlier(root: Path, name: str) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class RunTotals:
-    """What all steps of a run come to. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
+    """Totals over all steps of a run. Seconds of a step are means over steps and workers, and its parts add up to the whole step."""
 
     steps: int  # taken in this run, those before a resume not counted
     samples: int
@@ -144,7 +147,7 @@ class RunTotals:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """`summary.json`."""
+    """The fields of `summary.json`."""
 
     sync: str  # in the notation
     workers: int
@@ -160,18 +163,18 @@ class RunSummary:
     results: dict[str, Any] = field(default_factory=dict)  # what the script has put into `Run.results`
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the file, those of `totals` among them."""
+        """Return the fields of the file, those of `totals` among them."""
         fields = asdict(self)
         totals = fields.pop("totals")
         return {"sync": self.sync, "workers": self.workers, "hosts": self.hosts, **totals, **fields}
 
     def write(self, folder: RunFolder) -> None:
-        """Write it in full or not at all."""
+        """Write the file in full or not at all."""
         write_whole(folder.summary, json.dumps(tame(self.fields()), indent=2) + "\n")
 
 
 def tame(value: Any) -> Any:
-    """`value` as strict JSON allows it: numbers that are none (nan, inf) become their names."""
+    """Return `value` as strict JSON allows it: nan and infinities become their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
@@ -195,5 +198,5 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def unwritten(path: Path, error: OSError) -> ResourceError:
-    """What to say when a file of a run can't be written."""
+    """Return the error for a file of a run that can't be written."""
     return ResourceError(f"{path} could not be written ({error.strerror}); free some space, or give start(folder=...) another place")

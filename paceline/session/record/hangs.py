@@ -1,7 +1,7 @@
-"""Notices that this worker waits for others far longer than it ever did, and tells its launcher, which finds out who doesn't come.
+"""Notices that this worker waits for others far longer than it ever did, and tells its launcher, which finds the missing worker.
 
 thread    looks at the call under way, four times a second          main thread   says when a call begins and ends (`Agreement`)
-          answers when the launcher asks where this worker is
+          answers when the launcher asks what this worker does
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 
 LEAST_SECONDS = 5.0
-FACTOR, WIDEST = 10.0, 3.0  # times the median of what calls took to come, and times the longest
-BORNE = 2.0  # times the longest wait that was told, and came to an end after all
+FACTOR, WIDEST = 10.0, 3.0  # times the median interval between calls, and times the longest
+BORNE = 2.0  # times the longest wait that was reported and then ended well
 KNOWN = 8  # calls that have to be known
 MARGIN = 4.0  # seconds before the deadline
 LOOK_SECONDS = 0.25
 
 
 class HangDetector:
-    """A thread that looks at how long the present call takes, and says where this worker is when its launcher asks.
+    """A thread that measures how long the present call takes, and answers its launcher.
 
-    `deadline` is when waits are given up, `late_after` how long one may last before it is told (None: as is learnt from the run's own
-    calls), both in seconds.
+    `deadline` is when waits are given up, `late_after` how long one may last before it is reported (None: learnt from the run's own calls);
+    both in seconds.
     """
 
     def __init__(self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None) -> None:
         self._place, self._agreement, self._late_after = place, agreement, late_after
         self._given_up = giving_up(deadline)
-        self._listens = place.worker is None  # else it hears of views, too, and another thread listens (`commands.CommandPipe`)
+        self._listens = place.worker is None  # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
         self._borne = 0.0  # seconds
         self._over = threading.Event()
         if place.stack_fd is not None:  # other launchers than `paceline run` ask nobody
@@ -42,18 +42,18 @@ class HangDetector:
             threading.Thread(target=self._watch, name="paceline watching", daemon=True).start()
 
     def answer(self) -> None:
-        """Say where this worker is."""
+        """Tell the launcher what this worker does."""
         agreement = self._agreement
         seconds = time.monotonic() - (agreement.ended[-1] if agreement.ended else time.monotonic())
         events.where(self._place, agreement.calls, agreement.what, seconds, waits=agreement.since is not None)
 
     def stop(self) -> None:
-        """The run is over."""
+        """Stop watching, as the run is over."""
         self._over.set()
 
     @property
     def limit(self) -> float:
-        """Seconds after which a wait is told: ten times what is usual, as learnt from the run's own calls."""
+        """Seconds after which a wait is reported: ten times what is usual in this run."""
         if self._late_after is not None:
             return self._late_after
         moments = list(self._agreement.ended)
@@ -79,7 +79,7 @@ class HangDetector:
                 events.late(self._place, calls, agreement.what, given_up=due == 2)
 
     def _pause(self) -> bool:
-        """Until the next look, answering if that is asked for; whether the run is over."""
+        """Wait until the next look, answering a launcher that asks. Returns whether the run is over."""
         if not self._listens or self._place.orders_fd is None:
             return self._over.wait(LOOK_SECONDS)
         if commands.asked(self._place.orders_fd, LOOK_SECONDS):
@@ -88,12 +88,12 @@ class HangDetector:
 
 
 def giving_up(deadline: float) -> float:
-    """How many seconds a wait may last before its launcher gives up who doesn't come: those who wait give up at the deadline."""
+    """Return how many seconds a wait may last before the launcher gives up the missing worker; workers give up at the deadline."""
     return max(deadline / 2, deadline - MARGIN)
 
 
 def check_lateness(late_after: float | None, deadline: float) -> None:
-    """Raise `UsageError` if this is no time after which a wait can be told before it ends."""
+    """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
     if late_after is not None and not 0 < late_after <= giving_up(deadline):
         raise UsageError(
             f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {giving_up(deadline):g} (waits are given up "

@@ -1,4 +1,4 @@
-"""What a script has joined, said when it has; and what it lacks, said at its first step: workers may train each for itself.
+"""Says what a script has joined, and at its first step what is missing: workers may train each for itself.
 
 first optimizer that steps     nothing prepared         loops over     its gradients
   is not the run's             said                     -              -
@@ -21,7 +21,7 @@ _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
 
 
 class StartupHints:
-    """Says what `prepared` is, and what it lacks where there are several workers; each thing once."""
+    """Says what `prepared` has, and what is missing with several workers; each thing once."""
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
         self._prepared, self._loop = prepared, loop
@@ -30,11 +30,11 @@ class StartupHints:
         self._before = self._together()
 
     def begin(self) -> None:
-        """The script goes on from here, until `ended`."""
+        """Follow the script from here, until `ended`."""
         self._before = self._together()
 
     def introduce(self, hosts: int, strategy: str) -> None:
-        """Say in one line what was joined, once there is a loader to tell the global batch."""
+        """Say in one line what was joined, once a loader tells the global batch."""
         loader = next((loader for loader in self._prepared.loaders if loader.terms.train is not False), None)
         if not self._introduced and loader is not None:
             self._introduced = True
@@ -45,7 +45,7 @@ class StartupHints:
     # ---- an optimizer's first step
 
     def strange(self, optimizer: Optimizer, ours: bool) -> None:
-        """One steps that wasn't prepared, and has parameters of the run (`ours`) or none."""
+        """Hint at an optimizer that steps and wasn't prepared. `ours`: it has parameters of the run."""
         if ours:
             self.ours()
         elif not (self._prepared.models or self._prepared.optimizers):
@@ -57,7 +57,7 @@ class StartupHints:
             )
 
     def ours(self) -> None:
-        """One steps on parameters that were prepared."""
+        """Hint at loaders, as an optimizer steps on prepared parameters."""
         training = [loader for loader in self._prepared.loaders if loader.terms.train is not False]
         count = f"each of the {self._size} workers takes batches of its own, whole, and counts as 1/{self._size} of a step"
         if not training:
@@ -73,7 +73,7 @@ class StartupHints:
             )
 
     def prepared(self, optimizer: Optimizer) -> None:
-        """One steps that was prepared, and its gradients are there."""
+        """Hint at parameters without gradients, as a prepared optimizer steps."""
         self.ours()
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         models = {id(p) for _, model in self._prepared.models for p in model.parameters()}
@@ -86,7 +86,7 @@ class StartupHints:
     # ---- elsewhere
 
     def haunted(self) -> None:
-        """A step of training is over in which some workers had no samples."""
+        """Hint at metrics, as some workers had no samples in a step."""
         if HOME in sys.modules and not self._prepared.measured:
             self._say(
                 f"some batches have fewer samples than there are workers, who get the first sample once more (a ghost), and {HOME} is in "
@@ -94,19 +94,19 @@ class StartupHints:
             )
 
     def logged(self) -> None:
-        """The script logs numbers, without a loader."""
+        """Hint at loaders, as the script logs numbers without one."""
         if not (self._prepared.models or self._prepared.optimizers):
             self._nothing()
         self._say("run.log writes a line for each turn of a loader that was given to run.prepare, and there is none: all is one line")
 
     def ended(self) -> None:
-        """An epoch, or the run, has ended."""
+        """Hint at a script that gave nothing to run.prepare, as an epoch or the run has ended."""
         prepared = self._prepared
         if not (prepared.models or prepared.optimizers or prepared.loaders) and self._together() == self._before:
             self._nothing()
 
     def _together(self) -> tuple[int, Traffic]:
-        """What workers have made and sent together."""
+        """Return counts of what workers have called and sent together."""
         context = self._prepared.context
         return context.agreement.calls, context.traffic
 
@@ -128,7 +128,7 @@ class StartupHints:
 
 
 def introduction(workers: int, hosts: int, strategy: str, shares: tuple[int, ...] | None) -> str:
-    """What was joined, in one line; `shares` are those of a usual batch."""
+    """Say in one line what was joined. `shares` are those of a usual batch."""
     batch = ""
     if shares is not None:
         cut = f"{workers} x {shares[0]}" if len(set(shares)) == 1 else " + ".join(map(str, shares))

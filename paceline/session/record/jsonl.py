@@ -1,4 +1,4 @@
-"""A file that grows by whole lines: what could not be written in full is taken off again, so that a reader never finds a part of one."""
+"""A file that grows by whole lines. What could not be written in full is removed again, so that a reader never finds part of a line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.session.record.folder import unwritten
 
 
 class JsonLines:
-    """One JSON object a line. A disk that refuses raises `ResourceError`, and what was there stays."""
+    """A file with one JSON object a line. If the disk refuses, it raises `ResourceError`, and the file stays as it was."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
 
     def append(self, lines: list[str]) -> None:
-        """Write these, all or none."""
+        """Write these lines, all or none."""
         try:
             file = self._file = self._file or self._open()
             before = os.fstat(file.fileno()).st_size
@@ -36,7 +36,7 @@ class JsonLines:
             raise unwritten(self._path, error) from error
 
     def last(self) -> dict[str, Any] | None:
-        """The last one that is whole, of what another process may have been killed over; what follows it is taken off."""
+        """Return the last whole line of a file whose writer may have been killed, and remove what follows it. None if there is none."""
         try:
             data = self._path.read_bytes() if self._path.exists() else b""
             lines, found = data.split(b"\n")[:-1], None
@@ -51,7 +51,7 @@ class JsonLines:
         return found
 
     def close(self) -> None:
-        """Let go of the file. Twice is harmless."""
+        """Close the file. Calling it twice is harmless."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

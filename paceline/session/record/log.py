@@ -1,4 +1,4 @@
-"""What is logged on each worker, and how it comes together on the first without anyone waiting.
+"""The log of each worker, and how logs come together on the first worker without any waiting.
 
     each worker   log, log, ... step      numbers of the step under way, then the step is over
                   drain -> bytes          what was finished since the last drain; travels with a meeting that takes place anyway
@@ -63,7 +63,7 @@ class MetricsLog:
     """The numbers that a script logs, on every worker.
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
-    "stop" has `absorb` give the reason to stop too. `say` is told warnings, on every worker.
+    "stop" has `absorb` return the reason to stop too. `say` is told warnings, on every worker.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class MetricsLog:
                 sums.device = tensor * weight if sums.device is None else sums.device + tensor.to(sums.device.device) * weight
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
-        """Step number `step` is over: it had `samples` over all workers (or mine: `adds`), and `seconds` in each part on this one."""
+        """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here."""
         self._number += 1
         now = self._clock() - self._began
         for late in sorted(number for number in self._open if number != step):
@@ -129,7 +129,7 @@ class MetricsLog:
         self._enqueue(_LogEntry(self._number, step, now, samples, split, self._open.pop(step, {})))
 
     def fold(self, step: int) -> None:
-        """What was logged of later steps, of which none is over, belongs to `step`."""
+        """Count what was logged of later steps, none of which is over, to `step`."""
         for later in sorted(number for number in self._open if number > step):
             for name, sums in self._open.pop(later).items():
                 into = self._open.setdefault(step, {}).setdefault(name, _Sums())
@@ -138,7 +138,7 @@ class MetricsLog:
                     into.device = sums.device if into.device is None else into.device + sums.device
 
     def undo(self) -> None:
-        """The step under way is void: forget what was logged since the last one was over."""
+        """Discard what was logged since the last step was over."""
         self._open.clear()
 
     def place(self, number: int) -> None:
@@ -148,11 +148,11 @@ class MetricsLog:
 
     @property
     def number(self) -> int:
-        """How many steps were finished."""
+        """How many steps this log has finished."""
         return self._number
 
     def take_over(self, line: StatusLine) -> None:
-        """Write from now on, where another worker did that."""
+        """Write to disk from now on, in place of a worker that was lost, and show `line`."""
         if self._book is not None:
             self._book.take_over(line)
 
@@ -167,9 +167,9 @@ class MetricsLog:
     # ---- at a meeting
 
     def drain(self, *, last: bool = False) -> bytes:
-        """What was finished since the last drain, for `absorb`. Numbers still on their way from a device stay for the next, unless `last`.
+        """Return what was finished since the last drain, for `absorb`. Numbers still on their way from a device stay for the next.
 
-        With `last` it waits for devices, and what was logged after the last step goes too.
+        With `last` it waits for devices, and includes what was logged after the last step.
         """
         if last:
             self._number += 1  # on every worker, whether it has logged something or not
@@ -183,7 +183,7 @@ class MetricsLog:
         return bytes(msgpack.packb([upto, self._bad, records]))
 
     def steps_ahead(self) -> int:
-        """In how many steps to drain again, so that drains are about a second apart: judged at the last one, at most doubled each time."""
+        """Return in how many steps to drain again, so that drains are about a second apart; at most twice as many as the last time."""
         return self._ahead
 
     def _pace(self) -> None:
@@ -203,9 +203,9 @@ class MetricsLog:
         return [entry.number, entry.step, entry.time, entry.samples, entry.seconds, means]
 
     def absorb(self, bodies: Sequence[bytes], names: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> str | None:
-        """Take in what every rank has drained, in rank order; gives the reason to stop, if there is one: the same on all workers.
+        """Take in what every rank has drained, in rank order. Returns the reason to stop, if there is one: the same on all workers.
 
-        `names`: what the workers are called where ranks may change. `hosts`: of each rank, to name who makes the others wait.
+        `names`: numbers of the workers, where ranks may change. `hosts`: host of each rank, to name stragglers.
         """
         parts = [msgpack.unpackb(body) for body in bodies]
         self._judge([(upto, bad) for upto, bad, _ in parts])
@@ -230,29 +230,29 @@ class MetricsLog:
         )
 
     def finish(self, agreement: Agreement) -> str | None:
-        """Hand over the rest and close; waits for devices. Collective. Gives what `absorb` gives."""
+        """Hand over the rest and close, waiting for devices. Returns what `absorb` returns. Collective."""
         last = self.drain(last=True)
         reason = self.absorb(agreement.meet("the end of the log", last), agreement.origins)
         self.close()
         return reason
 
     def close(self) -> None:
-        """Let go of files and terminal, without the others. Twice is harmless."""
+        """Close files and terminal, without the others. Calling it twice is harmless."""
         if self._book is not None:
             self._book.close(self.total_steps)
 
     def leave(self) -> None:
-        """`close` after an error, which nothing that happens now may hide."""
+        """Close after an error, and hide it by no other."""
         with contextlib.suppress(PacelineError, OSError):
             self.close()
 
     def totals(self) -> RunTotals | None:
-        """What the run comes to so far; None where there is no book."""
+        """Return the totals of the run so far; None on a worker that doesn't write."""
         return None if self._book is None or self._book.stands_by else self._book.totals(self._clock() - self._began)
 
 
 class _DeviceCopy:
-    """Sums on one device on their way to the host; nobody waits for them before they are there."""
+    """Sums of one device on their way to the host, which are read once they have arrived."""
 
     def __init__(self, sums: list[_Sums]) -> None:
         self._sums = sums
@@ -279,7 +279,7 @@ class _DeviceCopy:
 
 
 def _scalar(name: str, value: Any) -> float | Tensor:
-    """`value` as a float, or as a float64 scalar where it is, if reading it could mean to wait."""
+    """Return `value` as a float, or as a float64 scalar on its device where reading it could mean to wait."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise UsageError(

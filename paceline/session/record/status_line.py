@@ -1,4 +1,4 @@
-"""The live line: one line that is kept up to date on a terminal, a line of text a second elsewhere."""
+"""The status line: one line kept up to date on a terminal, or a line of text a second elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WINDOW = 30  # lines over which the time left is estimated
 
 
 class FinishedStep(NamedTuple):
-    """What is known of a finished step. `time`: seconds since the run began; `seconds`: of each part of it, mean over workers."""
+    """A finished step. `time`: seconds since the run began; `seconds`: of each part of it, mean over workers."""
 
     step: int
     time: float
@@ -29,7 +29,7 @@ class FinishedStep(NamedTuple):
 
 
 class StatusLine:
-    """Shows how far the run is, at most once a second, and at the end the last step in any case."""
+    """Shows how far the run is, at most once a second, and the last step in any case."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -54,7 +54,7 @@ class StatusLine:
             self._show(total)
 
     def close(self, total: int | None) -> None:
-        """Show the last step if it hasn't been, and give the terminal back. Twice is harmless."""
+        """Show the last step if it hasn't been, and release the terminal. Calling it twice is harmless."""
         if self._unshown:
             self._show(total)
         if self._live is not None:
@@ -87,7 +87,7 @@ class StatusLine:
 
 
 def describe(beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, total: int | None, left: float | None) -> str:
-    """The line in words; `samples` and `seconds` are those of the steps since the last line, `left` are seconds."""
+    """Format the line. `samples` and `seconds` are those of the steps since the last line, `left` is the time left in seconds."""
     parts = [f"step {beat.step}" if total is None else f"step {beat.step}/{total}"]
     names = sorted(beat.values, key=lambda name: (name != "loss", name))[:_VALUES]
     parts += [f"{name} {beat.values[name]:.4g}" for name in names]
@@ -101,7 +101,7 @@ def describe(beat: FinishedStep, samples: int, seconds: Mapping[str, float], *, 
 
 
 def spoken(seconds: float) -> str:
-    """A time as on a clock: 0:07, 12:34, 1:02:03."""
+    """Format a time in seconds as on a clock: 0:07, 12:34, 1:02:03."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)

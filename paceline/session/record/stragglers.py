@@ -1,11 +1,11 @@
-"""Notices, while a run is under way, who makes the others wait: a worker, or a few, that have more to do in each step than most.
+"""Notices stragglers while a run is under way: a few workers that have more to do in each step than most.
 
 seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the log:
 
-flush   -4   -3   -2   -1    0        who is late in four of five flushes is named: neither who evaluates
-rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
-rank 1  51   49   50   90   51
-rank 2  84   85   86   85   84   ->   35 ms late
+    flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named: neither one that evaluates
+    rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
+    rank 1  51   49   50   90   51
+    rank 2  84   85   86   85   84   ->   35 ms late
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from paceline.session.record.folder import PARTS
 
-LATE, STILL_LATE = 0.2, 0.1  # of a step: for who is named, and for who has been, until it is not late any more
+LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
 LEAST = 1e-3  # seconds: less is not worth a line
 FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
-PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between two that name the same
+PAUSE, AGAIN = 60.0, 1800.0  # seconds (of steps) between two lines, and between two that name the same workers
 WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
 
 
@@ -33,13 +33,13 @@ class _FlushMeans(NamedTuple):
 
     @property
     def lateness(self) -> tuple[float, ...]:
-        """How much more than usual each rank has to do: at least half of them aren't late."""
+        """How many seconds more than usual each rank has to do; at least half of the ranks are not late."""
         usual = statistics.median_low(self.work)
         return tuple(mine - usual for mine in self.work)
 
 
 class StragglerSensor:
-    """What is known of the last flushes. It is the same on all workers that are told the same: time is that of the steps."""
+    """Judges the last flushes. Its answers are the same on all workers with the same input, as its clock is the time of the steps."""
 
     def __init__(self) -> None:
         self._names: tuple[int, ...] = ()
@@ -49,9 +49,9 @@ class StragglerSensor:
         self._named: frozenset[int] = frozenset()
 
     def take(self, names: Sequence[int], steps: Sequence[list[list[float]]], hosts: Sequence[str]) -> str | None:
-        """Take in the seconds of PARTS of each step since the last flush, of each rank; a line to be said, if there is one.
+        """Take in the seconds of PARTS of each step since the last flush, by rank. Returns a line to be said, or None.
 
-        `names` tells when the workers are others: all begins anew then. `hosts`: of each rank.
+        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank.
         """
         if tuple(names) != self._names:
             self._names, self._named = tuple(names), frozenset()
@@ -105,9 +105,9 @@ def describe(work: Sequence[float], late: frozenset[int], step: float, hosts: Se
 
 
 def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
-    """For each rank the median of its seconds of own work in these steps, and in which share of them it was a tenth above the usual.
+    """Return, for each rank, the median seconds of its own work in these steps, and how often it was a tenth above the usual.
 
-    A step has the seconds of each rank that took part; who has not been in the last ones has left, and is left out.
+    A step has the seconds of each rank that took part. A rank that is not in the last steps has left the run, and is left out.
     """
     there = {rank for step in list(steps)[-STEPS:] for rank in step}
     usual = [1.1 * statistics.median_low(step.values()) for step in steps]
@@ -120,7 +120,7 @@ def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
 
 
 def remedy(work: Sequence[float]) -> str:
-    """What to do about workers that have so many seconds (above 0) of own work in a step."""
+    """Say what to do about workers with so many seconds (above 0) of own work in a step."""
     speeds = ", ".join(f"{min(work) / seconds:.2g}" for seconds in work)
     return (
         f"See what else runs there; if it is a slower machine and the shares are equal now, deal by speed: prepare(..., shares=[{speeds}])"

@@ -1,4 +1,4 @@
-"""What is left of a run when it ends well: summary.json and trace.json, written by the first worker."""
+"""Ends a run that went well: the first worker writes summary.json and trace.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.trace import Served, Span
 
 
 class RunOutcome(NamedTuple):
-    """What a run was and has come to."""
+    """What a run was, and what it has come to."""
 
     strategy: Strategy
     cluster: Topology
@@ -45,10 +45,10 @@ class RunOutcome(NamedTuple):
 
 
 class GatheredEnds(NamedTuple):
-    """What the workers have told each other at the end."""
+    """What the workers tell each other at the end."""
 
     sent: list[list[int]]  # by each worker, within hosts and between them
-    ahead: list[int]  # how far each one's clock is, in nanoseconds
+    ahead: list[int]  # nanoseconds by which each one's clock is ahead
     spans: dict[int, list[Span]]
     digest: str  # of the parameters here
     different: list[int]  # ranks that have other ones
@@ -74,7 +74,7 @@ def _gather(outcome: RunOutcome, context: SyncContext) -> GatheredEnds:
 
 
 def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals: RunTotals | None, found: GatheredEnds) -> bytes:
-    """What the first worker does."""
+    """Write both files, on the first worker."""
     assert totals is not None, "the first worker keeps the book"
     cluster = outcome.cluster
     if found.different:
@@ -108,14 +108,14 @@ def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals:
 
 
 def told(path: Path, totals: RunTotals) -> str:
-    """A run in a line: where its folder is, what came of it, and how to learn more."""
+    """Say in a line where a run's folder is, what came of it, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
     took = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
     return f"{path}: {counted(totals.steps, 'step')}{loss}, {took}; paceline report {shlex.quote(str(path))}"
 
 
 def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
-    """How the first loader that trains is dealt; None where there is none."""
+    """Return how the first training loader is dealt; None where there is none."""
     terms = next((loader.terms for loader in loaders if loader.terms.train is not False and loader.terms.training), None)
     if terms is None:
         return None
@@ -124,7 +124,7 @@ def _dealt(loaders: Iterable[ShareLoader]) -> dict[str, Any] | None:
 
 
 def fingerprint(models: Iterable[nn.Module]) -> str:
-    """SHA-256 of all parameters, names and bits."""
+    """Return the SHA-256 of all parameters, names and bits."""
     digest = hashlib.sha256()
     for model in models:
         for name, parameter in model.named_parameters():

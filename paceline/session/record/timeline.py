@@ -1,14 +1,14 @@
-"""What happened on all ranks, on one clock: Chrome's trace format, which opens in Perfetto (ui.perfetto.dev).
+"""The timeline of all ranks, on one clock, in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens.
 
 A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap:
 
-    rank 0 on A   step      [ turn          ][ turn         ]
-                  compute     [      ]       [      ]
-                  exchange            [     ]        [     ]
-                  bucket          [ 0  ]         [ 0 ]
-                  bucket 2           [ 1  ]         [ 1  ]
-                  between          [][][][]       [][][][]
-    server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait for something
+  rank 0 on A   step      [ turn          ][ turn         ]
+                compute     [      ]       [      ]
+                exchange            [     ]        [     ]
+                bucket          [ 0  ]         [ 0 ]
+                bucket 2           [ 1  ]         [ 1  ]
+                between          [][][][]       [][][][]
+  server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait for something
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Meeting = tuple[int, int]  # the clock of one rank before and after a meeting, i
 
 
 def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list[int]:
-    """How far the clock of each rank is ahead of rank 0's, in nanoseconds, judged by meetings that all ranks took part in.
+    """Return how far the clock of each rank is ahead of rank 0's, in nanoseconds, judged by meetings that all ranks took part in.
 
     `meetings[rank][k]` is that rank's clock just before and just after meeting k, `hosts` the host of each rank. Nobody leaves a meeting
     before everybody has come, so for ranks r and s: before_s <= after_r - offset_r + offset_s. Each meeting bounds the offset from both
@@ -54,7 +54,7 @@ def offsets(meetings: Sequence[Sequence[Meeting]], hosts: Sequence[int]) -> list
 
 
 def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], int] = time.perf_counter_ns) -> list[int]:
-    """`offsets` of this job's ranks; takes no time where there is one host. Collective."""
+    """Return the `offsets` of this job's ranks; takes no time where there is one host. Collective."""
     if len(set(hosts)) == 1:
         return [0] * len(hosts)
     mine = []
@@ -66,7 +66,7 @@ def compare(agreement: Agreement, hosts: Sequence[int], *, clock: Callable[[], i
 
 
 def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]:
-    """The spans of every rank. Collective."""
+    """Return the spans of every rank. Collective."""
     bodies = agreement.meet("the timeline", msgpack.packb([list(span) for span in spans]))
     return {rank: [Span(*span) for span in msgpack.unpackb(body)] for rank, body in enumerate(bodies)}
 
@@ -74,9 +74,9 @@ def gather(agreement: Agreement, spans: Sequence[Span]) -> dict[int, list[Span]]
 def merge(
     spans: Mapping[int, Sequence[Span]], *, names: Sequence[str] = (), offsets: Sequence[int] = (), servers: Sequence[Served] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The events of all ranks; `names` are their hosts, `offsets` how far their clocks are ahead (default: not at all).
+    """Yield the events of all ranks. `names` are their hosts, `offsets` how far their clocks are ahead in ns (default: not at all).
 
-    Times are microseconds since the first span.
+    Times of events are microseconds since the first span.
     """
     shift = {rank: offsets[rank] if rank < len(offsets) else 0 for rank in spans}
     starts = [span.start - shift[rank] for rank, each in spans.items() for span in each]
@@ -111,7 +111,7 @@ def _process(number: int, name: str, spans: Sequence[Span], zero: int) -> Iterat
 
 
 def write(path: Path, events: Iterator[dict[str, Any]], *, offsets: Sequence[int] = ()) -> None:
-    """Write the events as a trace that Perfetto and chrome://tracing read; `offsets` (ns) are how far each rank's clock was found ahead."""
+    """Write the events as a trace that Perfetto and chrome://tracing read. `offsets`: how far each rank's clock is ahead, in ns."""
     lines = ",\n".join(json.dumps(event) for event in events)
     about = json.dumps({"clock_ahead_us": [offset / 1000 for offset in offsets]})
     write_whole(path, f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
@@ -129,7 +129,7 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Rows in which two spans are apart or one inside the other: anything else can't be drawn in one row."""
+    """Sort spans into rows in which any two are apart, or one inside the other: only such can be drawn in one row."""
     lanes: list[tuple[list[Span], list[int]]] = []  # the spans of a row, and the ends of those that are open
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for _, ends in lanes:

@@ -1,4 +1,4 @@
-"""How many steps a run will take, as far as that is known: for the time left."""
+"""How many steps a run will take, as far as that is known, to estimate the time left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.data.loader import ShareLoader
 
 
 class TotalSteps:
-    """Tells the number of steps in all (None: not known). `given`: what the script says, which is left as it is.
+    """Calls `tell` with the number of steps in all (None: not known). `given`: the number that the script says, which holds.
 
     Else it is that of the epochs times the lengths of the loaders whose turns are steps. The only one that may train is known from the
     start; of several (one for training and one for validation, or two that take turns) each is known from its first step on.
@@ -30,7 +30,7 @@ class TotalSteps:
             self._tell(None)
 
     def led(self, loader: ShareLoader) -> None:
-        """A turn of this loader is a step. To be called at each of them."""
+        """Note that a turn of this loader is a step. Called at each of them."""
         if loader in self._leading or self._given is not None or not self._epochs:
             return
         self._leading.append(loader)

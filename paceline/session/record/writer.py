@@ -1,4 +1,4 @@
-"""The book of a run, kept by the first worker: records of all ranks merged by step, a line for each in metrics.jsonl, and totals."""
+"""Writes the metrics of a run on the first worker: records of all ranks merged by step, a line for each, and totals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.session.record.jsonl import JsonLines
 from paceline.session.record.status_line import FinishedStep, StatusLine
 from paceline.session.record.stragglers import WORK, unequal
 
-LAST = 1000  # steps that are looked at for who makes the others wait
+LAST = 1000  # steps that are searched for stragglers
 Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {name: [weighted sum, weight]}
 
 
 class MetricsWriter:
     """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
 
-    One that `stands_by` only adds up, until `take_over`.
+    A writer that `stands_by` only adds up, until `take_over`.
     """
 
     def __init__(self, folder: RunFolder, line: StatusLine | None = None, *, stands_by: bool = False) -> None:
@@ -35,7 +35,7 @@ class MetricsWriter:
         self._work: deque[dict[int, float]] = deque(maxlen=LAST)  # seconds of own work of each rank in a step
 
     def take_over(self, line: StatusLine) -> None:
-        """The worker that wrote is lost: write from now on, and first what it had not written of the last lines."""
+        """Write from now on, in place of a worker that was lost: first the last lines that it had not written."""
         if not self.stands_by:
             return
         self.stands_by, self._line = False, line
@@ -43,9 +43,9 @@ class MetricsWriter:
         self._write([found for found in self._recent if found["step"] > last["step"]])
 
     def enter(self, parts: Sequence[tuple[int, list[Record]]], total: int | None, names: Sequence[int] | None = None) -> None:
-        """Take in (upto, records) of each rank and write what is complete; `names` tells whose they are (None: in rank order).
+        """Take in (upto, records) of each rank and write what is complete. `names`: numbers of the workers (None: their ranks).
 
-        A full disk raises ResourceError.
+        Raises `ResourceError` if the disk is full.
         """
         for rank, (_, records) in zip(names or range(len(parts)), parts, strict=False):
             for record in records:
@@ -55,7 +55,7 @@ class MetricsWriter:
         self._write([self._merge(key[1], self._groups.pop(key), total) for key in ready])
 
     def totals(self, seconds: float) -> RunTotals:
-        """What it all comes to, after `seconds` of running."""
+        """Return the totals of all steps, after `seconds` of running."""
         inside = sum(self._seconds.values())
         if self.adds:  # workers have taken different numbers of steps: the time is that of the one who trained longest
             inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
@@ -71,13 +71,13 @@ class MetricsWriter:
         )
 
     def close(self, total: int | None) -> None:
-        """Show the last step and let go of the file. Twice is harmless."""
+        """Show the last step and close the file. Calling it twice is harmless."""
         self._lines.close()
         if self._line is not None:
             self._line.close(total)
 
     def _merge(self, step: int, records: dict[int, Record], total: int | None) -> dict[str, Any]:
-        """The line of one step, which is counted and shown, or of what was logged of it later."""
+        """Return the line of one step, which is counted and shown, or of what was logged of it later."""
         sums: dict[str, list[float]] = {}
         for rank in sorted(records):
             for name, (value, weight) in records[rank][5].items():

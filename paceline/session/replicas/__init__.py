@@ -1,1 +1,1 @@
-"""Whether replicas are equal, and what to do if they aren't."""
+"""Comparing replicas, and what to do if they differ."""

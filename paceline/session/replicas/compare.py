@@ -1,13 +1,13 @@
-"""Replicas are compared by hash after the first step and every so many; who differs is named, and the run stops, or what differs is healed.
+"""Compares replicas by hash after the first step and every so many; the run stops where they differ, or what differs is healed.
 
     step 100    a digest of each worker             all are the same: go on
     step 200    a digest of each worker             one is not
-                the number of each of its tensors   who has what most don't have
-       "stop"   the summary is written, and all workers raise the same error
-       "heal"   what differs comes from somebody near who is right, all compare once more, and go on
+                the number of each of its tensors   which workers have what most don't have
+      "stop"   the summary is written, and all workers raise the same error
+      "heal"   what differs comes from a near worker that is right, all compare once more, and go on
 
-Any of these calls may be one in which a worker dies. So what is done next follows from what a call gave, which is the same on all workers,
-and never from who is there.
+A worker may die in any of these calls. So what is done next follows from the result of a call, which is the same on all workers, and never
+from which workers are there.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from paceline.sync.context import SyncContext
 Differing = Literal["stop", "heal"]
 DIFFERING: Final[tuple[Differing, ...]] = ("stop", "heal")
 USUAL: Final = 100  # steps between two comparisons, where nothing else is said
-EARLY: Final = (1, 10)  # steps after which it is seen whether buffers have become each worker's own
+EARLY: Final = (1, 10)  # steps after which buffers are compared, as they may have become each worker's own
 SHOWN: Final = 3  # tensors that a message lists, of each rank
 ALIGNED: Final = 16  # bytes: each tensor in a message begins at a multiple
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every how many steps replicas are compared (None: never), and what is done when they differ."""
+    """How often replicas are compared (`every`: steps; None: never), and what is done when they differ."""
 
     every: int | Literal["auto"] | None = "auto"
     differing: Differing = "stop"
@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def asked(self) -> bool:
-        """Whether it was asked for, and isn't just the usual."""
+        """Whether the script asked for comparisons that differ from the usual."""
         return self.every is not None and self != Comparison()
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ class Difference(NamedTuple):
     right: tuple[int, ...]
     wrong: tuple[int, ...]
     decided: bool  # whether more ranks have it than anything else; if not, it is what the first of them has
-    alike: bool  # whether the wrong ones could take it over: shape and dtype are the same
+    alike: bool  # whether the wrong ranks could take it over: shape and dtype are the same
 
 
 def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
-    """What is not the same in the `ReplicaDigest.entries` of all ranks."""
+    """Return the parts that differ between the `ReplicaDigest.entries` of all ranks."""
     found = []
     for name in dict.fromkeys(name for face in faces for name in face):
         entries = [face.get(name) for face in faces]
@@ -98,13 +98,13 @@ def differences(faces: Sequence[Mapping[str, Entry]]) -> list[Difference]:
 
 
 def suspicious(heads: Sequence[bytes]) -> bool:
-    """Whether the `ReplicaDigest.head` of all ranks show a difference."""
+    """Whether the `ReplicaDigest.head` of all ranks differ."""
     digests, buffers = zip(*(msgpack.unpackb(head) for head in heads), strict=True)
     return len(set(digests)) > 1 or bool(differences([{name: ["buffer", state] for name, state in of.items()} for of in buffers]))
 
 
 class ComparisonVerdict(NamedTuple):
-    """What all workers have found, and what this one has been given."""
+    """What all workers have found, and the values that this one is to take over."""
 
     found: list[Difference]
     text: str
@@ -113,7 +113,7 @@ class ComparisonVerdict(NamedTuple):
 
 
 class ReplicaComparer:
-    """One worker's part in comparing. `event` notes what has happened, `conclude` writes that down: collective."""
+    """One worker's part in comparing. `event` notes what has happened, `conclude` writes the summary (collective)."""
 
     def __init__(self, comparison: Comparison, context: SyncContext, prepared: Prepared, sync: Sync, replicated: Replicated | None) -> None:
         meets = not sync.replicas_diverge if replicated is None else replicated.has_sync_points
@@ -127,12 +127,12 @@ class ReplicaComparer:
         self._context, self._mirrored, self._replicated = context, ReplicaContents(prepared, apart=sync.replicas_diverge), replicated
         self.event: Callable[[str], None] = lambda text: None
         self.conclude: Callable[[], None] = lambda: None
-        self._done: int | None = None  # comparisons that lie behind
+        self._done: int | None = None  # how many comparisons have been made
         self._start = 0  # steps before the first; where nothing else was asked for they are compared one step later, too
-        self._said = False  # that buffers are each worker's own
+        self._said = False  # whether it was said that buffers are each worker's own
 
     def begin(self, steps: int) -> None:
-        """Training begins, or goes on, after so many steps."""
+        """Begin training, or go on, after so many steps."""
         if self._every is not None:
             self._mirrored.begin()
             if self._done is None:
@@ -140,16 +140,16 @@ class ReplicaComparer:
                 self._done = self._due(steps)
 
     def _due(self, steps: int) -> int:
-        """How many comparisons there ought to have been after so many steps."""
+        """Return how many comparisons there should have been after so many steps."""
         early = self._comparison.every == "auto" and steps > self._start
         return early + (0 if self._every is None else steps // self._every)
 
     def facts(self) -> list[Any]:
-        """What who has just come has to know."""
+        """Return what a joining worker has to know."""
         return [self._every, self._done, self._start]
 
     def learn(self, facts: list[Any]) -> None:
-        """Go on where the others are."""
+        """Go on where the others are, from their `facts`."""
         self._every, self._done, self._start = facts
 
     def step_ended(self, steps: int) -> None:
@@ -168,7 +168,7 @@ class ReplicaComparer:
                 self._compare(steps, more)
 
     def _see_buffers(self) -> None:
-        """Say once which buffers workers make of the samples that each of them sees."""
+        """Say once which buffers differ because each worker makes them of its own samples. Collective."""
         bodies = self._context.agreement.meet("buffers of each worker", msgpack.packb(self._mirrored.own()))
         first, *others = map(msgpack.unpackb, bodies)
         names = [name for name in first if any(other.get(name) != first[name] for other in others)]
@@ -202,7 +202,7 @@ class ReplicaComparer:
             self._stop(text, verdict)
 
     def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
-        """Find out who differs in what, and be given what I have to take over. Collective; changes nothing."""
+        """Find out which workers differ in what, and receive what this one has to take over. Collective; changes nothing."""
         host = self._context.agreement.host
         mine = msgpack.packb([look.entries, host, _kind(next(iter(look.parts.values())).value)])
         bodies = [msgpack.unpackb(body) for body in self._context.agreement.meet("replicas that differ", mine)]
@@ -216,7 +216,7 @@ class ReplicaComparer:
         return ComparisonVerdict(found, _told(found, hosts), _mixed(kinds), values)
 
     def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
-        """What I take over, in memory of its own."""
+        """Return the values that this worker takes over, in memory of their own. Collective."""
         group, hosts = self._context.group, self._context.hosts
         ways: dict[tuple[int, int], list[str]] = {}
         for difference in found:
@@ -260,7 +260,7 @@ class ReplicaComparer:
 
 
 def _told(found: Sequence[Difference], hosts: Sequence[str]) -> str:
-    """Who differs in what, in one line."""
+    """Say in one line which workers differ in what."""
     by_rank: dict[int, list[str]] = {}
     for difference in found:
         for rank in difference.wrong:
@@ -275,14 +275,14 @@ def _told(found: Sequence[Difference], hosts: Sequence[str]) -> str:
 
 
 def _kind(tensor: Any) -> str:
-    """What decides on the last bits of what a worker computes."""
+    """Describe the hardware and settings that decide on the last bits of what a worker computes."""
     if isinstance(tensor, Tensor) and tensor.is_cuda:
         return torch.cuda.get_device_name(tensor.device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
 
 
 def _mixed(kinds: Sequence[str]) -> str:
-    """Who computes how, if not all do alike."""
+    """Say which workers compute how; empty if all do alike."""
     by_kind: dict[str, list[str]] = {}
     for rank, kind in enumerate(kinds):
         by_kind.setdefault(kind, []).append(str(rank))
@@ -291,12 +291,12 @@ def _mixed(kinds: Sequence[str]) -> str:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    """Bytes that a tensor takes in a message, filled up to whole words."""
+    """Return how many bytes a tensor takes in a message, filled up to a multiple of `ALIGNED`."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
 
 
 def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Their bytes, one after the other."""
+    """Return the bytes of the tensors, one after the other."""
     message = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
     for tensor, place in zip(tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True):
         data = flat(tensor)
@@ -305,7 +305,7 @@ def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _unbundled(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that were put together, which are like these."""
+    """Cut a message of `_bundle` into tensors like these."""
     places = message.split([_padded_bytes(tensor) for tensor in like])
     sizes = [tensor.numel() * tensor.element_size() for tensor in like]
     return [place[:size].view(x.dtype).view(x.shape) for place, size, x in zip(places, sizes, like, strict=True)]

@@ -1,12 +1,12 @@
-"""What ought to be the same on all workers, by name, and what it comes to here.
+"""Names everything that should be the same on all workers, and what it is here.
 
     parameters       all, frozen ones too                        "blocks.3.attn.weight"
     optimizers       state and settings                          "exp_avg of blocks.3.attn.weight", "lr of group 0 of AdamW"
-                     (where replicas differ between steps, what optimizers remember is each worker's own)
+                     (where replicas differ between steps, each worker has optimizer state of its own)
     the strategy's   what it says is the same, such as           "where all last agreed to be, 0"
                      the momentum of an outer optimizer
     buffers          of synchronous BatchNorm                    "norm.running_mean"
-                     that nobody has changed (masks, tables)     "mask"
+                     constant ones (masks, tables)               "mask"
 
 A buffer that the script's own modules change is each worker's own: they may take it from samples that only this worker has seen.
 """
@@ -38,7 +38,7 @@ DIGEST: Final = 16  # bytes
 
 
 class ReplicaPart(NamedTuple):
-    """A tensor or a plain value, and how it becomes another."""
+    """A tensor or a plain value, and the function that sets it to another."""
 
     value: Any
     become: Callable[[Any], object]
@@ -46,13 +46,13 @@ class ReplicaPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaDigest:
-    """What the parts come to: `entries` by name, as the others have to see them."""
+    """The parts of one replica, and `entries` by name, in which the other workers see them."""
 
     parts: Mapping[str, ReplicaPart]
     entries: Mapping[str, Entry]
 
     def head(self) -> bytes:
-        """In short: a digest of what has to be the same, and how each of the other buffers is."""
+        """Pack a digest of what has to be the same, and the state of each of the other buffers."""
         strict = [[name, *entry] for name, entry in self.entries.items() if entry[0] != "buffer"]
         buffers = {name: entry[1] for name, entry in self.entries.items() if entry[0] == "buffer"}
         return bytes(msgpack.packb([hashlib.blake2b(msgpack.packb(strict), digest_size=DIGEST).digest(), buffers]))
@@ -80,13 +80,13 @@ class ReplicaContents:
         self._known: dict[str, _KnownBuffer] = {}
 
     def begin(self) -> None:
-        """Training begins, or goes on: buffers are the same on all workers."""
+        """Remember the buffers as they are when training begins, or goes on: the same on all workers."""
         fresh = {name: buffer for name, buffer in self._buffers(synchronous=False) if name not in self._known}
         for (name, buffer), number in zip(fresh.items(), checksums(list(fresh.values())), strict=True):
             self._known[name] = _KnownBuffer(weakref.ref(buffer), _version(buffer), number)
 
     def own(self) -> dict[str, int]:
-        """What those buffers come to that were changed since training began."""
+        """Return checksums of the buffers that were changed since training began, by name."""
         found = {name: buffer for name, buffer in self._buffers(synchronous=False) if self._changed(name, buffer)}
         return dict(zip(found, checksums(list(found.values())), strict=True))
 
@@ -96,11 +96,11 @@ class ReplicaContents:
 
     @property
     def watches(self) -> bool:
-        """Whether there are buffers that may be each worker's own; the same on all."""
+        """Whether there are buffers that may be each worker's own. The answer is the same on all workers."""
         return bool(self._known)
 
     def look(self, more: Mapping[str, Tensor]) -> ReplicaDigest:
-        """All of it as it is now; `more` are the strategy's own."""
+        """Return a digest of all parts as they are now; `more` are the strategy's own."""
         parts: dict[str, ReplicaPart] = {}
         for name, part in self._parts(more):
             while name in parts:
@@ -136,7 +136,7 @@ class ReplicaContents:
                         yield from _leaves(f"{key} of {names.get(id(parameter), '?')}", state, key)
 
     def _buffers(self, *, synchronous: bool) -> Iterator[tuple[str, Tensor]]:
-        """Those of synchronous BatchNorm, or all but those of any BatchNorm; each once."""
+        """Yield the buffers of synchronous BatchNorm, or all but those of any BatchNorm; each once."""
         seen: set[int] = set()
         for prefix, model in self._prepared.models:
             for place, module in model.named_modules():
@@ -156,7 +156,7 @@ class ReplicaContents:
 
 
 def own_buffers(model: nn.Module) -> set[str]:
-    """The buffers of a model that may be each worker's own: all but those of synchronous BatchNorm."""
+    """Return the names of buffers that each worker may have for itself: all but those of synchronous BatchNorm."""
     places = [(f"{place}." if place else "", module) for place, module in model.named_modules()]
     return {prefix + name for prefix, module in places for name in module._buffers if not _summed(module, name)}
 
@@ -171,12 +171,12 @@ def _summed(module: nn.Module, name: str) -> bool:
 
 
 def form(value: Any) -> str:
-    """What a part has to be like to become another's."""
+    """Describe what a part must be like to take over another's value."""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else "plain"
 
 
 def plain(text: str) -> Any:
-    """The value of a plain part's entry."""
+    """Read the value of a plain part's entry."""
     return Snapshot(0, json.loads(text), {}).unpack()
 
 
@@ -185,7 +185,7 @@ def _json(value: Any) -> str:
 
 
 def _leaves(name: str, holder: Any, key: Any) -> Iterator[tuple[str, ReplicaPart]]:
-    """The tensors and plain values of nested state; what is neither is left out."""
+    """Yield the tensors and plain values of nested state; anything else is left out."""
     value = holder[key]
     if isinstance(value, Tensor):
         if _dense(value):
@@ -212,5 +212,5 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _version(buffer: Tensor) -> int | None:
-    """How often it was changed in place, where torch counts that."""
+    """Return how many times torch has counted a change in place; None where it doesn't count."""
     return None if buffer.is_inference() else buffer._version

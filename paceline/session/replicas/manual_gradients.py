@@ -1,9 +1,9 @@
-"""Gradients that a script sets itself (p.grad = torch.autograd.grad(...)) are not exchanged: it is looked whether replicas part by them.
+"""Checks gradients that a script sets itself (p.grad = torch.autograd.grad(...)): they are not exchanged, and replicas may diverge by them.
 
     the first steps, and about once a second    whose p.grad is not what backward has left there?       all, before an optimizer steps
-    somebody has one                            its norm and its sum on each worker                     the same, but for rounding: go on
+    a worker has such a gradient                its norm and its sum on each worker                     the same, but for rounding: go on
 
-What was changed in place (clipped, decayed) is what backward has left.
+A gradient changed in place (clipped, decayed) still counts as what backward has left.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 
-FIRST: Final = 2  # steps that are looked at
-OFTEN: Final = 256  # of so many steps one is looked at, where no loader counts them
+FIRST: Final = 2  # steps that are checked in any case
+OFTEN: Final = 256  # of so many steps one is checked, where no loader counts them
 NEAR: Final = 1e-3  # relative difference of what replicas compute alike
 
 
 class NextMeeting(Protocol):
-    """Meetings of all workers. `next`: the step after which they meet anyway."""
+    """Schedule of meetings of all workers. `next`: the step after which they meet anyway."""
 
     next: int
 
 
 class ManualGradients:
-    """Looks at the gradients of an optimizer that is about to step, when it is time: in the first steps, and when workers meet anyway."""
+    """Checks the gradients of an optimizer that is about to step: in the first steps, and when workers meet anyway."""
 
     def __init__(self, loop: TrainingLoop, meetings: NextMeeting) -> None:
         self._loop, self.meetings = loop, meetings
         self._calls = 0  # outside of loops over a loader
 
     def look(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` on all workers if gradients were set that are not the same on all. Collective, where it is time."""
+        """Raise `UsageError` on all workers if gradients were set that are not the same on all. Collective, where a check is due."""
         if not self._due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
@@ -66,7 +66,7 @@ class ManualGradients:
 
 
 def _figures(grad: Tensor | None) -> list[float] | None:
-    """The norm and the sum of a gradient, and how far sums may lie apart."""
+    """Return the norm and the sum of a gradient, and how far sums may lie apart."""
     if grad is None:
         return None
     values = grad.detach()

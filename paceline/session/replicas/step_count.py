@@ -1,4 +1,4 @@
-"""How many steps optimizers have made on this worker: it goes along with each meeting, as replicas part where one worker skips a step."""
+"""Counts steps of optimizers on this worker. The counts travel with each meeting, as replicas diverge where one worker skips a step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class StepCount:
-    """Counts, for the present step of training (a turn of the loader; without one all is one step) and for the one before."""
+    """Counts for the present step of training (a turn of the loader; without one, all is one step) and for the one before."""
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self._steps = steps  # of training, that are over
         self.at = 0  # the present step of training
         self.now = self._before = 0  # steps of optimizers in it, and in the one before
-        self._sure = 0  # the first step of training of which this worker knows all
-        self.waits = False  # this worker has just come, and isn't let in yet: nothing of it is compared
+        self._sure = 0  # the first step of training that this worker has counted from its beginning
+        self.waits = False  # this worker isn't let in yet: nothing of it is compared
 
     def add(self) -> None:
         """Count a step of an optimizer."""
@@ -23,7 +23,7 @@ class StepCount:
         self.now += 1
 
     def doubt(self) -> None:
-        """The workers have become others: what belongs to this step and the next is not compared."""
+        """Leave this step and the next out of comparisons, as the workers have changed."""
         self._sure = self._steps() + 2
 
     def enter(self) -> None:
@@ -32,7 +32,7 @@ class StepCount:
         self.doubt()
 
     def told(self) -> list[int | None]:
-        """The step of training, and the counts of the one before and of itself; None where that isn't known."""
+        """Return the step of training, and the counts of the one before and of itself; None for a count that isn't known."""
         if (steps := self._steps()) != self.at:
             self._move(steps)
         at, sure = self.at, self.at + 2 if self.waits else self._sure
