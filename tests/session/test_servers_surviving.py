@@ -135,7 +135,7 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     assert result.size == 4 and gap(out) < 8, result.events
 
 
-TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.wires.callers)} {len(run.events)}')"
+TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.link.connections.callers)} {len(run.events)}')"
 
 
 @SOAK

@@ -62,7 +62,7 @@ class PushPullCodec:
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
         self._context, self._codec, self._apart = context, codec, apart
-        self._parcels: dict[Key, TransferUnit] = {}  # that are coded
+        self._units: dict[Key, TransferUnit] = {}  # that are coded
         self._numbers: dict[Key, int] = {}  # of those
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
         self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
@@ -86,59 +86,59 @@ class PushPullCodec:
             self._context.announce(NARROWED)
         return found
 
-    def lay_out(self, parcels: Sequence[TransferUnit]) -> None:
+    def lay_out(self, units: Sequence[TransferUnit]) -> None:
         """These are the units; nothing has been kept of them, and nothing told."""
-        self._parcels = {(parcel.server, parcel.number): parcel for parcel in parcels if parcel.ways}
-        self._numbers = {key: number for number, key in enumerate(self._parcels)}
+        self._units = {(unit.server, unit.number): unit for unit in units if unit.ways}
+        self._numbers = {key: number for number, key in enumerate(self._units)}
         for kept in (self._kept, self._stepped, self._pushed, self._copies, self._has):
             kept.clear()
-        self._every = max(1, sum(parcel.flat.numel() for parcel in self._parcels.values()) // SAMPLE)
-        if self._parcels and self.account not in self._context.accounts:
+        self._every = max(1, sum(unit.flat.numel() for unit in self._units.values()) // SAMPLE)
+        if self._units and self.account not in self._context.accounts:
             self._context.accounts.append(self.account)
 
-    def measure(self, wires: ServerLinks, seconds: float) -> None:
+    def measure(self, connections: ServerLinks, seconds: float) -> None:
         """How fast the way to servers is, if anything is coded. Collective."""
-        if self._parcels and self.account.rate is None:
-            before = wires.traffic + Traffic()
-            found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(wires, x, seconds))
+        if self._units and self.account.rate is None:
+            before = connections.traffic + Traffic()
+            found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(connections, x, seconds))
             self.account.rate = ExactRate(found.latency, found.per_byte, 2.0)  # there and back
-            self._context.probe_traffic += wires.traffic - before
+            self._context.probe_traffic += connections.traffic - before
 
     @property
     def coded(self) -> list[TransferUnit]:
         """The units that are told all workers through the codec, as one."""
-        return [] if self._apart else list(self._parcels.values())
+        return [] if self._apart else list(self._units.values())
 
     # ---- what is sent
 
-    def encode(self, parcel: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
+    def encode(self, unit: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
         """What travels of a unit whose gradients are laid out: they, and what was kept of it but for pieces that were not `used`.
 
         `counts`: whether the server will make anything of it; if not, all that was kept is kept on.
         """
-        if not parcel.ways:
-            return parcel.flat
-        began, key, turn = time.thread_time(), (parcel.server, parcel.number), self._context.step_state.step
-        phase, base = at(parcel.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
+        if not unit.ways:
+            return unit.flat
+        began, key, turn = time.thread_time(), (unit.server, unit.number), self._context.step_state.step
+        phase, base = at(unit.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
         self._pushed.pop(key, None)
         held = None  # of what was kept: what stays here, as its piece is not used
-        given = parcel.flat if phase.coding is None else parcel.flat.float()
+        given = unit.flat if phase.coding is None else unit.flat.float()
         if base is not None:
-            held = _unused(parcel, used, base)
+            held = _unused(unit, used, base)
             given = (given + (base if held is None else base - held)).to(given.dtype)
         sent, left = given, None
         if phase.coding is not None:
-            sent, left = self._code(phase, given, self._numbers[key], spare=given is not parcel.flat)
+            sent, left = self._code(phase, given, self._numbers[key], spare=given is not unit.flat)
         if left is None and base is not None:
             self._pushed[key] = torch.zeros_like(base) if held is None else held
         elif left is not None and counts and finite(left):
-            for view, reached in zip(parcel.over(left), used, strict=True):
+            for view, reached in zip(unit.over(left), used, strict=True):
                 if not reached:
                     view.zero_()  # what the coding makes of zeros there, the server leaves out
             self._pushed[key] = left if held is None else left.add_(held)
         decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
         took = time.thread_time() - began
-        self._counted.pushes.append(PushTimes(time.perf_counter(), sent.nbytes, parcel.flat.nbytes, took, decoding))
+        self._counted.pushes.append(PushTimes(time.perf_counter(), sent.nbytes, unit.flat.nbytes, took, decoding))
         return sent
 
     def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +148,7 @@ class PushPullCodec:
         whole, message = room(coding, given.numel())
         draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._context.group.rank)
         coding.encode(given, message, draw)
-        looked = index == turn % len(self._parcels)  # one unit in a turn
+        looked = index == turn % len(self._units)  # one unit in a turn
         if not phase.feedback and not looked:
             return whole, None
         before = sampled(given, self._every, turn)
@@ -162,29 +162,29 @@ class PushPullCodec:
 
     # ---- what comes back
 
-    def asked(self, parcel: TransferUnit) -> dict[str, Any]:
+    def asked(self, unit: TransferUnit) -> dict[str, Any]:
         """What a request for the parameters of a unit says of what is here."""
-        if not parcel.ways:
+        if not unit.ways:
             return {}
         mine = {"turn": self._context.step_state.step} if self._apart else {}
-        return {"has": self._has.get((parcel.server, parcel.number)), **mine}
+        return {"has": self._has.get((unit.server, unit.number)), **mine}
 
-    def decode(self, parcel: TransferUnit, message: RpcMessage) -> Tensor:
+    def decode(self, unit: TransferUnit, message: RpcMessage) -> Tensor:
         """The parameters of a unit, from the answer. Raises `Mismatch` for one that doesn't fit."""
-        if not parcel.ways:
+        if not unit.ways:
             return message.tensors[0]
-        key, flat, began = (parcel.server, parcel.number), parcel.flat, time.thread_time()
+        key, flat, began = (unit.server, unit.number), unit.flat, time.thread_time()
         self._counted.pulled += sum(x.nbytes for x in message.tensors)
         self._counted.exact += flat.nbytes
         number, turn = message.body["number"], message.body["turn"]
         if turn is not None:
-            self._add(at(parcel.ways, turn).coding, message.tensors[0], self._copies[key])
+            self._add(at(unit.ways, turn).coding, message.tensors[0], self._copies[key])
         elif message.tensors:
             if message.tensors[0].shape != flat.shape or message.tensors[0].dtype != flat.dtype:
-                raise Mismatch(f"unit {parcel.number} came as {message.tensors[0].dtype} {list(message.tensors[0].shape)}")
+                raise Mismatch(f"unit {unit.number} came as {message.tensors[0].dtype} {list(message.tensors[0].shape)}")
             self._copies[key] = message.tensors[0]
         elif key not in self._copies or number != self._has[key]:
-            raise Mismatch(f"unit {parcel.number} came without anything, as number {number}")
+            raise Mismatch(f"unit {unit.number} came without anything, as number {number}")
         self._has[key] = number
         self._counted.decoding += time.thread_time() - began
         return self._copies[key]
@@ -203,9 +203,9 @@ class PushPullCodec:
 
     # ---- what is kept
 
-    def over(self, parcels: Sequence[TransferUnit], *, stepped: bool) -> None:
+    def over(self, units: Sequence[TransferUnit], *, stepped: bool) -> None:
         """What was pushed of these units is in a step, or void."""
-        for key in {(parcel.server, parcel.number) for parcel in parcels}.intersection(self._pushed):
+        for key in {(unit.server, unit.number) for unit in units}.intersection(self._pushed):
             left = self._pushed.pop(key)
             if stepped:
                 self._stepped[key] = left
@@ -219,10 +219,10 @@ class PushPullCodec:
             self.account.add(self._turn)
             self._turn = CodecTurn(0, 0, 0, 0, 0)
 
-    def unlearn(self, parcels: Sequence[TransferUnit]) -> None:
+    def unlearn(self, units: Sequence[TransferUnit]) -> None:
         """What servers have told of these units is void."""
-        for parcel in parcels:
-            self._has.pop((parcel.server, parcel.number), None)
+        for unit in units:
+            self._has.pop((unit.server, unit.number), None)
 
     def forget(self) -> None:
         """It doesn't: what it made of residuals is void."""
@@ -234,7 +234,7 @@ class PushPullCodec:
         """What is kept of the gradient of each slot, the turn under way included; in the shape of the parameter, however it is cut."""
         found: list[Tensor | None] = [None] * len(slots)
         for key, residual in (self._kept | self._stepped).items():
-            for (piece, _), view in zip(self._parcels[key].members, self._parcels[key].over(residual), strict=True):
+            for (piece, _), view in zip(self._units[key].members, self._units[key].over(residual), strict=True):
                 whole = found[piece.slot]
                 if whole is None:
                     whole = found[piece.slot] = torch.zeros_like(slots[piece.slot].parameter, dtype=torch.float32, requires_grad=False)
@@ -245,23 +245,23 @@ class PushPullCodec:
         """What `residuals` gave on some workers, or before I left off, is sent by me later; instead of what I have kept."""
         self.forget()
         self._kept.clear()
-        for key, parcel in self._parcels.items():
-            numbers = {piece.slot for piece, _ in parcel.members}
+        for key, unit in self._units.items():
+            numbers = {piece.slot for piece, _ in unit.members}
             if any(states[number] is not None for states in found for number in numbers):
-                self._kept[key] = torch.zeros(parcel.flat.numel(), dtype=torch.float32)
-                for (piece, _), view in zip(parcel.members, parcel.over(self._kept[key]), strict=True):
+                self._kept[key] = torch.zeros(unit.flat.numel(), dtype=torch.float32)
+                for (piece, _), view in zip(unit.members, unit.over(self._kept[key]), strict=True):
                     for whole in (states[piece.slot] for states in found):
                         if whole is not None:
                             view.add_(rows(whole, piece))
 
     def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
         """What has to survive of this worker; nothing where there is no codec."""
-        return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._parcels else {}
+        return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
 
     def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `state_dict` gave on each worker, in rank order: the sum of all residuals stays what it was."""
         written = next((state["codec"] for state in found if "codec" in state), None)
-        mine, group = repr(self._codec) if self._parcels else None, self._context.group
+        mine, group = repr(self._codec) if self._units else None, self._context.group
         if written is not None and written != mine:
             self._context.announce(f"the checkpoint was written with codec={written}, this is codec={mine}: what that had kept is dropped")
             found = []
@@ -301,9 +301,9 @@ class PushPullCodec:
 class LinkEcho:
     """A tensor goes to all servers, a part to each, and comes back: what a link takes is measured with it."""
 
-    def __init__(self, wires: ServerLinks, x: Tensor, seconds: float) -> None:
+    def __init__(self, connections: ServerLinks, x: Tensor, seconds: float) -> None:
         self._seconds = seconds
-        pieces = zip(wires.callers, x.tensor_split(len(wires.callers)), strict=True)
+        pieces = zip(connections.callers, x.tensor_split(len(connections.callers)), strict=True)
         self._sent = [(caller, caller.send("echo", tensors=[piece], seconds=seconds)) for caller, piece in pieces]
 
     def wait(self, timeout: float | None = None) -> None:
@@ -318,12 +318,12 @@ class LinkEcho:
         return None
 
 
-def _unused(parcel: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
+def _unused(unit: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
     """Of a residual the pieces that are not used, zeros elsewhere; None if all are used."""
     if all(used):
         return None
     held = base.clone()
-    for view, reached in zip(parcel.over(held), used, strict=True):
+    for view, reached in zip(unit.over(held), used, strict=True):
         if reached:
             view.zero_()
     return held

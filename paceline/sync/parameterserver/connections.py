@@ -31,21 +31,21 @@ SILENT_SECONDS = 4.0  # a server of which nothing has come for so long (its conn
 class ServerTraffic:
     """What is sent to servers from now on (`SideGroup`). The connections outlive it."""
 
-    def __init__(self, wires: ServerLinks) -> None:
-        self._wires, self._sent, self._waited = wires, wires.traffic, wires.waited
+    def __init__(self, connections: ServerLinks) -> None:
+        self._connections, self._sent, self._waited = connections, connections.traffic, connections.waited
 
     @property
     def traffic(self) -> Traffic:
-        return self._wires.traffic - self._sent
+        return self._connections.traffic - self._sent
 
     @property
     def waited(self) -> float:
-        return self._wires.waited - self._waited
+        return self._connections.waited - self._waited
 
     def close(self) -> None: ...
 
     def abort(self) -> None:
-        self._wires.abort()
+        self._connections.abort()
 
 
 def _ahead(caller: RpcClient, seconds: float) -> int:

@@ -22,10 +22,10 @@ from paceline.errors import UsageError
 from paceline.server import optimizers
 from paceline.sync.parameterserver.clipping import shrink
 from paceline.sync.parameterserver.counter import LockstepSampleQueue
+from paceline.sync.parameterserver.link import ServerLink
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
-    from paceline.sync.parameterserver.strategy import ParameterServer
+    from paceline.sync.tables.freerows import UnlockedRows
 
 
 def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
@@ -41,15 +41,8 @@ def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
 class Consistency(Protocol):
     """What differs between them. Optimizers are known by their numbers."""
 
-    free: bool  # workers are not in lockstep
-    drops: bool  # servers may leave out what is pushed too late
-
     def begin(self) -> None:
         """Servers have been started."""
-        ...
-
-    def weight(self, part: float) -> float:
-        """What my gradient is multiplied by when it is pushed; my part of the global batch is `part`."""
         ...
 
     def pushing(self, number: int) -> None:
@@ -72,47 +65,42 @@ class Consistency(Protocol):
 class BulkSynchronous:
     """Bulk synchronous: every step is made by all workers."""
 
-    free = drops = False
-
-    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
-        self._client = client
+    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
+        self._link = link
         self._told: list[optimizers.Settings] = []
 
     def begin(self) -> None:
-        self._told = [optimizers.settings(optimizer) for optimizer in self._client.optimizers]
-
-    def weight(self, part: float) -> float:
-        return part
+        self._told = [optimizers.settings(optimizer) for optimizer in self._link.optimizers]
 
     def pushing(self, number: int) -> None: ...
 
     def step(self, number: int) -> None:
-        client = self._client
-        parcels = client.settle(number, wait=False)
-        now, step = optimizers.settings(client.optimizers[number]), client.steps_taken[number] + 1
+        link = self._link
+        units = link.settle(number, wait=False)
+        now, step = optimizers.settings(link.optimizers[number]), link.steps_taken[number] + 1
         changes = [[group, values] for group, values in optimizers.changed(self._told[number], now).items()]
-        factor = client.factors.pop(number, 1.0)
-        body = {"workers": client.workers, "factor": factor, "settings": changes}
-        closes = client.everywhere("close", number, step, body)
-        reads = client.ask_for(parcels, step)
+        factor = link.factors.pop(number, 1.0)
+        body = {"workers": link.workers, "factor": factor, "settings": changes}
+        closes = link.everywhere("close", number, step, body)
+        reads = link.ask_for(units, step)
         began = time.perf_counter()
-        who = ("absent", {"optimizer": number, "step": step, "workers": client.workers})
+        who = ("absent", {"optimizer": number, "step": step, "workers": link.workers})
         for caller, message in closes:
-            client.wait(caller, message, f"optimizer.step {step}", who)
-        client.wires.waited += time.perf_counter() - began
-        client.take_in(parcels, reads)
-        self._told[number], client.steps_taken[number] = now, step
+            link.wait(caller, message, f"optimizer.step {step}", who)
+        link.connections.waited += time.perf_counter() - began
+        link.take_in(units, reads)
+        self._told[number], link.steps_taken[number] = now, step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        client, found = self._client, []
+        link, found = self._link, []
         for number in numbers:
-            client.settle(number)
+            link.settle(number)
         for number in numbers:
-            step = client.steps_taken[number] + 1
-            body = {"workers": client.workers, "kind": None if kind == math.inf else kind}
-            who = ("absent", {"optimizer": number, "step": -step, "workers": client.workers})
-            sent = client.everywhere("norm", number, step, body)
-            found += [float(client.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
+            step = link.steps_taken[number] + 1
+            body = {"workers": link.workers, "kind": None if kind == math.inf else kind}
+            who = ("absent", {"optimizer": number, "step": -step, "workers": link.workers})
+            sent = link.everywhere("norm", number, step, body)
+            found += [float(link.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
         return found
 
     def commit(self) -> None: ...
@@ -121,19 +109,22 @@ class BulkSynchronous:
 class OutOfLockstep:
     """What those have in common that are not in lockstep."""
 
-    free = True
-
-    def __init__(self, client: ParameterServerSync) -> None:
-        self._client = client
-        self.sample_queue = LockstepSampleQueue(client)
+    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
+        self._link, self._rows = link, rows
+        self.sample_queue = LockstepSampleQueue(link, self._leave)
         self.going: int | None = None  # which I have not waited for yet
 
     def begin(self) -> None: ...
 
     def pushing(self, number: int) -> None: ...
 
+    def _leave(self) -> None:
+        """Have all that I have pushed in a step, as I take no more turns."""
+        for number in range(len(self._link.optimizers)):
+            self.pushing(number)
+
     def _check(self) -> None:
-        if not self.sample_queue.open and len(self._client.workers) > 1:
+        if not self.sample_queue.open and len(self._link.workers) > 1:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
                 "whoever is ready for them: prepare the loader too, or leave both out"
@@ -141,88 +132,79 @@ class OutOfLockstep:
 
     def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
-        client = self._client
+        link = self._link
         said = {
-            "part": client.context.step_state.share_of_step,
-            "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
+            "part": link.context.step_state.share_of_step,
+            "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
         }
         began = time.perf_counter()
         asked = {"optimizer": number, "said": said, **body}
-        sent = client.callers[0].send(kind, step=step, body=asked, seconds=client.seconds)
+        sent = link.callers[0].send(kind, step=step, body=asked, seconds=link.seconds)
         who = ("missing", {"optimizer": number, "step": step})
-        found = client.wait(client.callers[0], sent, f"optimizer.step {count}", who).body
-        client.wires.waited += time.perf_counter() - began
+        found = link.wait(link.callers[0], sent, f"optimizer.step {count}", who).body
+        link.connections.waited += time.perf_counter() - began
         return found
 
     def _close(self, number: int, step: int, found: Mapping[str, Any], *, read: bool = True, **more: Any) -> None:
         """This step of an optimizer is made by those who were found, with the mean of their gradients. `read`: what comes of it."""
-        client, parcels = self._client, self._client.units(number) if read else []
+        link, units = self._link, self._link.units(number) if read else []
         body = {
             "workers": found["workers"],
-            "factor": client.factors.pop(number, 1.0) / found["parts"],
+            "factor": link.factors.pop(number, 1.0) / found["parts"],
             "settings": found["said"]["settings"],
             "decided": True,
             **more,
         }
-        closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
-        closes += client.rows.close(number, step, found, float(more.get("part", 1.0)))
+        closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
+        closes += self._rows.close(number, step, found, float(more.get("part", 1.0)))
         for caller, message in closes:
-            caller.wait(message, client.seconds)
+            caller.wait(message, link.seconds)
         if read:
-            client.take_in(parcels, reads)
-        client.steps_taken[number] = step
+            link.take_in(units, reads)
+        link.steps_taken[number] = step
 
     def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
         """Of the mean of their gradients."""
-        client = self._client
+        link = self._link
         body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-        sent = client.everywhere("norm", number, step, body)
-        norms = [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in sent]
+        sent = link.everywhere("norm", number, step, body)
+        norms = [float(caller.wait(message, link.seconds).body["norm"]) for caller, message in sent]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
 
     def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
         """My turn is over. `going` is the message that is answered when I may go on."""
-        client, sample_queue = self._client, self.sample_queue
+        link, sample_queue = self._link, self.sample_queue
         if self.going is not None:
-            client.callers[0].wait(self.going, client.seconds)
+            link.callers[0].wait(self.going, link.seconds)
         sample_queue.clock += 1
         body = {"clock": sample_queue.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
-        self.going = client.callers[0].send("tick", body=body, seconds=client.seconds)
+        self.going = link.callers[0].send("tick", body=body, seconds=link.seconds)
 
 
 class Asynchronous(OutOfLockstep):
     """Asynchronous: each gradient is a step of its own."""
 
-    drops = False
-
-    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
-        super().__init__(client)
-
-    def weight(self, part: float) -> float:
-        """See `Consistency`: the servers step by my part instead."""
-        return 1.0 if part else 0.0
-
     def step(self, number: int) -> None:
         self._check()
-        client = self._client
-        parcels = client.settle(number, wait=False)
-        step = client.steps_taken[number] + 1
+        link = self._link
+        units = link.settle(number, wait=False)
+        step = link.steps_taken[number] + 1
         body = {
-            "factor": client.factors.pop(number, 1.0),
-            "part": client.context.step_state.share_of_step,
-            "settings": list(enumerate(optimizers.settings(client.optimizers[number]))),
+            "factor": link.factors.pop(number, 1.0),
+            "part": link.context.step_state.share_of_step,
+            "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
         }
-        sent, reads = client.everywhere("apply", number, step, body), client.ask_for(parcels, 0)
-        sent += client.rows.apply(number)
+        sent, reads = link.everywhere("apply", number, step, body), link.ask_for(units, 0)
+        sent += self._rows.apply(number)
         for caller, message in sent:
-            caller.wait(message, client.seconds)
-        client.take_in(parcels, reads)
-        client.steps_taken[number] = step
+            caller.wait(message, link.seconds)
+        link.take_in(units, reads)
+        link.steps_taken[number] = step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Consistency`: of my own gradients."""
-        client = self._client
-        return [client.norm(numbers, kind)]
+        link = self._link
+        return [link.norm(numbers, kind)]
 
     def commit(self) -> None:
         if self.sample_queue.open:
@@ -235,32 +217,28 @@ class StaleSynchronous(OutOfLockstep):
     Who is late doesn't wait for the step that is open, but goes on with what there is; before it pushes more, that step has been made.
     """
 
-    drops = False
-
-    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
-        super().__init__(client)
-        self._bound = int(spec.staleness)
+    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
+        super().__init__(link, rows)
+        self._bound = int(link.options.staleness)
         self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
         self._open: set[int] = set()  # optimizers of which the step of my last gradient had not been made when I went on
         self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
 
-    def weight(self, part: float) -> float:
-        return part
-
     def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
         count = self._asked[number]
         return self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound, "part": part})
 
     def _decide(self, number: int, *, part: bool = True) -> Mapping[str, Any]:
-        """In which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed.
+        """Ask in which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed.
 
         With `part`, perhaps that it is "open" still, and the last "step" before it, where I go on.
         """
         if number not in self._decided:
-            self._client.settle(number)
-            self._client.rows.hold(number)
+            self.pushing(number)
+            self._link.settle(number)
+            self._rows.hold(number)
             self._asked[number] = self._asked.get(number, 0) + 1
             self._decided[number] = self._gather(number, part=part)
         found: Mapping[str, Any] = self._decided[number]
@@ -268,16 +246,16 @@ class StaleSynchronous(OutOfLockstep):
 
     def step(self, number: int) -> None:
         self._check()
-        client, found = self._client, self._decide(number)
-        client.settle(number)  # or p.grad was changed since
+        link, found = self._link, self._decide(number)
+        link.settle(number)  # or p.grad was changed since
         del self._decided[number]
         if found["open"]:
             self._open.add(number)
-            client.factors.pop(number, None)
-            parcels = client.units(number)
-            client.take_in(parcels, client.ask_for(parcels, found["step"]))
-            client.steps_taken[number] = found["step"]
-            client.rows.go(number, found["step"])
+            link.factors.pop(number, None)
+            units = link.units(number)
+            link.take_in(units, link.ask_for(units, found["step"]))
+            link.steps_taken[number] = found["step"]
+            self._rows.go(number, found["step"])
         else:
             self._close(number, found["step"], found, part=found["parts"], keep=True)
         self._known[number] = found["slowest"]
@@ -286,16 +264,16 @@ class StaleSynchronous(OutOfLockstep):
         """See `Consistency`: what I had pushed before is in a step, and the servers have taken it."""
         if number not in self._open:
             return
-        client, found, clip = self._client, self._gather(number, part=False), self._clips.pop(number, None)
+        link, found, clip = self._link, self._gather(number, part=False), self._clips.pop(number, None)
         self._open.remove(number)
         if found["mine"]:
             if clip is not None:
-                client.factors[number] = shrink(self._norm(number, found["step"], found, clip[0]), clip[1])
+                link.factors[number] = shrink(self._norm(number, found["step"], found, clip[0]), clip[1])
             self._close(number, found["step"], found, read=False, part=found["parts"], keep=True)
         else:
-            for caller, message in client.everywhere("taken", number, found["step"], {}):
-                client.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
-            client.rows.go(number, found["step"])
+            for caller, message in link.everywhere("taken", number, found["step"], {}):
+                link.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
+            self._rows.go(number, found["step"])
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Consistency`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
@@ -304,7 +282,7 @@ class StaleSynchronous(OutOfLockstep):
             found = self._decide(number, part=len(numbers) == 1)
             if found["open"]:
                 self._clips[number] = kind, limit
-                norms.append(self._client.norm([number], kind))
+                norms.append(self._link.norm([number], kind))
             else:
                 norms.append(self._norm(number, found["step"], found, kind))
         return norms
@@ -313,73 +291,67 @@ class StaleSynchronous(OutOfLockstep):
         """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
         if not self.sample_queue.open:
             return
-        client = self._client
+        link = self._link
         self._tick("", self._bound)
-        known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
+        known = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
         if self.sample_queue.clock - known > self._bound:
             began = time.perf_counter()
             assert self.going is not None
-            told = client.wait(client.callers[0], self.going, f"turn {self.sample_queue.clock + 1}", ("behind", {})).body["made"]
+            told = link.wait(link.callers[0], self.going, f"turn {self.sample_queue.clock + 1}", ("behind", {})).body["made"]
             self.going = None
-            client.wires.waited += time.perf_counter() - began
-            client.catch_up(dict(told))
+            link.connections.waited += time.perf_counter() - began
+            link.catch_up(dict(told))
             for number, step in told:
-                client.rows.go(number, step)
-            self._known = dict.fromkeys(range(len(client.optimizers)), self.sample_queue.clock - self._bound)
+                self._rows.go(number, step)
+            self._known = dict.fromkeys(range(len(link.optimizers)), self.sample_queue.clock - self._bound)
 
 
 class BackupWorkers(OutOfLockstep):
     """With backup workers: a step is made by the first who come."""
 
-    drops = True
-
-    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
-        super().__init__(client)
-        self._spec = spec
+    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
+        super().__init__(link, rows)
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
         self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
-
-    def weight(self, part: float) -> float:
-        return part
 
     @property
     def _again(self) -> bool:
         """Whether my samples are dealt again."""
-        return self._spec.requeue and again(self._decided, late=self._late, made=self._made)
+        return self._link.options.requeue and again(self._decided, late=self._late, made=self._made)
 
     def _decide(self, number: int) -> dict[str, Any]:
         """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
-            self._client.settle(number)
-            self._client.rows.hold(number)
-            step = 0 if self._again else self._client.steps_taken[number] + 1  # 0: late
-            self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._spec.backup_workers})
+            self._link.settle(number)
+            self._rows.hold(number)
+            step = 0 if self._again else self._link.steps_taken[number] + 1  # 0: late
+            self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._link.options.backup_workers})
         found: dict[str, Any] = self._decided[number]
         return found
 
     def step(self, number: int) -> None:
         self._check()
-        client, found = self._client, self._decide(number)
-        client.settle(number)  # or p.grad was changed since
-        step = client.steps_taken[number] + 1
+        link, found = self._link, self._decide(number)
+        link.settle(number)  # or p.grad was changed since
+        step = link.steps_taken[number] + 1
         del self._decided[number]
         if "late" in found:
-            client.factors.pop(number, None)
-            parcels, self._late, step = client.units(number), True, int(found["late"])
-            client.take_in(parcels, client.ask_for(parcels, step), stepped=False)
-            client.steps_taken[number] = step
-            client.rows.go(number, step)
+            link.factors.pop(number, None)
+            units, self._late, step = link.units(number), True, int(found["late"])
+            link.take_in(units, link.ask_for(units, step), stepped=False)
+            link.steps_taken[number] = step
+            self._rows.go(number, step)
         else:
             self._close(number, step, found)
             self._made = True
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Consistency`: of the gradients that make the step; of mine, where I am too late."""
-        client, norms = self._client, list[float]()
+        link, norms = self._link, list[float]()
         for number in numbers:
-            found, step = self._decide(number), client.steps_taken[number] + 1
+            found, step = self._decide(number), link.steps_taken[number] + 1
             if "late" in found:
-                norms.append(client.norm([number], kind))
+                norms.append(link.norm([number], kind))
                 continue
             norms.append(self._norm(number, step, found, kind))
         return norms

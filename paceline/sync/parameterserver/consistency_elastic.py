@@ -32,27 +32,25 @@ from paceline.server import optimizers
 from paceline.server.journal import merged
 from paceline.server.reconcile import WorkerReport, latest, stand
 from paceline.sync.parameterserver.consistency import Asynchronous, BackupWorkers, BulkSynchronous, Consistency, StaleSynchronous, again
+from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.replication import ServerReplication
 from paceline.sync.parameterserver.sample_queue import SampleQueueClient
 from paceline.sync.parameterserver.units import packed
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
-    from paceline.sync.parameterserver.strategy import ParameterServer
+    from paceline.sync.tables.freerows import UnlockedRows
 
 
 class ElasticConsistency:
     """Stale, asynchronous, or with backup workers, as `spec` says."""
 
-    free = True
     copies: ServerReplication
 
-    def __init__(self, client: ParameterServerSync, spec: ParameterServer) -> None:
-        self._client, self._spec = client, spec
-        self.drops = spec.backup_workers > 0
-        self._alone = spec.staleness == math.inf
-        self._bound = spec.staleness if spec.staleness and not self._alone else math.inf
-        self.sample_queue = SampleQueueClient(client, self._bound)
+    def __init__(self, link: ServerLink) -> None:
+        spec = link.options
+        self._link = link
+        self._bound = spec.staleness if spec.staleness and not link.alone else math.inf
+        self.sample_queue = SampleQueueClient(link, self._bound)
         self._begun: list[str] = []  # copies that have begun, as they are called
         self._count: dict[int, int] = {}  # by optimizer: my gradients that are in steps
         self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
@@ -64,46 +62,43 @@ class ElasticConsistency:
 
     def begin(self) -> None: ...
 
-    def weight(self, part: float) -> float:
-        return part if not self._alone else 1.0 if part else 0.0
-
     def pushing(self, number: int) -> None: ...
 
     # ---- a step
 
     def step(self, number: int) -> None:
-        client = self._client
+        link = self._link
         if not self.sample_queue.open:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
                 "whoever is ready for them: prepare the loader too, or leave both out"
             )
         gradient = self._gradient(number)
-        client.context.agreement.lasting(lambda: self._step(number))
+        link.context.agreement.lasting(lambda: self._step(number))
         self._count[number] = gradient
         self._decided.pop(number, None)
-        for known in (client.factors, client.clips):
+        for known in (link.factors, link.clips):
             known.pop(number, None)
         self.sample_queue.stepped()
 
     def _gradient(self, number: int) -> int:
         """The number of the gradient that I come with; with backup workers that of the step."""
-        return (self._client.steps_taken[number] if self.drops else self._count.get(number, 0)) + 1
+        return (self._link.steps_taken[number] if self._link.drops else self._count.get(number, 0)) + 1
 
     def _is_made(self, number: int) -> bool:
         """Whether my gradient is in a step that others have made, as was found when somebody was lost."""
         return self._counted.get(number, 0) >= self._gradient(number)
 
     def _step(self, number: int) -> None:
-        client, parcels = self._client, self._client.units(number)
-        if number in client.clips and number not in client.factors and not self._is_made(number):
+        link, units = self._link, self._link.units(number)
+        if number in link.clips and number not in link.factors and not self._is_made(number):
             self._clip_again(number)
         if self._is_made(number):
-            client.take_in(parcels, client.ask_for(parcels, self._made[number]))
-            client.steps_taken[number], self._stepped = self._made[number], True
+            link.take_in(units, link.ask_for(units, self._made[number]))
+            link.steps_taken[number], self._stepped = self._made[number], True
             return
         found = self._decide(number)
-        client.settle(number)  # raises if p.grad has been changed since
+        link.settle(number)  # raises if p.grad has been changed since
         if "late" in found:
             self._skip(number, int(found["late"]))
         else:
@@ -112,36 +107,36 @@ class ElasticConsistency:
 
     @property
     def _again(self) -> bool:
-        return self._spec.requeue and again(self._decided, late=self._late, made=self._stepped)
+        return self._link.options.requeue and again(self._decided, late=self._late, made=self._stepped)
 
     def _decide(self, number: int) -> Mapping[str, Any]:
         """Who makes the step that I am in: "workers", what the first of them "said", the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
-            self._client.settle(number)
+            self._link.settle(number)
             self._decided[number] = self._ask(number)
         found: Mapping[str, Any] = self._decided[number]
         return found
 
     def _ask(self, number: int) -> Mapping[str, Any]:
-        client, gradient, began = self._client, self._gradient(number), time.perf_counter()
-        settings = list(enumerate(optimizers.settings(client.optimizers[number])))
+        link, gradient, began = self._link, self._gradient(number), time.perf_counter()
+        settings = list(enumerate(optimizers.settings(link.optimizers[number])))
         said = {
-            "part": client.context.step_state.share_of_step,
+            "part": link.context.step_state.share_of_step,
             "settings": settings,
             "number": gradient,
             "pieces": self.sample_queue.pieces(),
         }
         asked: dict[str, Any] = {"optimizer": number, "said": said}
-        if self.drops:
+        if self._link.drops:
             step = 0 if self._again else gradient  # 0: late
-            kind, more = "arrive", {"step": step, "backups": self._spec.backup_workers}
+            kind, more = "arrive", {"step": step, "backups": self._link.options.backup_workers}
         else:
-            bound = -1 if self._alone else int(self._bound)
-            kind, step, more = "gather", 0, {"number": gradient, "bound": bound, "alone": self._alone, "part": False}
-        scheduler = client.callers[0]
-        sent = scheduler.send(kind, step=step, body=asked | more, seconds=client.seconds)
-        found = client.wait(scheduler, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
-        client.wires.waited += time.perf_counter() - began
+            bound = -1 if self._link.alone else int(self._bound)
+            kind, step, more = "gather", 0, {"number": gradient, "bound": bound, "alone": self._link.alone, "part": False}
+        scheduler = link.callers[0]
+        sent = scheduler.send(kind, step=step, body=asked | more, seconds=link.seconds)
+        found = link.wait(scheduler, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
+        link.connections.waited += time.perf_counter() - began
         return found
 
     def _number(self, number: int, found: Mapping[str, Any]) -> int:
@@ -149,60 +144,60 @@ class ElasticConsistency:
 
     def _close(self, number: int, found: Mapping[str, Any]) -> None:
         """The step is made by those who were found, on all copies."""
-        client, parcels, step = self._client, self._client.units(number), self._number(number, found)
-        factor = client.factors.get(number, 1.0) / (1.0 if self._alone else found["parts"])
+        link, units, step = self._link, self._link.units(number), self._number(number, found)
+        factor = link.factors.get(number, 1.0) / (1.0 if self._link.alone else found["parts"])
         body = {"workers": found["workers"], "factor": factor, "settings": found["said"]["settings"], "decided": True}
         body |= {"came": found["came"], "of": self.sample_queue.part}
-        body |= {} if self.drops else {"part": found["parts"], "keep": True}
-        closes, reads = client.everywhere("close", number, step, body), client.ask_for(parcels, step)
+        body |= {} if self._link.drops else {"part": found["parts"], "keep": True}
+        closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
         for caller, message in closes:
-            caller.wait(message, client.seconds)
-        client.take_in(parcels, reads)
-        client.steps_taken[number] = step
+            caller.wait(message, link.seconds)
+        link.take_in(units, reads)
+        link.steps_taken[number] = step
         self._known[number] = found.get("slowest", 0)
 
     def _skip(self, number: int, step: int) -> None:
         """I am too late: go on from this step, once all copies have made it."""
-        client, parcels, pieces = self._client, self._client.units(number), self.sample_queue.pieces()
-        made, reads = client.everywhere("taken", number, step, {}), client.ask_for(parcels, step)
+        link, units, pieces = self._link, self._link.units(number), self.sample_queue.pieces()
+        made, reads = link.everywhere("taken", number, step, {}), link.ask_for(units, step)
         for caller, message in made:
-            caller.wait(message, client.seconds)
+            caller.wait(message, link.seconds)
         if pieces and not self._again:
             body = {"epoch": self.sample_queue.part[0], "pieces": pieces}
-            told = [(caller, caller.send("drop", body=body, seconds=client.seconds)) for caller in client.wires.callers]
+            told = [(caller, caller.send("drop", body=body, seconds=link.seconds)) for caller in link.connections.callers]
             for caller, message in told:
-                caller.wait(message, client.seconds)
-        client.take_in(parcels, reads, stepped=False)
-        client.steps_taken[number] = step
+                caller.wait(message, link.seconds)
+        link.take_in(units, reads, stepped=False)
+        link.steps_taken[number] = step
         self._late = self._late or bool(pieces)
 
     # ---- clipping
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """See `Consistency`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
-        return self._client.context.agreement.lasting(lambda: self._ask_norms(numbers, kind))
+        return self._link.context.agreement.lasting(lambda: self._ask_norms(numbers, kind))
 
     def _clip_again(self, number: int) -> None:
         """Who makes the step may be others now: clip by their norm. What has stepped since with this clip has the norm that it had."""
-        clips = self._client.clips
+        clips = self._link.clips
         asked = clips[number]
         due = [other for other in asked.numbers if clips.get(other) is asked]
         self._ask_norms(due, asked.kind)
-        self._client.clip_by(asked, [self._norms[other] for other in asked.numbers])
+        self._link.clip_by(asked, [self._norms[other] for other in asked.numbers])
 
     def _ask_norms(self, numbers: Sequence[int], kind: float) -> list[float]:
         for number in numbers:
-            mine = self._alone or self._is_made(number)
-            self._norms[number] = self._client.norm([number], kind) if mine else self._norm(number, self._decide(number), kind)
+            mine = self._link.alone or self._is_made(number)
+            self._norms[number] = self._link.norm([number], kind) if mine else self._norm(number, self._decide(number), kind)
         return [self._norms[number] for number in numbers]
 
     def _norm(self, number: int, found: Mapping[str, Any], kind: float) -> float:
-        client = self._client
+        link = self._link
         if "late" in found:
-            return client.norm([number], kind)
+            return link.norm([number], kind)
         body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-        sent = client.everywhere("norm", number, self._number(number, found), body, ask=True)
-        norms = [float(caller.wait(message, client.seconds).body["norm"]) for caller, message in sent]
+        sent = link.everywhere("norm", number, self._number(number, found), body, ask=True)
+        norms = [float(caller.wait(message, link.seconds).body["norm"]) for caller, message in sent]
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
 
     # ---- the end of a turn
@@ -211,16 +206,16 @@ class ElasticConsistency:
         """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
         if not self.sample_queue.open:
             return
-        client, dropped = self._client, "again" if self._again else "dropped" if self._late else ""
+        link, dropped = self._link, "again" if self._again else "dropped" if self._late else ""
         self._late = self._stepped = False
         self.sample_queue.tick(dropped)
-        known = min(self._known.get(number, 0) for number in range(len(client.optimizers)))
+        known = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
         if self.sample_queue.clock - known > self._bound:
             self.sample_queue.go()
-            client.context.agreement.lasting(lambda: client.catch_up({}))
-            self._known = dict.fromkeys(range(len(client.optimizers)), self.sample_queue.clock - int(self._bound))
+            link.context.agreement.lasting(lambda: link.catch_up({}))
+            self._known = dict.fromkeys(range(len(link.optimizers)), self.sample_queue.clock - int(self._bound))
         if self.copies.waits and self.copies.begun():
-            client.context.agreement.call_all(ServerLost("a copy of a server has begun"))
+            link.context.agreement.call_all(ServerLost("a copy of a server has begun"))
 
     # ---- losses
 
@@ -229,17 +224,17 @@ class ElasticConsistency:
 
         Raises `StateLost` where nobody has a shard any more.
         """
-        client, group = self._client, self._client.context.group
-        client.wires.follow(client.context.cancel_scope)
-        client.release()
+        link, group = self._link, self._link.context.group
+        link.connections.follow(link.context.cancel_scope)
+        link.release()
         self._decided.clear()
-        client.factors.clear()
-        self.copies.survey(client.context)
+        link.factors.clear()
+        self.copies.survey(link.context)
         mine = {"report": asdict(self.sample_queue.report()), "begun": self.copies.begun()}
         told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
         begun = [found for each in told for found in each["begun"]]
-        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(client.workers, told, strict=True)}
-        first = next(rank for rank, worker in enumerate(client.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
+        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(link.workers, told, strict=True)}
+        first = next(rank for rank, worker in enumerate(link.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
         body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
         found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)
         self._made, gradients, filled, clocks, nobodys = found
@@ -248,43 +243,43 @@ class ElasticConsistency:
         self._counted = {optimizer: numbers.get(me, 0) for optimizer, numbers in enumerate(gradients)}
         self.sample_queue.resume(clocks[me])
         if nobodys and group.rank == 0:
-            client.context.announce(
+            link.context.announce(
                 f"{nobodys} samples of epoch {self.sample_queue.part[0]} were lost with a worker, when all others had ended it"
             )
 
     def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
         """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""
-        client = self._client
-        heads = self._tell_all(client.wires.callers, "reckon", {"workers": client.workers})
+        link = self._link
+        heads = self._tell_all(link.connections.callers, "reckon", {"workers": link.workers})
         steps = {caller: head.body["steps"] for caller, head in heads.items()}
-        for optimizer in range(len(client.optimizers)):
+        for optimizer in range(len(link.optimizers)):
             self._even(optimizer, steps)
-        ledgers = self._tell_all(client.wires.callers, "void", {})
-        journal = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in client.callers)
-        made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(client.optimizers))]
-        standing = stand(reports, self.sample_queue.sizes, journal, made, gathers=not self.drops)
-        client.callers[0].call("resume", tensors=[packed(standing.dump())], seconds=client.seconds)
+        ledgers = self._tell_all(link.connections.callers, "void", {})
+        journal = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in link.callers)
+        made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(link.optimizers))]
+        standing = stand(reports, self.sample_queue.sizes, journal, made, gathers=not self._link.drops)
+        link.callers[0].call("resume", tensors=[packed(standing.dump())], seconds=link.seconds)
         filled = self.copies.fill(begun)
         return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
 
     def _tell_all(self, callers: Sequence[RpcClient], kind: str, body: dict[str, Any]) -> dict[RpcClient, Any]:
-        seconds = self._client.seconds
+        seconds = self._link.seconds
         sent = [(caller, caller.send(kind, body=body, seconds=seconds)) for caller in callers]
         return {caller: caller.wait(message, seconds) for caller, message in sent}
 
     def _even(self, optimizer: int, steps: dict[RpcClient, list[int]]) -> None:
         """Have each server that keeps parameters of an optimizer make the steps that another has made."""
-        client = self._client
-        shards = {parcel.server for parcel in client.units(optimizer)}
-        callers = [caller for shard in shards for caller in client.wires.of[shard]]
+        link = self._link
+        shards = {unit.server for unit in link.units(optimizer)}
+        callers = [caller for shard in shards for caller in link.connections.of[shard]]
         ahead = max(callers, key=lambda caller: steps[caller][optimizer])
         for caller in callers:
             lacks = steps[caller][optimizer]
             if lacks == steps[ahead][optimizer]:
                 continue
-            answer = ahead.call("since", step=lacks, body={"optimizer": optimizer}, seconds=client.seconds)
+            answer = ahead.call("since", step=lacks, body={"optimizer": optimizer}, seconds=link.seconds)
             for body in msgpack.unpackb(answer.tensors[0].numpy().tobytes(), strict_map_key=False):
-                caller.call("close", step=body["step"], body=body, seconds=client.seconds)
+                caller.call("close", step=body["step"], body=body, seconds=link.seconds)
 
     def take_begun(self) -> list[str]:
         """The names of the copies that have begun since this was asked last."""
@@ -292,17 +287,9 @@ class ElasticConsistency:
         return found
 
 
-def paced(client: ParameterServerSync, plan: ParameterServer) -> Consistency:
-    """The pace that a plan asks for, here."""
-    if client.context.survives and (plan.backup_workers or plan.staleness):
-        return ElasticConsistency(client, plan)
-    kind = (
-        BackupWorkers
-        if plan.backup_workers
-        else BulkSynchronous
-        if not plan.staleness
-        else Asynchronous
-        if plan.staleness == math.inf
-        else StaleSynchronous
-    )
-    return kind(client, plan)
+def consistency(link: ServerLink, rows: UnlockedRows) -> Consistency:
+    """Give the consistency model that the options ask for."""
+    if link.context.survives and not link.lockstep:
+        return ElasticConsistency(link)
+    kind = BackupWorkers if link.drops else BulkSynchronous if link.lockstep else Asynchronous if link.alone else StaleSynchronous
+    return kind(link, rows)

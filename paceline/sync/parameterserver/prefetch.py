@@ -18,8 +18,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from paceline.comm.rpc import RpcClient
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
 from paceline.sync.base import Slot
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.compression import PushPullCodec
+from paceline.sync.parameterserver.connections import ReplicaConnections
 from paceline.sync.parameterserver.units import TransferUnit, version
-
-if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
 
 LAST_SECONDS = 1.0  # that the end of a run which fails waits for what is on its way
 _COMING = "_paceline_coming"  # what an awaited parameter is taken in by
@@ -93,7 +93,7 @@ def plainly() -> Iterator[None]:
 class PendingPull(NamedTuple):
     """A unit that was asked for."""
 
-    parcel: TransferUnit
+    unit: TransferUnit
     caller: RpcClient
     message: int
     slots: frozenset[int]
@@ -102,8 +102,9 @@ class PendingPull(NamedTuple):
 class PendingPulls:
     """What one worker has asked for and not taken in yet. From any thread."""
 
-    def __init__(self, client: ParameterServerSync) -> None:
-        self._client = client
+    def __init__(self, context: SyncContext, connections: ReplicaConnections, codec: PushPullCodec) -> None:
+        self._context, self._connections, self._codec = context, connections, codec
+        self._slots: list[Slot] = []
         self._lock = threading.RLock()
         self._home = os.getpid()
         self._able: list[bool] = []  # by slot: whether its parameter can be awaited
@@ -114,9 +115,13 @@ class PendingPulls:
         self._needed: float | None = None  # when the first step began whose parameters are awaited
         self._shown = 0.0  # seconds that steps since, and what awaits their parameters, have taken
 
-    def lay_out(self) -> None:
-        """Parameters are those of the client's slots now."""
-        slots = self._client.slots
+    def regroup(self, context: SyncContext) -> None:
+        """Go on in this context."""
+        self._context = context
+
+    def lay_out(self, slots: Sequence[Slot]) -> None:
+        """Await the parameters of these slots from now on."""
+        self._slots = list(slots)
         self._numbers = {id(slot.parameter): number for number, slot in enumerate(slots)}
         homes = [slot.parameter.untyped_storage().data_ptr() for slot in slots]
         shared = Counter(homes)
@@ -126,20 +131,20 @@ class PendingPulls:
 
     def expect(self, pulls: Iterable[tuple[TransferUnit, int]]) -> list[tuple[TransferUnit, int]]:
         """Units that have been asked for, and the messages; gives those that have to be taken in at once."""
-        client, rest, new = self._client, list[tuple[TransferUnit, int]](), set[int]()
-        for parcel, message in pulls:
-            slots = frozenset(piece.slot for piece, _ in parcel.members)
+        callers, rest, new = self._connections.primaries, list[tuple[TransferUnit, int]](), set[int]()
+        for unit, message in pulls:
+            slots = frozenset(piece.slot for piece, _ in unit.members)
             if not all(self._able[slot] for slot in slots):
-                rest.append((parcel, message))
+                rest.append((unit, message))
                 continue
-            key = parcel.server, parcel.number
+            key = unit.server, unit.number
             assert key not in self._pulls, "a unit is asked for once what was asked for before has come"
-            self._pulls[key] = PendingPull(parcel, client.callers[parcel.server], message, slots)
+            self._pulls[key] = PendingPull(unit, callers[unit.server], message, slots)
             for slot in slots:
                 self._units.setdefault(slot, set()).add(key)
             new |= slots
         for slot in new:
-            parameter = client.slots[slot].parameter
+            parameter = self._slots[slot].parameter
             self._grads[slot] = parameter.grad, version(parameter.grad)
             increment_version(parameter)  # what was computed with it before has been overtaken, as by any step
             setattr(parameter, _COMING, self)
@@ -155,25 +160,25 @@ class PendingPulls:
             )
         with self._lock:
             for key in sorted(self._units.get(self._numbers[id(parameter)], ()), reverse=True):
-                self._take(key, self._client.seconds)
+                self._take(key, self._context.deadline)
 
     def use(self, parameters: Collection[Any] | None = None) -> None:
         """These parameters (None: all) are about to be used where torch may not ask them."""
         if self._pulls:
-            for parameter in awaited([slot.parameter for slot in self._client.slots] if parameters is None else list(parameters)):
+            for parameter in awaited([slot.parameter for slot in self._slots] if parameters is None else list(parameters)):
                 land(parameter)
 
     def arrive(self, optimizer: int | None = None) -> None:
         """All that is on its way (to parameters of one optimizer) is taken in."""
         with self._lock:
             for key, pull in list(self._pulls.items()):
-                if optimizer is None or pull.parcel.optimizer == optimizer:
-                    self._take(key, self._client.seconds)
+                if optimizer is None or pull.unit.optimizer == optimizer:
+                    self._take(key, self._context.deadline)
 
     def check(self, optimizer: int) -> None:
         """Raise `UsageError` where p.grad was made with a parameter that nobody has waited for."""
-        for slot in {slot for pull in list(self._pulls.values()) if pull.parcel.optimizer == optimizer for slot in pull.slots}:
-            name, parameter = self._client.slots[slot].name, self._client.slots[slot].parameter
+        for slot in {slot for pull in list(self._pulls.values()) if pull.unit.optimizer == optimizer for slot in pull.slots}:
+            name, parameter = self._slots[slot].name, self._slots[slot].parameter
             if _new(parameter.grad, *self._grads[slot]):
                 raise UsageError(
                     f"{name} has a gradient, and was still on its way from its server when that was made: it was used where torch doesn't "
@@ -182,28 +187,28 @@ class PendingPulls:
                 )
 
     def _take(self, key: tuple[int, int], seconds: float) -> None:
-        client, pull, began = self._client, self._pulls[key], time.perf_counter()
+        context, pull, began = self._context, self._pulls[key], time.perf_counter()
         try:
-            answer = client.context.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
+            answer = context.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
         except DeadlineExceeded as error:
-            names = ", ".join(sorted(client.slots[slot].name for slot in pull.slots))
+            names = ", ".join(sorted(self._slots[slot].name for slot in pull.slots))
             raise DeadlineExceeded(f"{error}, and {names} is on its way from there", error.missing) from error
         with plainly():
-            pull.parcel.give(client.slots, client.wrapper.decode(pull.parcel, answer))
+            pull.unit.give(self._slots, self._codec.decode(pull.unit, answer))
         del self._pulls[key]
         for slot in pull.slots:
             self._units[slot].discard(key)
             if not self._units[slot]:
                 self._free(slot)
         ended = time.perf_counter()
-        client.context.pulling += ended - began
+        context.pulling += ended - began
         self._shown += ended - began
-        client.context.trace.record("parameters", "exchange", int(began * 1e9), int(ended * 1e9))
+        context.trace.record("parameters", "exchange", int(began * 1e9), int(ended * 1e9))
         self._conclude()
 
     def _free(self, slot: int) -> None:
         """It is a plain parameter."""
-        parameter = self._client.slots[slot].parameter
+        parameter = self._slots[slot].parameter
         del self._units[slot], self._grads[slot]
         parameter.__class__ = nn.Parameter
         delattr(parameter, _COMING)
@@ -212,7 +217,7 @@ class PendingPulls:
 
     def step(self, optimizer: int, act: Callable[[int], None]) -> None:
         """A step of an optimizer: `act`, once what its last one has left on its way is there."""
-        context = self._client.context
+        context = self._context
         pulling = context.pulling
         self.check(optimizer)
         self.arrive(optimizer)
@@ -226,7 +231,7 @@ class PendingPulls:
     def _conclude(self) -> None:
         """Once all is there: what the steps were waited for."""
         if self._needed is not None and not self._pulls:
-            self._client.wrapper.waited(self._needed, self._shown, len(self._client.callers))
+            self._codec.waited(self._needed, self._shown, len(self._connections.primaries))
             self._needed, self._shown = None, 0.0
 
     def end(self) -> None:
@@ -237,8 +242,8 @@ class PendingPulls:
                 for key in list(self._pulls):
                     self._take(key, max(until - time.monotonic(), 0.0))
             if self._units:
-                names = ", ".join(sorted(self._client.slots[slot].name for slot in self._units))
-                self._client.context.announce(f"what the last step made of {names} has not come: there are older values in the model")
+                names = ", ".join(sorted(self._slots[slot].name for slot in self._units))
+                self._context.announce(f"what the last step made of {names} has not come: there are older values in the model")
             self._pulls.clear()
             for slot in list(self._units):
                 self._free(slot)

@@ -45,16 +45,16 @@ def gone(names: Collection[str]) -> StateLost:
 
 
 class ServerReplication:
-    """One worker's part in that. `pool` is where servers are, `wires` the ends towards them; each ought to be there `copies` times.
+    """One worker's part in that. `pool` is where servers are, `connections` the ends towards them; each ought to be there `copies` times.
 
     `kind`: what one is called in messages.
     """
 
     def __init__(
-        self, context: SyncContext, pool: ServerPool, wires: ReplicaConnections, copies: int, *, fill: Fill, kind: str = "server"
+        self, context: SyncContext, pool: ServerPool, connections: ReplicaConnections, copies: int, *, fill: Fill, kind: str = "server"
     ) -> None:
         self.context, self.pool, self.kind = context, pool, kind
-        self._wires, self._copies, self._fill = wires, copies, fill
+        self._connections, self._copies, self._fill = connections, copies, fill
         self._lost: list[str] = []  # servers, as they are called
         self._left: set[int] = set()  # servers that went with their hosts
         self._taken: list[Any] = []  # what was told of the copies that were taken in last
@@ -84,9 +84,14 @@ class ServerReplication:
 
         Raises `StateLost` where nobody has a shard any more.
         """
-        self.context, wires, pool = context, self._wires, self.pool
+        self.context, connections, pool = context, self._connections, self.pool
         anew = [[number, list(found)] for number, found in sorted(self._anew.items()) if found.starter == self.me]
-        mine = {"lost": wires.lost(min(context.deadline, ALIVE_SECONDS)), "left": sorted(self._left), "anew": anew, "taken": self._taken}
+        mine = {
+            "lost": connections.lost(min(context.deadline, ALIVE_SECONDS)),
+            "left": sorted(self._left),
+            "anew": anew,
+            "taken": self._taken,
+        }
         mine |= {"here": pool.here, "next": pool.next}
         told = [json.loads(body) for body in context.group.agree(json.dumps(mine).encode())]
         lost = {number for each in told for number in each["lost"]}
@@ -95,18 +100,18 @@ class ServerReplication:
         for number, found in [taken for each in told for taken in each["taken"]]:
             self._count(number, found)
         self._left |= {number for each in told for number in each["left"]}
-        shards = len(wires.of)
-        self._lost += (names := wires.names(lost - self._left))
+        shards = len(connections.of)
+        self._lost += (names := connections.names(lost - self._left))
         endpoints = pool.lose(lost | self._left)
         if {*range(shards)} - {*endpoints.shards}:
             raise gone(names or [f"a {self.kind}"])
-        wires.reach(endpoints, self.me)
+        connections.reach(endpoints, self.me)
         self._taken = [[number, found] for number, found in self._taken if number in endpoints.numbers]
         self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, endpoints)
 
     def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
         """Begin to start what is missing; `hosts` of the workers that live."""
-        wanted = [shard for shard in range(len(self._wires.of)) for _ in range(self._copies - endpoints.shards.count(shard))]
+        wanted = [shard for shard in range(len(self._connections.of)) for _ in range(self._copies - endpoints.shards.count(shard))]
         for _, found in sorted(self._anew.items()):
             if found.shard in wanted:
                 wanted.remove(found.shard)
@@ -134,7 +139,7 @@ class ServerReplication:
         """
         staying = {worker: host for worker, host in hosts.items() if host not in leaving}
         kept = {shard for home, shard in self.pool.homes() if home not in leaving}
-        bare = {*range(len(self._wires.of))} - kept
+        bare = {*range(len(self._connections.of))} - kept
         self._start(sorted(bare - {found.shard for found in self._anew.values() if found.starter in staying}), staying)
         return not bare
 
@@ -142,7 +147,7 @@ class ServerReplication:
         """The servers on these hosts, which go, don't count any more. On all workers, when nobody tells servers anything."""
         numbers = self.pool.on(leaving)
         self._left |= {*numbers}
-        self._wires.reach(self.pool.lose(numbers), self.me)
+        self._connections.reach(self.pool.lose(numbers), self.me)
 
     # ---- who comes
 
@@ -155,8 +160,8 @@ class ServerReplication:
         """Give one that has begun what the others of its shard have; gives True after each piece, False where it is lost already."""
         endpoints = self.pool.at(told)
         number, shard = endpoints.numbers[0], endpoints.shards[0]
-        caller = self._early.get(number) or self._wires.call(endpoints, self.me)
-        self._early[number], caller.cancel_scope = caller, self._wires.cancel_scope
+        caller = self._early.get(number) or self._connections.call(endpoints, self.me)
+        self._early[number], caller.cancel_scope = caller, self._connections.cancel_scope
         try:
             for _ in self._fill(shard, caller):
                 yield True
@@ -177,7 +182,7 @@ class ServerReplication:
             if (early := self._early.pop(number, None)) is not None:
                 early.close()
             self.context.announce(f"a copy of a {self.kind}, to replace one that was lost or leaves, could not begin: there is one less")
-        return self._wires.names(filled)
+        return self._connections.names(filled)
 
     def _count(self, number: int, found: Any) -> None:
         """It counts, if it doesn't yet, nor has been lost since."""
@@ -185,8 +190,8 @@ class ServerReplication:
         known = self._seen | {*self.pool.lose(()).numbers}  # who has just come was told where servers are
         self._seen.add(number)
         if number not in known:
-            self._wires.know(number, self._early.pop(number, None))
-            self._wires.reach(self.pool.add(found), self.me)
+            self._connections.know(number, self._early.pop(number, None))
+            self._connections.reach(self.pool.add(found), self.me)
 
     # ---- for others
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +23,8 @@ from paceline.errors import PacelineError
 from paceline.server.journal import Part
 from paceline.server.reconcile import NONE, WorkerReport
 from paceline.server.spans import SampleSpan
+from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.units import letters, packed
-
-if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
 
 T = TypeVar("T")
 
@@ -34,8 +32,8 @@ T = TypeVar("T")
 class SampleQueueClient:
     """One worker's. `bound`: how many turns it may be ahead of the slowest."""
 
-    def __init__(self, client: ParameterServerSync, bound: float) -> None:
-        self._client, self._bound = client, bound
+    def __init__(self, link: ServerLink, bound: float) -> None:
+        self._link, self._bound = link, bound
         self.clock = 0  # turns that are over
         self.open = False  # an epoch is under way
         self.part: Part = NONE
@@ -54,27 +52,27 @@ class SampleQueueClient:
         self._had = self._letters = 0  # letters that came last; that I have sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
-        return self._client.context.agreement.lasting(act)
+        return self._link.context.agreement.lasting(act)
 
     def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> RpcMessage:
-        client = self._client
-        return self._lasting(lambda: client.callers[0].call(kind, body=body, tensors=tensors, seconds=client.seconds))
+        link = self._link
+        return self._lasting(lambda: link.callers[0].call(kind, body=body, tensors=tensors, seconds=link.seconds))
 
     def _wait(self, act: Callable[[], T]) -> T:
         began = time.perf_counter()
         found = self._lasting(act)
-        self._client.wires.waited += time.perf_counter() - began
+        self._link.connections.waited += time.perf_counter() - began
         return found
 
     # ---- samples
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
-        client, tensor = self._client, torch.tensor(sizes, dtype=torch.int64)
+        link, tensor = self._link, torch.tensor(sizes, dtype=torch.int64)
         times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
 
         def act() -> RpcMessage:
-            body = {"epoch": epoch, "first": first, "workers": client.workers, "times": times}
-            return client.callers[0].call("deal", body=body, tensors=[tensor], seconds=client.seconds)
+            body = {"epoch": epoch, "first": first, "workers": link.workers, "times": times}
+            return link.callers[0].call("deal", body=body, tensors=[tensor], seconds=link.seconds)
 
         self.go()
         self.clock = self._lasting(act).body["clock"]
@@ -84,11 +82,11 @@ class SampleQueueClient:
         self._stepped = self._left = self.paused = False
 
     def take(self, most: int) -> tuple[int, int, int] | None:
-        client = self._client
+        link = self._link
 
         def act() -> RpcMessage:
-            sent = client.callers[0].send("take", body={"most": most}, seconds=client.seconds)
-            return client.wait(client.callers[0], sent, "the next batch", ("behind", {}))
+            sent = link.callers[0].send("take", body={"most": most}, seconds=link.seconds)
+            return link.wait(link.callers[0], sent, "the next batch", ("behind", {}))
 
         found = self._wait(act).body
         self._left, self.paused = bool(found["over"]), bool(found["paused"])
@@ -98,11 +96,11 @@ class SampleQueueClient:
         return self.taken[-1]
 
     def leave(self) -> None:
-        client = self._client
-        if self.open and client.callers and not self._left:
+        link = self._link
+        if self.open and link.callers and not self._left:
             self._left = True
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
-                client.callers[0].call("leave", seconds=client.seconds)
+                link.callers[0].call("leave", seconds=link.seconds)
 
     def pause(self) -> None:
         if self._asked != self.part:
@@ -133,18 +131,18 @@ class SampleQueueClient:
 
     def _send(self) -> None:
         """Tell that my turn is over, if that is not under way."""
-        client = self._client
+        link = self._link
         if self._owes and self._going is None:
-            self._going = client.callers[0].send("tick", body=self._tick, seconds=client.seconds)
+            self._going = link.callers[0].send("tick", body=self._tick, seconds=link.seconds)
 
     def go(self) -> None:
         """Wait until I may begin the next turn."""
-        client = self._client
+        link = self._link
 
         def act() -> None:
             self._send()
             if self._going is not None:
-                client.wait(client.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
+                link.wait(link.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
 
         if self._owes:
             self._wait(act)
@@ -153,16 +151,16 @@ class SampleQueueClient:
     # ---- letters
 
     def together(self) -> AbstractContextManager[None]:
-        return self._client.context.agreement.entered()
+        return self._link.context.agreement.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        client = self._client
+        link = self._link
         self._letters += bool(body)
         self._stopped = self._stopped or stop
 
         def act() -> RpcMessage:
-            asked = {"stop": stop, "collect": client.context.group.rank == 0, "had": self._had, "number": self._letters}
-            return client.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=client.seconds)
+            asked = {"stop": stop, "collect": link.context.group.rank == 0, "had": self._had, "number": self._letters}
+            return link.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=link.seconds)
 
         found = self._lasting(act)
         self._had = len(found.tensors)
@@ -179,8 +177,8 @@ class SampleQueueClient:
 
     def resume(self, clock: int) -> None:
         """The keeper knows where all stand, me at this clock: go on."""
-        if self._scheduler is not self._client.callers[0]:
-            self._scheduler, self._had = self._client.callers[0], 0
+        if self._scheduler is not self._link.callers[0]:
+            self._scheduler, self._had = self._link.callers[0], 0
         self.clock, self._going = clock, None
         if self._owes:
             self._tick["clock"] = clock

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
 from paceline.server.main import write
 from paceline.server.partition import RowRange
 from paceline.state.snapshot import loads, pack
-from paceline.sync.parameterserver.units import UnitLayout, packed, part, rows, whole
-
-if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
+from paceline.sync.parameterserver.link import ServerLink
+from paceline.sync.parameterserver.units import packed, part, rows, whole
 
 
-def fill(client: ParameterServerSync, layout: UnitLayout, memories: Sequence[Mapping[str, Any]]) -> None:
+def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
     """Servers begin with my parameters, and with what optimizers remember of them."""
-    for parcel in layout.parcels:
-        for piece, view in parcel.members:
-            view.copy_(rows(client.slots[piece.slot].parameter.detach(), piece))
-        client.wires.tell(parcel.server, "fill", {"unit": parcel.number}, [parcel.flat], client.seconds)
-    for server, plan in enumerate(layout.plans):
-        found = [part(memories[piece.slot], piece, client.slots[piece.slot].parameter) for piece in plan.pieces]
-        client.wires.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], client.seconds)
+    for unit in link.layout.units:
+        for piece, view in unit.members:
+            view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
+        link.connections.tell(unit.server, "fill", {"unit": unit.number}, [unit.flat], link.seconds)
+    for server, plan in enumerate(link.plans):
+        found = [part(memories[piece.slot], piece, link.slots[piece.slot].parameter) for piece in plan.pieces]
+        link.connections.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], link.seconds)
 
 
-def copy(client: ParameterServerSync, shard: int, caller: RpcClient) -> Iterator[None]:
+def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
     """A copy of this shard, at the other end, becomes what those are that live."""
-    state = client.wires.ask(shard, "state", client.seconds)
-    caller.call("plan", tensors=[packed(write(client.plans[shard]))], seconds=client.seconds)
+    state = link.connections.ask(shard, "state", link.seconds)
+    caller.call("plan", tensors=[packed(write(link.plans[shard]))], seconds=link.seconds)
     yield
-    caller.call("become", tensors=state.tensors, seconds=client.seconds)
-    if client.free:
-        caller.call("reckon", body={"workers": client.workers}, seconds=client.seconds)
+    caller.call("become", tensors=state.tensors, seconds=link.seconds)
+    if link.free:
+        caller.call("reckon", body={"workers": link.workers}, seconds=link.seconds)
     yield
 
 
-def memories(client: ParameterServerSync, slots: int) -> list[dict[str, Any]]:
+def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
     """What optimizers on servers remember of each parameter."""
     found: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
-    for server, plan in enumerate(client.plans):
-        body = client.wires.ask(server, "memories", client.seconds).tensors[0].numpy().tobytes()
+    for server, plan in enumerate(link.plans):
+        body = link.connections.ask(server, "memories", link.seconds).tensors[0].numpy().tobytes()
         for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
             found[piece.slot].append((piece, memory))
     return [whole(parts) for parts in found]

@@ -82,7 +82,7 @@ class TransferUnit:
 
 
 class UnitLayout:
-    """What each server is to keep (`plans`), and the same units here (`parcels`; `of`: by slot). `ways`: the codings of each slot."""
+    """What each server is to keep (`plans`), and the same units here (`units`; `of`: by slot). `ways`: the codings of each slot."""
 
     def __init__(
         self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
@@ -94,7 +94,7 @@ class UnitLayout:
         found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
         ways = ways or [()] * len(slots)
         self.plans: list[ShardPlan] = []
-        self.parcels: list[TransferUnit] = []
+        self.units: list[TransferUnit] = []
         self.of: dict[int, list[TransferUnit]] = {}
         for server, numbers in enumerate(deal(found, servers)):
             mine = [found[number] for number in numbers]
@@ -105,10 +105,10 @@ class UnitLayout:
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
                 members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
-                parcel = TransferUnit(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
-                self.parcels.append(parcel)
+                unit = TransferUnit(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
+                self.units.append(unit)
                 for slot in {piece.slot for piece, _ in members}:
-                    self.of.setdefault(slot, []).append(parcel)
+                    self.of.setdefault(slot, []).append(unit)
 
 
 class ServerLinks:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
-from paceline.sync.parameterserver.consistency import Asynchronous
 from paceline.sync.tables.client import TableClient, TableGradient, TableServers
 
 if TYPE_CHECKING:
-    from paceline.sync.parameterserver.client import ParameterServerSync
+    from paceline.sync.parameterserver.link import ServerLink
 
 
 class OwnedTable(Protocol):
@@ -38,10 +37,10 @@ class OwnedTable(Protocol):
 
 
 class UnlockedRows:
-    """The tables that are stepped with a client's optimizers, which are known by their numbers; none before `open`."""
+    """The tables that are stepped with a strategy's optimizers, which are known by their numbers; none before `open`."""
 
-    def __init__(self, client: ParameterServerSync) -> None:
-        self._client = client
+    def __init__(self, link: ServerLink) -> None:
+        self._link = link
         self._library: TableServers | None = None
         self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
         self._found: dict[int, list[TableGradient]] = {}  # by optimizer: what I come with to its next step
@@ -49,15 +48,15 @@ class UnlockedRows:
 
     def open(self, library: TableServers, owned: Callable[[Any], Sequence[OwnedTable]], optimizers: Sequence[Any]) -> None:
         """From now on these are stepped here; `owned` tells which tables an optimizer has. Again when there are more."""
-        client = self._client
+        link = self._link
         self._library, self._owned = library, owned
-        library.free = "alone" if isinstance(client.pace, Asynchronous) else "together"
-        library.wires.follow(client.context.cancel_scope)
+        library.free = "alone" if link.alone else "together"
+        library.wires.follow(link.context.cancel_scope)
         for optimizer in optimizers:
-            if owned(optimizer) and all(known is not optimizer for known in client.optimizers):
-                client.optimizers.append(optimizer)
-                client.steps_taken.append(0)
-        for optimizer, steps in zip(client.optimizers, client.steps_taken, strict=True):
+            if owned(optimizer) and all(known is not optimizer for known in link.optimizers):
+                link.optimizers.append(optimizer)
+                link.steps_taken.append(0)
+        for optimizer, steps in zip(link.optimizers, link.steps_taken, strict=True):
             late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps]
             if steps and late:
                 raise UsageError(
@@ -70,13 +69,13 @@ class UnlockedRows:
         return bool(self._owned(optimizer))
 
     def _tables(self, number: int) -> Sequence[OwnedTable]:
-        return self._owned(self._client.optimizers[number])
+        return self._owned(self._link.optimizers[number])
 
     # ---- what I come with
 
     def offer(self, optimizer: Any) -> None:
         """It is about to step, with the gradients that its tables have now. Raises `UsageError` where it has been clipped with others."""
-        number = next(number for number, known in enumerate(self._client.optimizers) if known is optimizer)
+        number = next(number for number, known in enumerate(self._link.optimizers) if known is optimizer)
         now = [table.gradient() for table in self._tables(number)]
         if number in self._held and any(_other(one, two) for one, two in zip(self._found[number], now, strict=True)):
             raise UsageError(
@@ -89,9 +88,7 @@ class UnlockedRows:
         tables, library = self._tables(number), self._library
         if not tables or library is None or number in self._held:
             return
-        mine = self._found.get(number) or [table.gradient() for table in tables]
-        self._client.pace.pushing(number)  # what I have come with before is in a step, or void
-        self._found[number] = mine
+        self._found[number] = self._found.get(number) or [table.gradient() for table in tables]
         for sent in library.spread("rows.hold", self._steps(number, tables), {"after": tables[0].lookup.steps}):
             library.wait(sent)
         self._held.add(number)
@@ -104,7 +101,7 @@ class UnlockedRows:
 
     def apply(self, number: int) -> list[tuple[RpcClient, int]]:
         """Step with what I come with alone, by my part of the learning rate; gives the messages."""
-        tables, library, part = self._tables(number), self._library, self._client.context.step_state.share_of_step
+        tables, library, part = self._tables(number), self._library, self._link.context.step_state.share_of_step
         if not tables or library is None:
             return []
         body = {"part": part, "factor": 1.0 / part if part else 0.0}
@@ -116,7 +113,7 @@ class UnlockedRows:
 
     def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[RpcClient, int]]:
         """This step is made by those who were `found`, with the mean of their gradients, by so much of the learning rate."""
-        tables, library, seconds = self._tables(number), self._library, self._client.seconds
+        tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
             return []
         body = {"tables": [table.lookup.number for table in tables], "step": step, "workers": found["workers"]}

@@ -132,7 +132,7 @@ def test_what_is_kept_is_sent_when_it_becomes_exact(dtype: torch.dtype) -> None:
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(any(bool(r.any()) for r in client(run).wrapper.residuals(client(run).slots) if r is not None))
+            found.append(any(bool(r.any()) for r in client(run).link.codec.residuals(client(run).link.slots) if r is not None))
         return found
 
     assert workers(2, body, strategy=served(after(3, exact(), before=COARSE))) == [[True] * 3 + [False] * 2] * 2
@@ -168,9 +168,9 @@ def settled(run: Run, some: Any = None, steps: int = 20, **options: Any) -> tupl
         if taken == steps:
             break
     client(run).commit()  # as the loader does it
-    assert not client(run).wrapper._stepped
+    assert not client(run).link.codec._stepped
     client(run).converge()
-    kept = client(run).wrapper.residuals(client(run).slots)
+    kept = client(run).link.codec.residuals(client(run).link.slots)
     left = torch.cat([torch.zeros(p.numel()) if r is None else r.reshape(-1) for p, r in zip(model.parameters(), kept, strict=True)])
     return torch.as_tensor(given), (before - parameters(model)) / 0.125 / run.size + left.double()
 
@@ -274,7 +274,7 @@ def test_bytes_both_ways() -> None:
                 run.barrier()
                 facts = client(run).facts() if run.rank == 0 else [{"bytes_sent": 0}]
                 run.barrier()
-                found.append((client(run).wires.traffic.between, sum(fact["bytes_sent"] for fact in facts)))
+                found.append((client(run).link.connections.traffic.between, sum(fact["bytes_sent"] for fact in facts)))
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -314,7 +314,7 @@ def test_out_of_lockstep_all_have_exactly_what_servers_have_where_an_epoch_ends(
             epoch(model, optimizer, loader)
             client(run).converge()
             found = parameters(model)
-            client(run).catch_up({}, exactly=True)
+            client(run).link.catch_up({}, exactly=True)
             assert torch.equal(found, parameters(model))
         return found
 
@@ -366,7 +366,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(codec: Any, tmp_path: Path) -
 
 def test_with_other_workers_and_servers_nothing_that_was_kept_is_lost(tmp_path: Path) -> None:
     def kept(run: Run) -> Tensor:
-        return torch.cat([r.reshape(-1) for r in client(run).wrapper.residuals(client(run).slots) if r is not None]).double()
+        return torch.cat([r.reshape(-1) for r in client(run).link.codec.residuals(client(run).link.slots) if r is not None]).double()
 
     def first(run: Run) -> Tensor:
         steps(run, 6, tmp_path, saves=6)
@@ -407,10 +407,10 @@ def test_replicas_are_looked_at_as_servers_have_them() -> None:
         return found
 
     def exactly(run: Run) -> list[Tensor]:
-        sync, found = client(run), [torch.empty_like(slot.parameter) for slot in client(run).slots]
-        slots = [slot._replace(parameter=tensor) for slot, tensor in zip(sync.slots, found, strict=True)]
-        for parcel in sync._layout.parcels:
-            parcel.give(slots, sync.callers[parcel.server].call("read", body={"unit": parcel.number, "step": 0}, seconds=20).tensors[0])
+        sync, found = client(run), [torch.empty_like(slot.parameter) for slot in client(run).link.slots]
+        slots = [slot._replace(parameter=tensor) for slot, tensor in zip(sync.link.slots, found, strict=True)]
+        for unit in sync.link.layout.units:
+            unit.give(slots, sync.link.callers[unit.server].call("read", body={"unit": unit.number, "step": 0}, seconds=20).tensors[0])
         return found
 
     one, other = workers(2, body, strategy=served(COARSE))
@@ -430,7 +430,7 @@ class TestNotInLockstep:
                 given += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()
-            kept = client(run).wrapper.residuals(client(run).slots)
+            kept = client(run).link.codec.residuals(client(run).link.slots)
             left = torch.cat([r.reshape(-1) for r in kept if r is not None]).double()
             assert float(left.norm()) > 0
             return given, left, before - parameters(model)
@@ -456,16 +456,16 @@ class TestNotInLockstep:
     def test_what_came_too_late_leaves_the_residual_as_it_was(self) -> None:
         def body(run: Run) -> None:
             model, optimizer, loader = prepared(run)
-            wrapper, sync = client(run).wrapper, client(run)
+            wrapper, sync = client(run).link.codec, client(run)
             for x, y in loader:
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             sync.commit()
             before = {key: x.clone() for key, x in wrapper._kept.items()}
-            for end in (lambda: wrapper.over(sync._layout.parcels, stepped=False), wrapper.forget):
-                for parcel in sync._layout.parcels:
-                    wrapper.encode(parcel, bytes([1] * len(parcel.members)), counts=True)
+            for end in (lambda: wrapper.over(sync.link.layout.units, stepped=False), wrapper.forget):
+                for unit in sync.link.layout.units:
+                    wrapper.encode(unit, bytes([1] * len(unit.members)), counts=True)
                 assert wrapper._pushed
                 end()
                 wrapper.commit()

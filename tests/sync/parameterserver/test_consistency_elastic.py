@@ -75,7 +75,7 @@ with pl.start(name="run", folder=str(out / "runs")) as run:
             run.log(loss=loss)
             times.write(f"{{time.time()}}\\n"); times.flush()
             if run.is_first:
-                (out / "told").write_text(f"{{len(run._backward.sync.wires.callers)}} {{len(run.events)}} {{run.size}}")
+                (out / "told").write_text(f"{{len(run._backward.sync.link.connections.callers)}} {{len(run.events)}} {{run.size}}")
             time.sleep({nap})
     if run.is_first:
         torch.save([p.detach() for p in model.parameters()], out / "weights.pt")
@@ -247,7 +247,7 @@ ASKS_AGAIN = {
     "optimizer": """torch.optim.SGD(model.parameters(), 0.5)
 
 def lingers(run):
-    desk, keeper = run._backward.sync.sample_queue, run._backward.sync.callers[0]
+    desk, keeper = run._backward.sync.sample_queue, run._backward.sync.link.callers[0]
     def take(most, take=desk.take):
         found, end = take(most), time.monotonic() + 30
         if found is None and not (out / "over").exists():

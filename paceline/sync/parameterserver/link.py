@@ -1,0 +1,246 @@
+"""One worker's way to the servers: gradients go there unit by unit, parameters come back, and all servers can be told the same.
+
+client           begins, ends, takes in other workers     |
+consistency      makes steps, by whichever workers        |     ServerLink      connections: which servers, and their copies
+sample queue     asks for samples                         |---> push, settle    codec:       how gradients are written on the way
+transfer         fills servers, and reads them            |     ask_for         pulls:       what is still on its way here
+table rows       step with the rest                       |     take_in         layout:      which unit lies where
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
+from paceline.server.endpoints import ServerEndpoints
+from paceline.server.shard import ShardPlan
+from paceline.sync.base import Slot
+from paceline.sync.context import SyncContext
+from paceline.sync.parameterserver.clipping import PendingClip, own_norm
+from paceline.sync.parameterserver.compression import PushPullCodec
+from paceline.sync.parameterserver.connections import ReplicaConnections, ServerTraffic, ServerWait, named
+from paceline.sync.parameterserver.options import ServerOptions
+from paceline.sync.parameterserver.prefetch import PendingPulls
+from paceline.sync.parameterserver.units import TransferUnit, UnitLayout
+
+
+class ServerLink:
+    """What the parts of a client share. Optimizers are known by their numbers, in the order of `optimizers`."""
+
+    def __init__(self, context: SyncContext, options: ServerOptions) -> None:
+        self.context, self.options = context, options
+        self.lockstep = not (options.staleness or options.backup_workers)  # all workers are meant to take the same steps
+        self.drops = options.backup_workers > 0  # servers leave out what is pushed too late
+        self.alone = options.staleness == math.inf  # each gradient is a step of its own
+        self.forward = options.pull == "forward"  # parameters come while the next forward runs
+        self.workers = list(range(context.group.size))  # their numbers, by rank
+        self.slots: list[Slot] = []
+        self.optimizers: list[Optimizer] = []
+        self.steps_taken: list[int] = []
+        self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
+        self.clips: dict[int, PendingClip] = {}  # what was asked for, of those
+        self.layout = UnitLayout([], [], 1, 1)
+        self.connections = ReplicaConnections()
+        self.codec = PushPullCodec(context, options.codec, apart=not self.lockstep)
+        self.pulls = PendingPulls(context, self.connections, self.codec)
+        self._dense = 0  # the first of the optimizers have parameters on servers, the others nothing but sparse tables
+        self._replicated = False  # servers are replaced where they are lost
+        self._share = 0.0  # what my gradients count for in the step that they are for
+        self._lost: PacelineError | None = None  # in a backward of this turn
+        context.extra_groups.append(ServerTraffic(self.connections))
+
+    @property
+    def free(self) -> bool:
+        """Whether workers are not in lockstep."""
+        return not self.lockstep and (len(self.workers) > 1 or self.context.survives)
+
+    @property
+    def callers(self) -> list[RpcClient]:
+        """The ends towards those servers that are asked, by shard."""
+        return self.connections.primaries
+
+    @property
+    def plans(self) -> list[ShardPlan]:
+        """What is kept in each shard."""
+        return self.layout.plans
+
+    @property
+    def seconds(self) -> float:
+        """How long anything is waited for."""
+        return self.context.deadline
+
+    # ---- what lies where
+
+    def attach(self, slots: Sequence[Slot], others: Sequence[Optimizer]) -> None:
+        """Take charge of these parameters. The optimizers of sparse tables alone are `others`: they come after those of parameters."""
+        self.slots = list(slots)
+        dense = list({id(slot.optimizer): slot.optimizer for slot in slots if slot.optimizer is not None}.values())
+        self._dense = len(dense)
+        self.optimizers = dense + [known for known in others if all(known is not one for one in dense)]
+        self.steps_taken = [0] * len(self.optimizers)
+
+    def enter(self, endpoints: ServerEndpoints) -> None:
+        """Connect to these servers, and deal the parameters to them."""
+        self._replicated = endpoints.pool is not None
+        self.connections.follow(self.context.cancel_scope if self.free else None)
+        self.connections.open(endpoints, self.workers[self.context.group.rank])
+        ways, nbytes = [self.codec.ways(slot) for slot in self.slots], int(self.options.bucket_mb * 1e6)
+        self.layout = UnitLayout(self.slots, self.optimizers[: self._dense], len(self.connections.of), nbytes, ways=ways)
+        self.codec.lay_out(self.layout.units)
+        self.pulls.lay_out(self.slots)
+
+    def regroup(self, context: SyncContext) -> None:
+        """Go on with the workers of this context; a loss in a backward before counts no more."""
+        self.context, self.workers, self._lost = context, list(context.agreement.origins), None
+        self.pulls.regroup(context)
+        context.extra_groups.append(ServerTraffic(self.connections))
+
+    def units(self, optimizer: int) -> list[TransferUnit]:
+        """The units in which the parameters of an optimizer travel."""
+        return [unit for unit in self.layout.units if unit.optimizer == optimizer]
+
+    # ---- gradients go
+
+    def weigh(self) -> float:
+        """Let what is pushed from now on count for my share of the step that is under way; gives it."""
+        self._share = self.context.step_state.share_of_step
+        return self._share
+
+    def push_early(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
+        """Push a unit while backward runs. After a loss this backward won't be whole, and nothing is pushed until it comes again."""
+        try:
+            if self._lost is None:
+                self._push(unit, grads)
+        except LOSSES as error:
+            self._lost = error
+            if self.lockstep or not self.context.survives:
+                raise  # elsewhere it is pushed again when the optimizer steps
+
+    def _push(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
+        """Send these gradients, weighted, in place of what was pushed before."""
+        self.pulls.arrive(unit.optimizer)
+        self._await([unit])  # its memory may be on its way still
+        weight = self._share if not self.alone else 1.0 if self._share else 0.0  # alone: servers step by the share instead
+        used = unit.pack(self.slots, grads, weight)
+        sent = self.codec.encode(unit, used, counts=weight > 0 or self.lockstep)
+        step = self.steps_taken[unit.optimizer] + 1
+        body = {"unit": unit.number, "used": used, "step": step, "late": self.drops, "turn": self.context.step_state.step}
+        body |= {"keep": not self.lockstep and not self.drops}
+        callers = self.connections.of[unit.server]
+        parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
+        unit.sent = [(caller, caller.send("push", step=step, **parts)) for caller in callers]
+
+    def _await(self, units: Sequence[TransferUnit]) -> None:
+        """Wait until what was pushed of these units has arrived."""
+        for unit in units:
+            while unit.sent:
+                caller, message = unit.sent.pop()
+                caller.wait(message, self.seconds)
+
+    def settle(self, optimizer: int, *, wait: bool = True) -> list[TransferUnit]:
+        """Push all that p.grad is now: what was changed since it was pushed, again. Gives the units of the optimizer.
+
+        `wait`: until it has arrived, on all servers but the first, where it comes before what that is asked for after it; on all, where
+        losses are survived.
+        """
+        if self._lost is not None:
+            raise self._lost
+        self.pulls.check(optimizer)
+        units = self.units(optimizer)
+        for unit in units:
+            grads = {piece.slot: self.slots[piece.slot].parameter.grad for piece, _ in unit.members}
+            if unit.changed(grads):
+                if optimizer in self.factors:
+                    raise UsageError(
+                        "p.grad was changed after run.clip, when servers have the sum of all workers already: change it before that"
+                    )
+                self._push(unit, grads)
+        if wait:
+            self._await([unit for unit in units if unit.server or self._replicated])
+        return units
+
+    def release(self) -> None:
+        """Discard what was pushed and is in no step."""
+        for unit in self.layout.units:
+            unit.forget()
+
+    # ---- servers are told, and asked
+
+    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[RpcClient, int]]:
+        """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
+
+        `ask`: of the copies of a shard to one alone.
+        """
+        body = {"optimizer": optimizer, "step": step, "turn": self.context.step_state.step, **body}
+        shards = sorted({unit.server for unit in self.units(optimizer)})
+        callers = [caller for shard in shards for caller in self.connections.of[shard][: 1 if ask else None]]
+        return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
+
+    def wait(self, caller: RpcClient, message: int, what: str, who: tuple[str, dict[str, Any]]) -> RpcMessage:
+        """Give the answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
+
+        `who`: the message that is answered at once with the workers that are missing.
+        """
+        try:
+            return caller.wait(message, self.seconds)
+        except DeadlineExceeded as error:
+            raise named(error, caller, what, who, ServerWait(self.context.group.rank, self.workers, self.seconds)) from error
+
+    # ---- parameters come
+
+    def ask_for(self, units: Sequence[TransferUnit], step: int) -> list[int]:
+        """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
+        messages = dict[int, int]()
+        for place, unit in sorted(enumerate(units), key=lambda found: found[1].first):  # forward uses the first layers first
+            body = {"unit": unit.number, "step": step, "copy": not self.lockstep, **self.codec.asked(unit)}
+            messages[place] = self.callers[unit.server].send("read", step=step, body=body, seconds=self.seconds)
+        return [messages[place] for place in range(len(units))]
+
+    def take_in(self, units: Sequence[TransferUnit], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
+        """Set parameters to what was asked for. `stepped`: with what I had pushed of them. `soon`: when they are used, perhaps."""
+        pulls = list(zip(units, messages, strict=True))
+        self._give(self.pulls.expect(pulls) if soon and self.forward else pulls)
+        for unit in units:
+            unit.pushed = {}
+        self._await(units)
+        self.codec.over(units, stepped=stepped)
+
+    def _give(self, pulls: Sequence[tuple[TransferUnit, int]]) -> None:
+        with torch.no_grad():
+            for unit, message in pulls:
+                unit.give(self.slots, self.codec.decode(unit, self.callers[unit.server].wait(message, self.seconds)))
+
+    def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
+        """Take in what servers have now, or once they have taken so many `steps` of an optimizer. `exactly`: not through a codec."""
+        self.pulls.arrive()
+        self.codec.unlearn(self.layout.units if exactly else ())
+        reads = [self.ask_for([unit], steps.get(unit.optimizer, 0))[0] for unit in self.layout.units]
+        self.take_in(self.layout.units, reads, stepped=False, soon=False)
+
+    def level(self) -> None:
+        """Have, and go on from, exactly what servers have: in lockstep, through a codec. Collective."""
+        self.context.agreement.meet("servers are read")  # nobody waits for what was told before
+        for caller in self.connections.callers if self.context.group.rank == 0 else ():
+            caller.call("level", seconds=self.seconds)
+        self.context.agreement.meet("servers tell all")
+        with self.codec.uncounted():
+            self._give(list(zip(self.codec.coded, self.ask_for(self.codec.coded, 0), strict=True)))
+
+    # ---- clipping
+
+    def norm(self, numbers: Sequence[int], kind: float) -> float:
+        """The norm of my own gradients, of the parameters of these optimizers."""
+        return own_norm([slot for slot, (owner, _) in zip(self.slots, self.layout.owners, strict=True) if owner in numbers], kind)
+
+    def clip_by(self, asked: PendingClip, norms: Sequence[float]) -> float:
+        """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
+        total, factor = asked.shrink(norms)
+        self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
+        return total
