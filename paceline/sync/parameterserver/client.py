@@ -168,7 +168,7 @@ class ParameterServerSync:
         """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
         link = self.link
         numbers = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
-        link.clips |= dict.fromkeys(numbers, PendingClip(numbers, max_norm, norm_type))
+        link.clips.update(dict.fromkeys(numbers, PendingClip(numbers, max_norm, norm_type)))
         return torch.tensor(link.clip_by(link.clips[numbers[0]], self.consistency.norms(numbers, norm_type, max_norm)))
 
     def commit(self) -> None:
@@ -212,7 +212,7 @@ class ParameterServerSync:
         if self._waiting:
             self._waiting = False
             self._enter(self._elastic.copies.pool.join(layout["room"]))
-            self.link.steps_taken, self._leveled = list(layout["steps"]), list(layout["leveled"])
+            self.link.steps_taken[:], self._leveled = layout["steps"], list(layout["leveled"])
             if isinstance(self.consistency, ElasticConsistency):
                 self.consistency.sample_queue.times = layout["times"]
         self._elastic.regroup()

@@ -135,7 +135,7 @@ class ServerLink:
         body |= {"keep": not self.lockstep and not self.drops}
         callers = self.connections.of[unit.server]
         parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
-        unit.sent = [(caller, caller.send("push", step=step, **parts)) for caller in callers]
+        unit.sent.extend((caller, caller.send("push", step=step, **parts)) for caller in callers)
 
     def _await(self, units: Sequence[TransferUnit]) -> None:
         """Wait until what was pushed of these units has arrived."""
@@ -208,7 +208,7 @@ class ServerLink:
         pulls = list(zip(units, messages, strict=True))
         self._give(self.pulls.expect(pulls) if soon and self.forward else pulls)
         for unit in units:
-            unit.pushed = {}
+            unit.pushed.clear()
         self._await(units)
         self.codec.over(units, stepped=stepped)
 

@@ -124,8 +124,9 @@ class UnlockedRows:
 
     def go(self, number: int, step: int) -> None:
         """This worker goes on from this step of an optimizer; what it had come with is in that, or in a later one, or void."""
-        self._held.discard(number)
-        self._found.pop(number, None)
+        if number in self._held:  # else it has been offered for a step that is still to come
+            self._held.remove(number)
+            del self._found[number]
         for table in self._tables(number):
             table.lookup.advance(max(step, table.lookup.steps))
 
