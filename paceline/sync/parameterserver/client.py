@@ -67,7 +67,7 @@ class ParameterServerSync:
 
     @property
     def arriving(self) -> PendingPulls | None:
-        return self.link.pulls if self.link.forward else None
+        return self.link.pulls if self.link.pulls_later else None
 
     @property
     def _elastic(self) -> ElasticBulkSynchronous | ElasticConsistency | None:

@@ -39,7 +39,7 @@ class ServerLink:
         self.lockstep = not (options.staleness or options.backup_workers)  # all workers are meant to take the same steps
         self.drops = options.backup_workers > 0  # servers leave out what is pushed too late
         self.alone = options.staleness == math.inf  # each gradient is a step of its own
-        self.forward = options.pull == "forward"  # parameters come while the next forward runs
+        self.pulls_later = options.pull == "forward"  # parameters come while the next forward runs
         self.workers = list(range(context.group.size))  # their numbers, by rank
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
@@ -206,7 +206,7 @@ class ServerLink:
     def take_in(self, units: Sequence[TransferUnit], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
         """Set parameters to what was asked for. `stepped`: with what I had pushed of them. `soon`: when they are used, perhaps."""
         pulls = list(zip(units, messages, strict=True))
-        self._give(self.pulls.expect(pulls) if soon and self.forward else pulls)
+        self._give(self.pulls.expect(pulls) if soon and self.pulls_later else pulls)
         for unit in units:
             unit.pushed.clear()
         self._await(units)
