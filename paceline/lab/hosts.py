@@ -13,18 +13,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from paceline.cluster import machine, secret
 from paceline.cluster.discover import environment
 from paceline.errors import ResourceError, UsageError
 from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, spaces
 from paceline.lab.description import Description, Placement, Rate, find, rate, regular
+from paceline.lab.running import LabRequest, Outcome, run
 
-if TYPE_CHECKING:
-    from paceline.lab.running import LabRequest, Outcome
-
-PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _DESCRIPTORS: Final = 64  # of this process, and more for each host: its namespaces, and the pipes of its launcher
 _KINDS: Final = ("net", "uts", "ipc", "mnt")
 # Not in sessions of their own: the kernel shares the cores among sessions (autogroups) before it shares them among threads.
@@ -100,14 +97,10 @@ class Cluster:
 
     def run(self, script: str | Path, *args: str, **options: Any) -> Outcome:
         """Start `paceline run` on each host, as a user would, and wait for the end. `options` are the fields of `LabRequest`."""
-        from paceline.lab.running import LabRequest
-
         return self.perform(LabRequest(str(script), args, **options))
 
     def perform(self, start: LabRequest) -> Outcome:
         """Run a request, as `run` does."""
-        from paceline.lab.running import run
-
         self._built()
         self._runs += 1
         return run(self, start, self.pages(self._runs))

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from paceline.cluster import machine
 from paceline.cluster.control import progress
@@ -24,14 +24,12 @@ from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from paceline.lab.chaos import absent
 from paceline.lab.chaos import script as plot
-from paceline.lab.injector import Chaos, record
+from paceline.lab.injector import Chaos, FaultTarget, record
 from paceline.lab.output import LauncherOutput, OutputSorter
 from paceline.notation import prove
 from paceline.session.record import folder
 
-if TYPE_CHECKING:
-    from paceline.lab.hosts import Cluster
-
+PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
 _LOOK_SECONDS: Final = 0.1  # between two looks at everything
 _IDLE_SECONDS: Final = 0.3  # a line without an end is shown after this time
 _PATIENCE_SECONDS: Final = 9.0  # for launchers that were asked to end; they need up to 6
@@ -62,6 +60,42 @@ class LabRequest:
     deadline: float | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     show: bool = False
+
+
+class RunHost(Protocol):
+    """What a run has to know of one host."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def address(self) -> str: ...
+
+
+class RunTarget(FaultTarget, Protocol):
+    """The hosts that a run is started on: a built `Cluster`, as the run sees it."""
+
+    @property
+    def hosts(self) -> Sequence[RunHost]: ...
+    @property
+    def secret(self) -> Path: ...
+
+    def spawn(
+        self, host: int, command: Sequence[str], *, environ: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host."""
+        ...
+
+    def processes(self, host: int) -> list[int]:
+        """List the processes that run on a host."""
+        ...
+
+    def starting(self, start_host: Any) -> AbstractContextManager[None]:
+        """Let faults start launchers through `start_host` while a run is under way."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +140,7 @@ class _Launcher:
             os.close(descriptor)
 
 
-def run(cluster: Cluster, start: LabRequest, folder: Path) -> Outcome:
+def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
     """Run a request on every host and wait for the end; `folder` is for the progress pages of workers.
 
     Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` when everything has ended; `DeadlineExceeded` when it took too long.
@@ -136,7 +170,7 @@ def check(start: LabRequest) -> None:
 class _Run:
     """The launchers of one run."""
 
-    def __init__(self, cluster: Cluster, start: LabRequest, folder: Path, late: frozenset[int]) -> None:
+    def __init__(self, cluster: RunTarget, start: LabRequest, folder: Path, late: frozenset[int]) -> None:
         self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
         self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
         self._launchers: list[_Launcher] = []
@@ -188,8 +222,6 @@ class _Run:
         words = [sys.executable, "-P", "-m", "paceline", "run", "--workers", str(cluster.hosts[host].workers)]
         elastic = start.min_workers is not None
         if len(self._present) > 1 or host not in self._present or elastic:  # a host that comes later asks the others, and never runs alone
-            from paceline.lab.hosts import PORT
-
             first = cluster.hosts[self._present[0]].address
             words += [
                 "--hosts",

@@ -16,16 +16,14 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from paceline.errors import Mismatch
+from paceline.server.reconcile import RecoveryState
 from paceline.server.spans import SampleSpan
 from paceline.server.stragglers import OpenStep, PartialSteps, StepMade
-
-if TYPE_CHECKING:
-    from paceline.server.reconcile import RecoveryState
 
 SHOWN = 1000  # dropped pieces that are listed one by one
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import torch
@@ -21,10 +21,8 @@ from paceline.sync.base import Slot
 from paceline.sync.compressed import CompressedExchange
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
+from paceline.sync.localsgd.options import RoundOptions
 from paceline.sync.routes import reducer
-
-if TYPE_CHECKING:
-    from paceline.sync.localsgd.strategy import LocalSGD
 
 
 class LocalSGDSync:
@@ -32,20 +30,20 @@ class LocalSGDSync:
 
     replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
 
-    def __init__(self, context: SyncContext, plan: LocalSGD) -> None:
-        self._context, self._plan = context, plan
-        self._every = plan.every.first if isinstance(plan.every, adaptive) else plan.every
+    def __init__(self, context: SyncContext, options: RoundOptions) -> None:
+        self._context, self._options = context, options
+        self._every = options.every.first if isinstance(options.every, adaptive) else options.every
         self._reducer = reducer("auto")(context)
-        self._coded = None if isinstance(lift(plan.codec), plain) else CompressedExchange(context, plan.codec, hosts=True)
-        self._warm = AllReduce().begin(context) if plan.after else None
+        self._coded = None if isinstance(lift(options.codec), plain) else CompressedExchange(context, options.codec, hosts=True)
+        self._warm = AllReduce().begin(context) if options.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
         self._steps = 0  # taken in all
         self._part = 0.0  # mine of the samples of this step
         self._open = self._counted = False  # a step is under way; its change is in a round already
         self._drift = (0.0, 0.0)  # of my last round: squares of what my change differs by, and of the mean change
-        self._rounds = [Fragment() for _ in range(plan.fragments)]
-        self.has_sync_points = plan.fragments == 1 and not plan.alpha
+        self._rounds = [Fragment() for _ in range(options.fragments)]
+        self.has_sync_points = options.fragments == 1 and not options.alpha
 
     @property
     def exchanges_in_backward(self) -> bool:
@@ -67,7 +65,7 @@ class LocalSGDSync:
         """Cut the model into fragments of about the same size, and those into buckets; all replicas are equal now. Collective."""
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
         shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
-        whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._plan.fragments
+        whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
         members = [list[int]() for _ in range(count)]
         for number, shape in enumerate(shapes):
             members[min(before * count // whole, count - 1)].append(number)
@@ -76,13 +74,13 @@ class LocalSGDSync:
         buckets = build(shapes, [run for run, _ in runs], self._empty)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
-            turn.units.append(FragmentUnit(index, bucket, start, self._plan.outer.begin(start)))
+            turn.units.append(FragmentUnit(index, bucket, start, self._options.outer.begin(start)))
         if self._coded is not None:
             self._coded.lay_out(buckets, shapes, kinds)
 
     @property
     def _limit(self) -> int:
-        return int(self._plan.bucket_mb * 1e6)
+        return int(self._options.bucket_mb * 1e6)
 
     @property
     def _units(self) -> list[FragmentUnit]:
@@ -100,7 +98,7 @@ class LocalSGDSync:
     def _release(self) -> None:
         for unit in self._units:
             self._reducer.release(unit.bucket.flat)
-        self._rounds = [Fragment(self._steps + self._open) for _ in range(self._plan.fragments)]
+        self._rounds = [Fragment(self._steps + self._open) for _ in range(self._options.fragments)]
 
     # ---- backward: nothing travels
 
@@ -133,17 +131,17 @@ class LocalSGDSync:
         self._steps += 1
         if self._warm is not None:
             self._warm.commit()
-            if self._steps >= self._plan.after:
+            if self._steps >= self._options.after:
                 self._context.agreement.attempt(self._end_warm_up)
             return
         self._count()
         self._part, self._open, self._counted = 0.0, False, False
         for number, turn in enumerate(self._rounds):
-            if turn.flying and turn.steps >= self._plan.delay:
-                self._land(number, self._plan.alpha)
+            if turn.flying and turn.steps >= self._options.delay:
+                self._land(number, self._options.alpha)
             if self._due(number):
                 self._send(number)
-                if not self._plan.delay:
+                if not self._options.delay:
                     self._land(number, 0.0)
         if self._coded is not None:
             self._coded.commit()
@@ -166,7 +164,7 @@ class LocalSGDSync:
     def _due(self, number: int) -> bool:
         """Fragments take turns within a round: the first time they come after parts of it, from then on after all of it."""
         turn = self._rounds[number]
-        local = self._steps - self._plan.after
+        local = self._steps - self._options.after
         if local < self._every:  # the first round
             return local == self._every * (number + 1) // len(self._rounds)
         return turn.steps >= self._every
@@ -176,7 +174,7 @@ class LocalSGDSync:
         turn = self._rounds[number]
         turn.mine, turn.length = turn.parts / turn.steps, turn.steps
         turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
-        self._launch(number, adapt=True) if self._plan.delay else None
+        self._launch(number, adapt=True) if self._options.delay else None
 
     def _launch(self, number: int, *, adapt: bool) -> None:
         turn, agreement = self._rounds[number], self._context.agreement
@@ -207,14 +205,14 @@ class LocalSGDSync:
         """What all have changed, once it is there, and the means of what optimizers remember."""
         turn = self._rounds[number]
         if any(unit.work is None for unit in turn.units):
-            self._launch(number, adapt=not self._plan.delay)
+            self._launch(number, adapt=not self._options.delay)
         works = [unit.work for unit in turn.units if unit.work is not None]
         if len(works) < len(turn.units):
             raise ViewChanged("a worker was lost while changes were sent")
         with contextlib.nullcontext() if self._coded is None else self._coded.awaited([(unit.index, unit.begun) for unit in turn.units]):
             changes = [work.wait() for work in works]
         turn.here = True
-        return changes, self._mean_memories(turn) if self._plan.momentum == "averaged" else []
+        return changes, self._mean_memories(turn) if self._options.momentum == "averaged" else []
 
     def _void(self, number: int) -> None:
         """A worker was lost before all had what they were sent: it is sent anew."""
@@ -232,11 +230,11 @@ class LocalSGDSync:
         for unit, change in zip(turn.units, changes, strict=True):
             unit.work = None
             change.div_(turn.weights)
-            if isinstance(self._plan.every, adaptive):
+            if isinstance(self._options.every, adaptive):
                 mine = self._changed(unit, torch.zeros_like(change))
                 apart += float((mine - change).square().sum())
                 moved += float(change.square().sum())
-            self._plan.outer.move(unit.start, change, unit.memory)
+            self._options.outer.move(unit.start, change, unit.memory)
             for index, view in zip(unit.bucket.members, unit.bucket.over(unit.start), strict=True):
                 parameter = self._slots[index].parameter.detach()
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
@@ -250,8 +248,8 @@ class LocalSGDSync:
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
         """The length of the next round, from how far apart all were at the end of the last one."""
         apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
-        if isinstance(self._plan.every, adaptive) and moved > 0:
-            self._every = max(self._plan.every.next(self._every, math.sqrt(apart / moved)), self._plan.delay + 1)
+        if isinstance(self._options.every, adaptive) and moved > 0:
+            self._every = max(self._options.every.next(self._every, math.sqrt(apart / moved)), self._options.delay + 1)
 
     def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
         """What optimizers remember of the parameters of a fragment, and the means of it."""
@@ -285,7 +283,7 @@ class LocalSGDSync:
             self._count()
         for number, turn in enumerate(self._rounds):
             if turn.flying:
-                self._land(number, self._plan.alpha)
+                self._land(number, self._options.alpha)
                 turn.steps = max(turn.steps, 1)
             if turn.units and turn.steps:
                 self._send(number)
@@ -317,7 +315,7 @@ class LocalSGDSync:
             self._coded.regroup()
             if layout["coded"] is not None:
                 self._coded.follow(layout["coded"])
-        if self._warm is not None and self._steps >= self._plan.after:
+        if self._warm is not None and self._steps >= self._options.after:
             self._warm = None
         if self._warm is not None:
             self._warm.regroup(context, layout["warm"])
@@ -396,7 +394,7 @@ class LocalSGDSync:
             raise UsageError("this checkpoint was written with another kind of strategy than LocalSGD; resume with that one")
         if found:
             self._steps, self._every = found[0]["steps"], found[0]["every"]
-            if self._warm is not None and self._steps >= self._plan.after:
+            if self._warm is not None and self._steps >= self._options.after:
                 self._end_warm_up()
         units = self._units
         if found and units:

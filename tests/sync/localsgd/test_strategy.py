@@ -18,8 +18,10 @@ from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
+from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import average, nesterov
-from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync, adaptive
+from paceline.sync.localsgd.rounds import LocalSGDSync
+from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.local_training import adam, evaluates_before_steps, model, reference, resumes, runs, sgd, train
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
