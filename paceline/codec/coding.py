@@ -90,6 +90,11 @@ def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
         yield start, min(start + width, x.numel())
 
 
+def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cpu") -> Generator:
+    """Make what a coding draws from: the same in each run for a turn, the number of a bucket or unit, and the worker that sends it."""
+    return Generator(device=device).manual_seed(((turn * 1_000_003 + number) * 65_537 + worker) % (1 << 63))
+
+
 @dataclass(frozen=True)
 class exact:
     """Sends float32 as it is: four bytes an element."""

@@ -119,6 +119,13 @@ def scaled(grad: Tensor, scale: float) -> Tensor:
     return grad if scale == 1.0 else grad.mul_(scale)
 
 
+def weighted(grad: Tensor, weight: float) -> Tensor:
+    """Multiply a gradient that others hold too by its weight; give zeros for weight 0 (0 x nan is nan)."""
+    if weight == 0.0:
+        return torch.zeros_like(grad)
+    return grad if weight == 1.0 else grad * weight
+
+
 def sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """Make a sparse gradient of row indices and their values."""
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataError
-from paceline.state.snapshot import DTYPES
+from paceline.state.snapshot import DTYPES, byte_tensor
 
 TUPLE, TENSOR, ARRAY, BIG, APART = 1, 2, 3, 4, 5
 ALIGN = 64
@@ -113,5 +113,5 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 def _tensor(body: bytes) -> Tensor:
     kind, shape, content = msgpack.unpackb(body)
-    plain = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    plain = byte_tensor(content)
     return plain.view(DTYPES[kind]).reshape(shape)

@@ -22,6 +22,7 @@ from paceline.data.reader_failure import read
 from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline
 from paceline.data.stream_access import FirstOfHostReads, ReadAll, SelfSharded, StreamAccess, StreamPosition
 from paceline.errors import DataError
+from paceline.state.snapshot import byte_tensor
 
 COMPARED = 16  # steps between two comparisons of what the workers read
 
@@ -200,7 +201,7 @@ class StreamPipeline(Pipeline):
         seeds = rng.twin(self.terms.loader.generator)
         if self.terms.shard != "mine":
             state = self.terms.agreement.tell("seed", lambda: seeds.get_state().numpy().tobytes())
-            seeds.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            seeds.set_state(byte_tensor(state))
         return seeds
 
     def _verify(self, index: int, *, ended: bool) -> None:

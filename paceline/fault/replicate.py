@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.state.checksum import checksums
-from paceline.state.snapshot import DTYPES, Json, Snapshot, pack, raw, shaped
+from paceline.state.snapshot import DTYPES, Json, Snapshot, byte_tensor, pack, raw, shaped
 
 FORM: Final = 1  # of a label
 BUDGET: Final = 0.10  # part of the time that copies may take
@@ -123,7 +123,7 @@ class CopyLabel(NamedTuple):
     @property
     def end(self) -> Tensor:
         """The bytes that follow the last tensor, different for each copy."""
-        return torch.frombuffer(bytearray(hashlib.sha256(self.dump()).digest()), dtype=torch.uint8)
+        return byte_tensor(hashlib.sha256(self.dump()).digest())
 
     def whole(self, room: Tensor) -> bool:
         """Whether all bytes in `room` are those of this copy."""

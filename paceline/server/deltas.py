@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.codec.coding import Coding, nbytes, parts, room
+from paceline.codec.coding import Coding, nbytes, parts, room, seeded
 from paceline.comm.buckets import Bucket
 from paceline.errors import Mismatch
 from paceline.server.codings import Phases, at
@@ -72,8 +72,7 @@ class DeltaEncoder:
         """Encode the difference to `told`, and let `told` become what workers make of it."""
         left = self._bucket.flat.sub(told).float()
         whole, message = room(coding, left.numel())  # a new one each time: the one before may be on its way still
-        draw = torch.Generator().manual_seed(((turn * 1_000_003 + self._seed) * 65_537 + worker) % (1 << 63))
-        coding.encode(left, message, draw)
+        coding.encode(left, message, seeded(turn, self._seed, worker))
         if told.dtype == torch.float32:
             coding.add(message, told)
         else:

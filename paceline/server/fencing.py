@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgpack
-import torch
 from torch import Tensor
 
 from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch
 from paceline.server.journal import StepJournal
 from paceline.server.shard import Shard
+from paceline.state.snapshot import byte_tensor
 
 OPEN = {"alive", "end", "reckon"}  # kinds of messages that any process with the key may send
 
@@ -67,16 +67,12 @@ class Fence:
 
     def _since(self, message: RpcMessage) -> bool:
         found = self.journal.since(int(message.body["optimizer"]), message.step)
-        return self._server.answer(message, tensors=(_tensor(msgpack.packb(found)),))
+        return self._server.answer(message, tensors=(byte_tensor(msgpack.packb(found)),))
 
     def _void(self, message: RpcMessage) -> bool:
         self._server.shard.discard()
-        return self._server.answer(message, tensors=(_tensor(self.journal.dump(closes=False)),))
+        return self._server.answer(message, tensors=(byte_tensor(self.journal.dump(closes=False)),))
 
     def _drop(self, message: RpcMessage) -> bool:
         self.journal.drop(int(message.body["epoch"]), message.body["pieces"])
         return self._server.answer(message)
-
-
-def _tensor(packed: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

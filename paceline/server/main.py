@@ -53,7 +53,7 @@ from paceline.server.partition import RowRange
 from paceline.server.scheduler_rpc import SchedulerRpc
 from paceline.server.shard import Shard, ShardPlan
 from paceline.server.table_rpc import TableService
-from paceline.state.snapshot import loads, pack
+from paceline.state.snapshot import byte_tensor, loads, pack
 from paceline.trace import Trace
 
 WRONG = (  # the errors that a senseless message causes
@@ -251,7 +251,7 @@ class Server:
 
     def _memories(self, message: RpcMessage) -> bool:
         packed = pack({"memories": self.shard.memories()}, copy=False).dumps()
-        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+        return self.answer(message, tensors=(byte_tensor(packed),))
 
     # ---- steps
 
@@ -368,7 +368,7 @@ class Server:
 
     def _state(self, message: RpcMessage) -> bool:
         kept = {**self.shard.state_dict(), "ledger": self._reckoning.journal.dump()}
-        whole = torch.frombuffer(bytearray(pack(kept, copy=False).dumps()), dtype=torch.uint8)
+        whole = byte_tensor(pack(kept, copy=False).dumps())
         return self.answer(message, tensors=whole.split(CHUNK))
 
     def _become(self, message: RpcMessage) -> bool:
@@ -384,7 +384,7 @@ class Server:
 
     def _timeline(self, message: RpcMessage) -> bool:
         packed = msgpack.packb([[list(span) for span in self._trace.spans()], list(self._waiting)])
-        return self.answer(message, tensors=(torch.frombuffer(bytearray(packed), dtype=torch.uint8),))
+        return self.answer(message, tensors=(byte_tensor(packed),))
 
     def _facts(self, message: RpcMessage) -> bool:
         facts = {

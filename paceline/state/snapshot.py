@@ -113,6 +113,11 @@ def raw(tensor: Tensor) -> Tensor:
     return flat(tensor.detach().cpu())
 
 
+def byte_tensor(body: bytes) -> Tensor:
+    """Copy bytes into a tensor that can be sent."""
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
 def shaped(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Make the tensor whose bytes are `data` (1-D uint8): a view, or a copy where they begin at an address that doesn't suit its dtype."""
     if data.data_ptr() % max(dtype.itemsize, WORD):  # vector instructions on complex128 end the process there

@@ -29,7 +29,7 @@ from paceline.comm.buckets import Bucket, BucketShape, build, cut, put, scaled, 
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
-from paceline.sync.base import Slot
+from paceline.sync.base import Slot, check_strategy
 from paceline.sync.bucket_memory import BucketMemory
 from paceline.sync.compressed import CompressedExchange, Kind
 from paceline.sync.context import SyncContext
@@ -411,8 +411,7 @@ class AllReduceSync:
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         found = [state for state in states if state]
-        if any("coded" not in state for state in found):
-            raise UsageError("this checkpoint was written with another kind of strategy than AllReduce; resume with that one")
+        check_strategy("AllReduce", found, "coded")
         if not found:
             return
         if self._coded is None:

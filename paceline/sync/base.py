@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from paceline.errors import UsageError
 from paceline.sync.context import SyncContext
 
 Axes = tuple[str, ...]
@@ -23,6 +24,12 @@ class Slot(NamedTuple):
     replicate: Axes = ("data",)
     shard: Axes = ()
     scripted: bool = False  # used where Python doesn't see it (torch.jit.script)
+
+
+def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str) -> None:
+    """Raise `UsageError` where a state from a checkpoint lacks `key`, which each state that this strategy writes has."""
+    if any(key not in state for state in states):
+        raise UsageError(f"this checkpoint was written with another kind of strategy than {strategy}; resume with that one")
 
 
 class Sync(Protocol):

@@ -17,7 +17,7 @@ from torch import Size, Tensor
 
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
-from paceline.codec.coding import NARROWED, Coding
+from paceline.codec.coding import NARROWED, Coding, seeded
 from paceline.comm.buckets import Bucket, BucketShape
 from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.hierarchy.coded import CodedAllReduce
@@ -101,8 +101,7 @@ class CompressedExchange:
         assert codec is not None
 
         def way(x: Tensor, groups: tuple[Group, ...]) -> Generator[Work[Any], Any, Tensor]:
-            draw = torch.Generator(device=x.device).manual_seed((step * 1_000_003 + index) * 65_537 + self._context.group.rank)
-            wire = Wire(groups, scale=scale, step=step, draw=draw)
+            wire = Wire(groups, scale=scale, step=step, draw=seeded(step, index, self._context.group.rank, x.device))
             trip = BucketTrip(index, x.numel(), given=sampled(x, self._every, step))
             found = yield from timed(codec.sum(x, self._shapes[index], self._next.get(index, self._states[index]), wire), trip)
             trip.total = sampled(found.total, self._every, step)

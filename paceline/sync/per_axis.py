@@ -21,7 +21,7 @@ from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
 from paceline.formatting import spell
 from paceline.sync.allreduce import AllReduce, AllReduceSync
-from paceline.sync.base import Slot
+from paceline.sync.base import Slot, check_strategy
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
@@ -143,8 +143,7 @@ class PerAxisSync:
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
         """Take up what was saved; if there are other hosts now, codecs inside a host go on with what the first workers kept."""
         found = [state for state in states if state]
-        if any("outer" not in state for state in found):
-            raise UsageError("this checkpoint was written with another kind of strategy than Sequence; resume with that one")
+        check_strategy("Sequence", found, "outer")
         group = self._inside.group
         ranks = [group.global_rank(rank) for rank in range(group.size)]
         mine = [found[rank]["inner"] for rank in ranks if rank < len(found)]

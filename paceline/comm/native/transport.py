@@ -29,6 +29,7 @@ from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.waitposts import GroupEnd
 from paceline.comm.waitgraph import GRACE, RankWait, describe, late, missing
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+from paceline.state.snapshot import byte_tensor
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import Store as TorchStore
@@ -240,7 +241,7 @@ class GlooTransport:
         return [head[4 : 4 + length] + tail for head, length, tail in zip(heads, lengths, tails, strict=True)]
 
     def _swap(self, wait: tuple[str, int, str], tag: int, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        sent = byte_tensor(mine)
         found = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         sends = [(peer, sent) for peer in peers if mine]

@@ -22,7 +22,7 @@ from paceline.fault.file_layout import CopyMemory, FileLayout, image, received
 from paceline.session.checkpoint import tables as stored
 from paceline.session.checkpoint.state import WorkerState
 from paceline.session.tables import RunTables
-from paceline.state.snapshot import Snapshot, loads
+from paceline.state.snapshot import Snapshot, byte_tensor, loads
 from paceline.state.versioned import Versioned
 from paceline.sync.context import SyncContext
 
@@ -238,7 +238,7 @@ class CheckpointSaver:
             return body
         data = body.dumps() if body is not None else b""
         nbytes = int.from_bytes(agreement.tell("run.resume, size", lambda: len(data).to_bytes(8, "little")), "little")
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8)
+        buffer = byte_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
         return body if body is not None else loads(buffer.numpy().tobytes())
 

@@ -34,7 +34,7 @@ from paceline.comm.native import sockets
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
 from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide, majority, nearest
 from paceline.session.groups import WorkerContext, everyone
-from paceline.state.snapshot import loads, pack
+from paceline.state.snapshot import byte_tensor, loads, pack
 
 if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
     from torch._C._distributed_c10d import TCPStore
@@ -343,7 +343,7 @@ class Recovery:
         body, digest = self._heart.give() if group.rank < old else (b"", "")
         mine = body if group.rank in givers.values() else b""
         heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
-        sends = [(rank, torch.frombuffer(bytearray(mine), dtype=torch.uint8)) for rank, giver in givers.items() if giver == group.rank]
+        sends = [(rank, byte_tensor(mine)) for rank, giver in givers.items() if giver == group.rank]
         received = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
         group.exchange(sends, [] if received is None else [(givers[group.rank], received)]).wait()
         right, wrong = majority({rank: heads[rank][1] for rank in range(old)})

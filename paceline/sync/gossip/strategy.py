@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.codec.coding import Coding, Message, exact, parts, room
-from paceline.comm.buckets import Bucket, BucketShape, build, cut
+from paceline.codec.coding import Coding, Message, exact, parts, room, seeded
+from paceline.comm.buckets import Bucket, BucketShape, build, cut, weighted
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
 from paceline.formatting import spell
-from paceline.sync.base import Slot, Sync
+from paceline.sync.base import Slot, Sync, check_strategy
 from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, measure, sampled
 from paceline.sync.context import SyncContext
 from paceline.sync.gossip.graph import Edges, check, prove, weights
@@ -167,7 +167,7 @@ class GossipSync:
 
     def ready(self, number: int, grad: Tensor, scale: float) -> None:
         factor = scale * self._context.group.size
-        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        value = weighted(grad, factor)
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
@@ -240,8 +240,8 @@ class GossipSync:
         for rank, _ in targets:
             known = self._about(index, rank, own=True)
             whole, message = room(coding, mine.numel(), mine.device)
-            seed = (self._steps * 1_000_003 + index) * 65_537 + self._context.group.rank * 256 + rank
-            coding.encode((mine - known).float(), message, torch.Generator(device=mine.device).manual_seed(seed))
+            pair = self._context.group.rank * 256 + rank
+            coding.encode((mine - known).float(), message, seeded(self._steps, index, pair, mine.device))
             _learn(coding, message, known)
             sends.append((rank, whole))
             self._turn.sent += whole.nbytes
@@ -312,8 +312,7 @@ class GossipSync:
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         found = [state for state in states if state]
-        if any("gossip" not in state for state in found):
-            raise UsageError("this checkpoint was written with another kind of strategy than Gossip; resume with that one")
+        check_strategy("Gossip", found, "gossip")
         self._steps = found[0]["gossip"] if found else self._steps
         self._grads.clear()
         self._forget()

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.codec import lift, plain
-from paceline.comm.buckets import Bucket, BucketShape, build, cut
+from paceline.comm.buckets import Bucket, BucketShape, build, cut, weighted
 from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Slot
+from paceline.sync.base import Slot, check_strategy
 from paceline.sync.compressed import CompressedExchange
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
@@ -108,7 +108,7 @@ class LocalSGDSync:
             return
         part = self._context.step_state.share_of_step
         factor = scale / part if part else 0.0
-        value = torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
+        value = weighted(grad, factor)
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
@@ -390,8 +390,7 @@ class LocalSGDSync:
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         found = [state for state in states if state]
-        if any("every" not in state for state in found):
-            raise UsageError("this checkpoint was written with another kind of strategy than LocalSGD; resume with that one")
+        check_strategy("LocalSGD", found, "every")
         if found:
             self._steps, self._every = found[0]["steps"], found[0]["every"]
             if self._warm is not None and self._steps >= self._options.after:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.codec import Codec, finite
-from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room
+from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room, seeded
 from paceline.comm.group import Finished, Traffic
 from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch
@@ -146,8 +146,7 @@ class PushPullCodec:
         coding, turn = phase.coding, self._context.step_state.step
         assert coding is not None
         whole, message = room(coding, given.numel())
-        draw = torch.Generator().manual_seed((turn * 1_000_003 + index) * 65_537 + self._context.group.rank)
-        coding.encode(given, message, draw)
+        coding.encode(given, message, seeded(turn, index, self._context.group.rank))
         looked = index == turn % len(self._units)  # one unit in a turn
         if not phase.feedback and not looked:
             return whole, None

@@ -10,6 +10,7 @@ from paceline.errors import UsageError
 from paceline.server.main import write
 from paceline.server.partition import RowRange
 from paceline.state.snapshot import loads, pack
+from paceline.sync.base import check_strategy
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.units import packed, part, rows, whole
 
@@ -48,8 +49,7 @@ def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
 
 def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
     """That, from the states of all workers in a checkpoint. Raises `UsageError` for one of another strategy, or model."""
-    if any("memories" not in state for state in states):
-        raise UsageError("this checkpoint was written with another kind of strategy than ParameterServer; resume with that one")
+    check_strategy("ParameterServer", states, "memories")
     found = next((state["memories"] for state in states if state["memories"] is not None), None)
     if found is not None and len(found) != slots:
         raise UsageError(f"this checkpoint is of a model of {len(found)} parameters, and here are {slots}")
