@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
@@ -199,7 +199,8 @@ def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
 
 def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
     """Raise if a value is of another kind than its argument is annotated with."""
-    kinds = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)  # type: ignore[misc]
+    plain_class = isinstance(maker, type) and not is_dataclass(maker)  # a dataclass's initializer doesn't know names of a base's module
+    kinds = get_type_hints(maker.__init__ if plain_class else maker)
     wanted = kinds.get(name, Any)
     if not _fitting(value, wanted):
         raise NotationError(f"{name} is {_short(spell(value))} in {node.text}, and has to be {_spoken(wanted)}")

@@ -15,7 +15,10 @@ from paceline.sync.parameterserver.units import letters, packed
 
 
 class LockstepSampleQueue:
-    """What the scheduler is asked for: samples, and whether to go on (a `SampleQueue`). `leaving` is called before this worker takes no more turns."""
+    """What the scheduler is asked for: samples, and whether to go on (a `SampleQueue`).
+
+    `leaving` is called before this worker takes no more turns.
+    """
 
     def __init__(self, link: ServerLink, leaving: Callable[[], None]) -> None:
         self._link, self._leaving = link, leaving
