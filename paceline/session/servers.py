@@ -1,8 +1,7 @@
 """Starts servers: programs beside the first worker of each host.
 
-They end with the worker that has started them, or, where losses are survived, with the launcher of their host. Then a new worker connects
-to
-them (`join`), and what is lost is started anew in the background (`spawn`, `add`).
+They end with the worker that has started them, or, where losses are survived, with the launcher of their host. Then a new worker
+connects to them (`join`), and what is lost is started anew in the background (`spawn`, `add`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sparse tables of a run: found in prepared models, opened on servers, and stepped with their optimizer.
 
-    model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
-    optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
+model.parameters() -- handle of a table --> optimizer group       the group says how the table is stepped
+optimizer.step     -- gradients of rows --> servers               then its own step, for everything else in it
 
 Where workers are not in lockstep, both are made on servers, by the same workers (`sync.tables.freerows`).
 Where losses are survived, both are made on all workers or on none (`sync.tables.steps`); a turn that is dealt again begins with the

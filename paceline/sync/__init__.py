@@ -1,1 +1,1 @@
-"""When replicas agree."""
+"""Strategies: when and how replicas agree, seen from a worker."""

@@ -1,6 +1,6 @@
-"""What only some strategies can: an interface for each, and the value that says which of them the running one has.
+"""Abilities that only some strategies have: an interface for each, and the value that says which of them the running one has.
 
-`session/prepare/abilities.py` finds out once, when a run starts; nobody asks again.
+`session/prepare/abilities.py` finds out once, when a run starts.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ class Converging(Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """A strategy under which replicas differ at times and are equal at others. Without it they always are as `replicas_diverge` says."""
+    """A strategy under which replicas differ at times and are equal at others. Other strategies always are as `replicas_diverge` says."""
 
     @property
     def has_sync_points(self) -> bool:
-        """Whether there are moments between two turns, without being asked for, at which all replicas are equal."""
+        """Whether all replicas become equal at some moments between two turns, without being asked for."""
         ...
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Give, between two turns, what is kept here and equal on all workers, as all replicas are; None, on all, if they differ."""
+        """Return, between two turns, state that is equal on all workers, as all replicas are; None, on all, if replicas differ."""
         ...
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """A strategy that goes on when workers are lost, or others come."""
+    """A strategy that goes on when workers are lost, or others join."""
 
     def join_info(self) -> Any:
-        """Give what a worker that has just come has to know for `regroup`: JSON."""
+        """Return what a joining worker has to know for `regroup`, as JSON values."""
         ...
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Go on with the context's new group of workers. Collective; what was under way is discarded, or sent anew.
 
-        `layout`: what `join_info` gave, on all workers, where somebody has just come.
+        `layout`: what `join_info` returned, on all workers, where a worker has just joined.
         """
         ...
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave on another worker when replicas were equal, but for its residuals; the parameters are here."""
+        """Take over another worker's `state_dict`, made while replicas were equal, but for its residuals. Parameters are here already."""
         ...
 
 
 @runtime_checkable
 class Unreplicated(Protocol):
-    """A strategy under which a worker has something that no other has, and that another can go on with when it is lost."""
+    """A strategy under which a worker has state that no other has, and that another can take over when it is lost."""
 
     @property
     def has_unreplicated_state(self) -> bool:
@@ -83,11 +83,11 @@ class Unreplicated(Protocol):
         ...
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Give, between two turns, what this worker alone has; None for nothing. Its tensors stay as they are until the next call."""
+        """Return, between two turns, what this worker alone has; None for nothing. Its tensors stay as they are until the next call."""
         ...
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Send later, as mine, what a lost worker's `unreplicated_state` gave after `step`; False where that is out of date."""
+        """Take over a lost worker's `unreplicated_state` of after `step`, to send it later. Returns False where it is out of date."""
         ...
 
 
@@ -99,40 +99,40 @@ class PendingParameters(Protocol):
         ...
 
     def end(self) -> None:
-        """The run is over, here at least: parameters are plain ones again."""
+        """Make parameters plain again, as the run ends on this worker."""
         ...
 
 
 @runtime_checkable
 class RemoteOptimizer(Protocol):
-    """A strategy in which optimizers step elsewhere than here."""
+    """A strategy in which optimizers step on servers instead of on the worker."""
 
     @property
     def attached(self) -> bool:
-        """Whether it has charge of any parameters."""
+        """Whether the strategy has charge of any parameters."""
         ...
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Where workers that are not in lockstep while they train get their samples; None where they are."""
+        """Queue from which workers out of lockstep take their samples; None in lockstep."""
         ...
 
     def steps(self, optimizer: Optimizer) -> bool:
-        """Whether this one does."""
+        """Whether this optimizer steps on servers."""
         ...
 
     @property
     def rows(self) -> UnlockedRows:
-        """What steps sparse tables with them, where workers are not in lockstep."""
+        """Steps the sparse tables of these optimizers, where workers are not in lockstep."""
         ...
 
     @property
     def arriving(self) -> PendingParameters | None:
-        """What knows of the parameters that are on their way after a step; None where they have come with it."""
+        """Parameters that are on their way after a step; None where they have arrived when it returns."""
         ...
 
     def step(self, optimizer: Optimizer) -> None:
-        """Have it step. Collective, if in lockstep."""
+        """Let an optimizer step on servers. Collective, if in lockstep."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -141,15 +141,15 @@ class RemoteOptimizer(Protocol):
 
     @property
     def copies(self) -> ServerReplication | None:
-        """Return what looks after the copies of servers, or None where losses aren't survived."""
+        """Looks after the copies of servers; None where losses aren't survived."""
         ...
 
     def servers_begun(self) -> list[str]:
-        """What those are called that have begun since in the place of others, where everybody came together for it."""
+        """Return the names of servers that have begun in place of lost ones since the last call, where all workers met for it."""
         ...
 
     def facts(self) -> list[dict[str, Any]]:
-        """What was done elsewhere, for the summary."""
+        """Return what each server has done, for the summary."""
         ...
 
     def served(self) -> list[Served]:
@@ -159,7 +159,7 @@ class RemoteOptimizer(Protocol):
 
 @runtime_checkable
 class LendsGradients(Protocol):
-    """A strategy that hands out p.grad in memory which it uses again."""
+    """A strategy that hands out p.grad in memory that it uses again."""
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
         """Whether the exchange that this pass is for writes over `grad`, which is p.grad of slot `number` now."""
@@ -168,7 +168,7 @@ class LendsGradients(Protocol):
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the running strategy can beyond the core that `Sync` is: the strategy itself, or None where it can't."""
+    """The abilities of the running strategy: for each the strategy itself, or None where it lacks it."""
 
     observer: StepObserver | None = None
     converging: Converging | None = None
@@ -185,5 +185,5 @@ class Abilities:
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Where workers that are not in lockstep while they train get their samples; None where they are."""
+        """Queue from which workers out of lockstep take their samples; None in lockstep."""
         return None if self.remote is None else self.remote.sample_queue

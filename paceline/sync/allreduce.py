@@ -104,7 +104,7 @@ class AllReduceSync:
         self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
         self._works: list[Work[Tensor] | None] = []
         self._shelves: BucketMemory | None = None  # where buckets lie
-        self._writing = False  # buckets are there, and nobody holds what is to be written
+        self._writing = False  # buckets are being written, in memory that nobody holds
         self._begun: list[int] = []  # when each bucket left, nanoseconds
         self._next = 0
         self._flags = bytearray()
@@ -127,7 +127,7 @@ class AllReduceSync:
         self._order.clear()
 
     def _lay_out(self, order: Sequence[int], sparse: set[int]) -> None:
-        """Make the buckets, in the order of the first worker's first backward; what is sparse has no place in them."""
+        """Make the buckets, in the order of the first worker's first backward; sparse gradients have no place in them."""
         seen = {*order, *sparse}
         whole = [*(n for n in order if n not in sparse), *(n for n in reversed(range(len(self._slots))) if n not in seen)]
         runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
@@ -193,7 +193,7 @@ class AllReduceSync:
         return home is not None and home[1] is grad
 
     def _write(self) -> None:
-        """Buckets are about to be written."""
+        """Take memory for the buckets that nobody holds, as they are about to be written."""
         if not self._writing and self._shelves is not None:
             self._shelves.renew()
             self._writing = True
@@ -230,7 +230,7 @@ class AllReduceSync:
         small.clear()
 
     def _once_more(self, number: int, value: Tensor) -> None:
-        """A parameter that comes twice in one backward (reentrant checkpoints that share it), or dense where it was sparse at first."""
+        """Take a parameter that comes twice in one backward (reentrant checkpoints share it), or dense where it was sparse at first."""
         home = self._home[number]
         if home is not None:
             self._patient.add(home[0])  # from now on its bucket waits for the end
@@ -316,7 +316,7 @@ class AllReduceSync:
         return hashlib.sha256("\n".join(slot.name for slot in self._slots).encode()).digest()
 
     def _tell_apart(self) -> None:
-        """Raise what the workers have to exchange, which is not the same."""
+        """Raise an error that says which parameters the workers don't have in common."""
         names = [slot.name for slot in self._slots]
         found = [msgpack.unpackb(answer) for answer in self._context.agreement.meet("parameters", msgpack.packb(names))]
         for rank, theirs in enumerate(found):
@@ -359,7 +359,7 @@ class AllReduceSync:
         self._rewind()
 
     def join_info(self) -> Any:
-        """Give the order of parameters in coded buckets."""
+        """Return the order of parameters in coded buckets."""
         if self._coded is None or not self._buckets:
             return None
         order = [number for bucket in self._buckets for number in bucket.members]
@@ -390,7 +390,7 @@ class AllReduceSync:
         return self._coded is not None and self._coded.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Give what a codec has kept of gradients."""
+        """Return what a codec has kept of gradients."""
         return None if self._coded is None else self._coded.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -403,7 +403,7 @@ class AllReduceSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the order of coded buckets, and what the codec has kept; an exact mean has no state."""
+        """Return the order of coded buckets, and what the codec has kept; an exact mean has no state."""
         if self._coded is None or not self._buckets:
             return {}
         order = [self._slots[number].name for bucket in self._buckets for number in bucket.members]

@@ -1,4 +1,4 @@
-"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost pass, and puts p.grad together.
+"""Watches backward passes: hands every gradient to the strategy, sees the end of the outermost pass, and sets p.grad.
 
     AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
@@ -29,7 +29,7 @@ from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transa
 
 
 class ParameterHook:
-    """What is remembered of one parameter."""
+    """State of one parameter during backward passes."""
 
     __slots__ = (
         *("carry", "given", "handles", "name", "node", "number"),
@@ -49,7 +49,7 @@ class ParameterHook:
 
 
 class GradientTracker:
-    """The backward passes over some parameters, on behalf of a strategy."""
+    """Follows the backward passes over some parameters, on behalf of a strategy."""
 
     def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities) -> None:
         self.sync, self.context = sync, context
@@ -63,7 +63,7 @@ class GradientTracker:
             (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
         )
         self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the state of the step
-        self.reached = False  # some worker's pass has touched a parameter, since somebody set this
+        self.reached = False  # some worker's pass has touched a parameter, since this was last set to False
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.transaction: Transaction = PlainTransaction(sync, context)
         self._deliver: Deliver = sync.ready  # of the pass under way
@@ -74,12 +74,12 @@ class GradientTracker:
         self._silent = False
         self._scale = 1.0
         self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
-        self._mixed: set[int] = set()  # numbers of those whose p.grad adds up passes of different parts
+        self._mixed: set[int] = set()  # numbers of parameters whose p.grad adds up passes of different parts of the batch
 
     def watch(self, slots: Sequence[Slot]) -> None:
         """Follow these parameters (those already followed are left alone) and hand all of them to the strategy.
 
-        Again, where optimizers step elsewhere, when one has come for parameters that had none.
+        Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
         """
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         told = {id(slot.parameter): slot for slot in slots}
@@ -124,7 +124,7 @@ class GradientTracker:
         hook.handles = [hook.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]
 
     def unwatch(self) -> None:
-        """Take all hooks out."""
+        """Remove all hooks."""
         for hook in self.hooks:
             for handle in hook.handles:
                 handle.remove()
@@ -155,7 +155,7 @@ class GradientTracker:
         self._close("backward")
 
     def _set_apart(self, hook: ParameterHook) -> None:
-        """Before p.grad is added to: keep what it holds."""
+        """Keep what p.grad holds, before this pass adds to it."""
         if hook.touched:
             return
         parameter, grad = hook.parameter, hook.parameter.grad
@@ -167,7 +167,7 @@ class GradientTracker:
         parameter.grad = None
 
     def _reclaim(self, hook: ParameterHook, grad: Tensor | None) -> None:
-        """After silent passes p.grad shows their sum: find out what the user has made of it."""
+        """Find out what the user has made of p.grad after silent passes, when it showed their sum."""
         shown, hook.shown = hook.shown, None
         if grad is shown and shown is not None and shown._version == hook.version:
             return
@@ -247,7 +247,7 @@ class GradientTracker:
                 hook.given = 0
 
     def _put(self, hook: ParameterHook, mean: Tensor, *, mixing: bool, uneven: bool) -> None:
-        """Have p.grad be the mean and what it held before."""
+        """Set p.grad to the mean plus what it held before."""
         prior, hook.prior = hook.prior, None
         if prior is None:
             prior = hook.parameter.grad if not hook.touched else None
@@ -276,7 +276,7 @@ class GradientTracker:
             self._mixed.add(number)
 
     def refuse_mixed(self, parameters: Iterable[Any]) -> None:
-        """Raise `UsageError` if p.grad of one of them adds up what has to be weighted each by itself on its way to servers."""
+        """Raise `UsageError` if p.grad of one of them adds up passes that have to be weighted one by one on their way to servers."""
         for parameter in parameters if self._mixed else ():
             hook = self._by_id.get(id(parameter))
             if hook is not None and hook.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
@@ -292,7 +292,7 @@ class GradientTracker:
             self.since = 0
 
     def _show(self) -> None:
-        """A silent pass has ended: p.grad shows what this rank has added up so far."""
+        """End a silent pass: p.grad shows what this worker has added up so far."""
         for hook in self.hooks:
             if hook.touched and hook.carry is not None:
                 shown = hook.carry if hook.prior is None else _add(hook.carry.clone(), hook.prior)
@@ -320,7 +320,7 @@ class GradientTracker:
     # ---- between passes
 
     def join(self, where: str, *, due: bool = False) -> None:
-        """A turn in which backward reached no parameter here: take part in what the others exchange, with zeros.
+        """Take part, with zeros, in what the others exchange in a turn in which backward reached no parameter here.
 
         With `due` gradients are about to be used, and what silent passes have left is exchanged too.
         """
@@ -345,7 +345,7 @@ class GradientTracker:
             )
 
     def foreign(self, parameters: Iterable[Any]) -> list[int]:
-        """The numbers of those whose p.grad is not the tensor that the last pass has put there."""
+        """Return the numbers of parameters whose p.grad is not the tensor that the last pass has set."""
         found = []
         for parameter in parameters:
             hook, grad = self._by_id.get(id(parameter)), parameter.grad
@@ -354,42 +354,42 @@ class GradientTracker:
         return found
 
     def turn(self) -> int:
-        """Begin a new turn; give how many exchanges the one before had."""
+        """Begin a new turn, and return how many exchanges the one before had."""
         passes, self.passes, self.silenced = self.passes, 0, False
         return passes
 
     def expose(self, seconds: float) -> None:
-        """Count time of an exchange that nothing was computed beside."""
+        """Count time of an exchange beside which nothing was computed."""
         self.seconds += seconds
 
     def recover_by(self, transaction: Transaction) -> None:
-        """Have passes end by this transaction from now on."""
+        """End passes by this transaction from now on."""
         self.transaction = transaction
 
     # ---- what a transaction keeps of gradients
 
     def held(self) -> dict[int, Tensor]:
-        """Copies of what gradients were before the pass that ends."""
+        """Copy the gradients as they were before the pass that ends."""
         found = ((hook.number, hook.prior if hook.touched else hook.parameter.grad) for hook in self.hooks)
         return {number: grad.clone() for number, grad in found if grad is not None}
 
     def carried(self) -> dict[int, Tensor]:
-        """Copies of what silent passes have left."""
+        """Copy what silent passes have left."""
         return {hook.number: hook.carry.clone() for hook in self.hooks if hook.carry is not None}
 
     def zeros(self) -> Addends:
-        """Addends of a pass that has no result."""
+        """Return addends of a pass that has no result."""
         return [(hook.number, torch.zeros_like(hook.parameter)) for hook in self.hooks if hook.touched]
 
     def restore(self, grads: dict[int, Tensor], carried: dict[int, Tensor]) -> None:
-        """Have gradients and what silent passes have left be these."""
+        """Set gradients, and what silent passes have left, to these."""
         for hook in self.hooks:
             hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
         self.owing = any(hook.carry is not None for hook in self.hooks)
 
 
 def _cast(hook: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
-    """Why p.grad can't be the mean: the parameter has become another since it was prepared."""
+    """Return the error that explains why p.grad can't be the mean: the parameter has changed since it was prepared."""
     here = hook.parameter
     if (here.dtype, here.device, here.shape) == (mean.dtype, mean.device, mean.shape):
         return error
@@ -400,7 +400,7 @@ def _cast(hook: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
 
 
 def _add(into: Tensor, addend: Tensor) -> Tensor:
-    """The sum, in place of `into` where layouts allow (dense or sparse)."""
+    """Return the sum, in place of `into` where layouts allow (dense or sparse)."""
     if into.is_sparse and not addend.is_sparse:
         return addend.add_(into)
     return into.add_(addend)

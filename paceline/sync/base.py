@@ -1,4 +1,4 @@
-"""What a strategy is: when replicas agree, told through the same few calls whichever it is."""
+"""Interfaces of a strategy: as a user writes it (`Strategy`), and as it runs (`Sync`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Axes = tuple[str, ...]
 
 
 class Slot(NamedTuple):
-    """What a strategy is given for each parameter: it is replicated over some axes of the mesh and sharded over others."""
+    """A parameter as strategies see it: replicated over some axes of the mesh and sharded over others."""
 
     name: str
     parameter: Parameter
@@ -33,14 +33,14 @@ def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str)
 
 
 class Sync(Protocol):
-    """When replicas agree: the core of a running strategy, which is given every gradient and hears of the end of every turn.
+    """A running strategy, which is given every gradient, and told of the end of every turn: it decides when replicas agree.
 
     Its docstring says what p.grad is and what `step` does. What only some strategies can is an ability (`sync/abilities.py`).
     """
 
     @property
     def replicas_diverge(self) -> bool:
-        """Whether replicas, and so what their optimizers remember, may differ between two steps."""
+        """Whether replicas, and so the state of their optimizers, may differ between two steps."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Sync(Protocol):
         ...
 
     def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        """End the outermost backward, or join those of other ranks; give number and final addend of each slot that any rank has used."""
+        """End the outermost backward, or join those of other ranks. Returns number and final addend of each slot that any rank has used."""
         ...
 
     def commit(self) -> None:
@@ -65,24 +65,24 @@ class Sync(Protocol):
         ...
 
     def abort(self) -> None:
-        """Forget what the turn has exchanged, as it has failed."""
+        """Discard what the turn has exchanged, as it has failed."""
         ...
 
     def detach(self) -> None:
-        """Let go of parameters and memory."""
+        """Release parameters and memory."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
+        """Return what has to survive of this worker: residuals, outer optimizers, clocks. The turn under way counts as over."""
         ...
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take up what `state_dict` gave on each worker, in rank order; there may be more or fewer workers now. Collective."""
+        """Go on from every worker's `state_dict`, in rank order; there may be more or fewer workers now. Collective."""
         ...
 
 
 class Strategy(Protocol):
-    """A strategy as it is written: plain data that `begin` turns into what runs."""
+    """A strategy as it is written: plain data that `begin` turns into a running `Sync`."""
 
     def begin(self, context: SyncContext) -> Sync:
         """Start running with these groups."""

@@ -1,14 +1,14 @@
-"""The memory of buckets, which p.grad lies in. What a script keeps of it (gs = [p.grad for p in ps]) stays: other memory is taken then.
+"""Memory of buckets, which p.grad lies in. If a script keeps some of it (gs = [p.grad for p in ps]), buckets move to other memory.
 
     backward   bucket in memory 0                 p.grad are views of it
     the script keeps some of them, or views of them, or arrays
     backward   memory 0 is held: in memory 1      the kept ones are what they were
-    the script lets go
+    the script drops them
     backward   memory 0 is free: in memory 0
 
-Memory 0 is the one that all workers sum fastest. Each worker looks and chooses for itself. Who holds a view is seen by its count of
-references, who holds something made of it by that of the storage, which nobody but the views has; both are private to Python and torch,
-and are compared with what they were when nobody could hold anything.
+Memory 0 is the one that all workers sum fastest. Each worker looks and chooses for itself. Python's reference count shows whether a view is
+held, and torch's count of uses of the storage, which only the views share, whether anything made of a view is. Both counts are private, and
+are compared with what they were when nothing could hold the memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryMaker(Protocol):
 
 @functools.cache
 def _of_grad() -> int:
-    """What being the gradient of a parameter adds to a tensor's count of references."""
+    """Return by how much a tensor's count of references grows when it becomes the gradient of a parameter."""
     parameter, grad = Parameter(torch.zeros(1)), torch.zeros(1)
     before = sys.getrefcount(grad)
     parameter.grad = grad
@@ -43,7 +43,7 @@ def _of_grad() -> int:
 
 
 class BucketCopy:
-    """One memory of a bucket: `flat` is summed, `homes` have the bucket's number and the view of each parameter, which is handed out."""
+    """One memory of a bucket. `flat` is summed; `homes` has, for each parameter, the bucket's number and the view to be handed out."""
 
     def __init__(self, index: int, bucket: Bucket, flat: Tensor) -> None:
         self.flat = flat
@@ -62,7 +62,7 @@ class BucketCopy:
         return list(map(sys.getrefcount, self.views))
 
     def held(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether anybody but their gradients has something of it."""
+        """Whether anything but the gradients of these parameters refers to this memory."""
         if self._used() != self._uses:
             return True
         counts = self._counted()
@@ -74,7 +74,7 @@ class BucketCopy:
 
 
 class BucketCopies:
-    """All memory of one bucket, and which of it is in use."""
+    """All memories of one bucket, and which of them is in use."""
 
     def __init__(self, index: int, bucket: Bucket, parameters: Sequence[Tensor], maker: MemoryMaker) -> None:
         self._index, self._bucket, self._parameters, self._maker = index, bucket, parameters, maker
@@ -82,7 +82,7 @@ class BucketCopies:
         self.memory = self._all[0]
 
     def renew(self) -> bool:
-        """The bucket is about to be written: take other memory where something of this is kept, or where the first is free; whether so."""
+        """Choose memory for a bucket that is about to be written: the first if free, else one that nothing holds; whether it changed."""
         first, now = self._all[0], self.memory
         if not first.held(self._parameters):
             self.memory = first
@@ -105,13 +105,13 @@ class BucketCopies:
         return BucketCopy(self._index, self._bucket, other.zero_())
 
     def close(self) -> None:
-        """None of it is used any more; it goes when nobody holds anything of it."""
+        """Release all memories; each is freed once nothing holds it."""
         for memory in self._all:
             self._maker.release(memory.flat)
 
 
 class BucketMemory:
-    """The shelves of all buckets: `buckets` and `home` (of each parameter: its bucket and its view) say what memory is in use."""
+    """The memories of all buckets. It keeps `buckets` and `home` (of each parameter: its bucket and its view) up to date."""
 
     def __init__(
         self, buckets: list[Bucket], home: list[tuple[int, Tensor] | None], parameters: Sequence[Tensor], maker: MemoryMaker
@@ -122,7 +122,7 @@ class BucketMemory:
             self._take(index)
 
     def renew(self) -> None:
-        """All buckets are about to be written."""
+        """Choose memory for all buckets, which are about to be written."""
         for index, shelf in enumerate(self._all):
             if shelf.renew():
                 self._take(index)
@@ -134,6 +134,6 @@ class BucketMemory:
             self._home[number] = home
 
     def close(self) -> None:
-        """No bucket is used any more."""
+        """Release the memory of all buckets."""
         for shelf in self._all:
             shelf.close()

@@ -20,12 +20,12 @@ from paceline.comm.group import Group
 from paceline.sync.codec_cost import BucketTrip, ExactRate, ExchangeCost, exposed, sent_by, timed
 
 SKIPPED, MEASURED = 4, 8  # steps before the measurement, and in it
-GAIN = 1.1  # times as fast as exact is what a codec has to promise
+GAIN = 1.1  # how many times as fast as exact sums a codec must be predicted to be
 
 
 @dataclass(frozen=True)
 class CodecTrial:
-    """What a codec took for one bucket of `numel` elements: seconds of this processor before and after, and bytes that I sent."""
+    """Cost of a codec for one bucket of `numel` elements: seconds of this processor before and after, and bytes that this worker sent."""
 
     numel: int
     before: float
@@ -34,14 +34,14 @@ class CodecTrial:
     stages: int
 
     def cost(self, numel: int, rate: ExactRate) -> ExchangeCost:
-        """Of a bucket with so many elements. A link takes as long for a byte of a codec as for one of an exact sum."""
+        """Return the cost of a bucket of so many elements. A link takes as long for a byte of a codec as for one of an exact sum."""
         part = numel / self.numel
         link = self.stages * rate.latency + self.sent * part / rate.link
         return ExchangeCost(self.before * part, link, self.after * part)
 
 
 def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) -> CodecTrial:
-    """What a codec takes for a bucket, the quicker of two times. Collective; what comes out is dropped."""
+    """Try a codec on a bucket, and return the faster of two trials. Collective; the result of the sum is dropped."""
     tries = []
     for _ in range(2):
         trip, before = BucketTrip(0, flat.numel()), sent_by(group)
@@ -56,23 +56,23 @@ def attempt(codec: Codec, flat: Tensor, shapes: Sequence[Size], group: Group) ->
 
 
 class ExactSteps:
-    """Exact steps, as one worker saw them."""
+    """Steps with exact sums, as one worker measured them."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []  # seconds from one to the next
         self.shown: list[float] = []  # of the exchange
-        self.ready: list[list[tuple[int, float]]] = []  # (bucket, seconds before it was needed that it left) of each
+        self.ready: list[list[tuple[int, float]]] = []  # for each step: buckets, and how many seconds before they were needed they left
         self._shown = 0.0
         self._ready: list[tuple[int, float]] = []
         self._began: float | None = None
 
     def exchanged(self, shown: float, ready: Sequence[tuple[int, float]]) -> None:
-        """A backward has waited for its buckets."""
+        """Note that a backward has waited for its buckets."""
         self._shown += shown
         self._ready += ready
 
     def over(self) -> bool:
-        """A step is over; whether there are enough now. Those that sent nothing don't count."""
+        """End a step, and return whether enough have been measured. Steps that sent nothing don't count."""
         now = time.perf_counter()
         if self._ready and self._began is not None:
             self.steps.append(now - self._began)
@@ -88,7 +88,7 @@ class ExactSteps:
 
 
 def predict(record: ExactSteps, trial: CodecTrial, sizes: Sequence[int], rate: ExactRate) -> float:
-    """Seconds of a step with a codec. Coding takes the processor from the model, so none of it is taken to be hidden."""
+    """Predict the seconds of a step with a codec. Coding takes the processor from the model, so none of it is taken to be hidden."""
     found = []
     for shown, ready in zip(record.shown[SKIPPED:], record.ready[SKIPPED:], strict=True):
         costs = [trial.cost(sizes[index], rate) for index, _ in ready]

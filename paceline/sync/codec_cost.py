@@ -1,4 +1,4 @@
-"""Does a codec pay? What it sends, what it costs and what it loses, beside what exact sums would take on the same links.
+"""Whether a codec pays: what it sends, costs and loses, compared with exact sums on the same links.
 
     buckets are full at   b0      b1     b2 |needed
     exact, on the link    [===b0===][===b1===][===b2===]
@@ -24,19 +24,19 @@ from paceline.comm.group import Group, Work
 
 SMALL, LARGE = 4 << 10, 256 << 10  # elements of the sums that a link is measured with
 QUICK = 5e-3  # seconds below which a sum tells little of the link, so that a larger one is taken
-SAMPLE = 2048  # elements in a step whose exact sums are looked at
+SAMPLE = 2048  # elements in a step that are summed exactly, for comparison
 STRIDE = 7919  # how far the sample moves from step to step
 
 
 class ExactRate(NamedTuple):
-    """Seconds of an exact sum: `latency`, and so much for each byte of the tensor; and bytes that a rank sends for each of those."""
+    """Time of an exact sum: `latency` in seconds, seconds `per_byte` of the tensor, and bytes `sent` by a rank for each of those."""
 
     latency: float
     per_byte: float
     sent: float
 
     def seconds(self, nbytes: float) -> float:
-        """Of a tensor of so many bytes."""
+        """Return the seconds that a sum of a tensor of so many bytes takes."""
         return self.latency + self.per_byte * nbytes
 
     @property
@@ -46,7 +46,7 @@ class ExactRate(NamedTuple):
 
 
 def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None) -> ExactRate:
-    """How fast exact sums are in this group (or what `send` starts), the same figures on every rank.
+    """Measure how fast exact sums are in this group (or those that `send` starts); the figures are the same on every rank.
 
     Collective; takes some tenths of a second on slow links.
     """
@@ -75,12 +75,12 @@ def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[An
 
 
 def sent_by(*groups: Group) -> int:
-    """Bytes that I have sent in these groups."""
+    """Return how many bytes this worker has sent in these groups."""
     return sum(group.traffic.within + group.traffic.between for group in groups)
 
 
 class ExchangeCost(NamedTuple):
-    """What the exchange of a bucket takes, in seconds: of this processor before and after, and of the link between."""
+    """Seconds that the exchange of a bucket takes: on this processor before and after, and on the link between."""
 
     before: float
     link: float
@@ -88,7 +88,7 @@ class ExchangeCost(NamedTuple):
 
 
 def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
-    """Seconds after `needed` at which the last of some buckets is there: one is coded while another is on the link."""
+    """Return how many seconds after `needed` the last of these buckets arrives. One is coded while another is on the link."""
     coded = gone = there = needed
     if ready:
         coded = gone = there = -math.inf
@@ -101,7 +101,7 @@ def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float
 
 @dataclass
 class BucketTrip:
-    """One bucket's way through its codec, as its leader saw it."""
+    """One bucket on its way through its codec, as its leader saw it."""
 
     index: int
     numel: int
@@ -111,7 +111,7 @@ class BucketTrip:
 
 
 def timed(going: Way, trip: BucketTrip) -> Way:
-    """`going`, with what it takes of this processor counted. On a GPU work is only begun here, so there that isn't much."""
+    """Run `going`, and count its time on this processor. On a GPU work is only begun here, so there that isn't much."""
     result: Any = None
     while True:
         began = time.thread_time()
@@ -127,7 +127,7 @@ def timed(going: Way, trip: BucketTrip) -> Way:
 
 @dataclass
 class CodecTurn:
-    """One step, or one round, in numbers."""
+    """Figures of one step, or one round."""
 
     sent: float  # bytes
     exact: float  # bytes that exact sums would have sent
@@ -137,7 +137,7 @@ class CodecTurn:
 
 
 class CodecAccount:
-    """What one strategy's codec has done, turn by turn, on a leader; those who don't lead have an empty one."""
+    """What one strategy's codec has done, turn by turn, on a leader; other workers have an empty account."""
 
     def __init__(self, codec: str, compared: str = "the mean") -> None:
         self.codec, self.compared = codec, compared
@@ -148,16 +148,16 @@ class CodecAccount:
         self._sample: tuple[Work[Tensor], Tensor] | None = None
 
     def add(self, turn: CodecTurn) -> None:
-        """A turn is over."""
+        """Add the figures of a turn that is over."""
         self.turns.append(turn)
         self._fresh += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
 
     def compare(self, work: Work[Tensor], total: Tensor) -> None:
-        """`work` sums the sample of this turn exactly; `total` is what came through the codec."""
+        """Compare, later, the sample of this turn: `work` sums it exactly, `total` is what came through the codec."""
         self._sample = work, total
 
     def forget(self) -> None:
-        """The group of the sample is no more."""
+        """Drop the sample, as its group has been closed."""
         self._sample = None
 
     def settle(self) -> None:
@@ -171,12 +171,12 @@ class CodecAccount:
             self._fresh.append(("codec_error", error))
 
     def take(self) -> dict[str, float]:
-        """What is new since the last call, for the log."""
+        """Return what is new since the last call, for the log."""
         found, self._fresh = dict(self._fresh), []
         return found
 
     def facts(self) -> dict[str, Any] | None:
-        """Means over turns, as plain numbers; None where nothing went through the codec here."""
+        """Return means over turns, as plain numbers; None where nothing went through the codec here."""
         if not self.turns or self.rate is None:
             return None
         means = {name: statistics.fmean(getattr(turn, name) for turn in self.turns) for name in CodecTurn.__dataclass_fields__}
@@ -191,19 +191,19 @@ class CodecAccount:
 
 
 def off(found: Tensor, right: Tensor) -> float:
-    """|found - right| / |right|, or nan if that isn't finite."""
+    """Return |found - right| / |right|, or nan if that isn't finite."""
     size = float(right.double().norm())
     return float((found.double() - right.double()).norm()) / size if size > 0 else math.nan
 
 
 def sampled(x: Tensor, every: int, step: int) -> Tensor:
-    """A sample of a flat tensor, other elements in every step."""
+    """Return a sample of a flat tensor, of other elements in every step."""
     return x[step * STRIDE % every :: every].clone()
 
 
 @dataclass(frozen=True)
 class CodecVerdict:
-    """What all leaders together found, as it stands in the summary. Bytes and seconds are of one turn: a step, or a round."""
+    """What all leaders found together, as the summary shows it. Bytes and seconds are of one turn: a step, or a round."""
 
     codec: str
     turns: int  # in which something was sent
@@ -221,7 +221,7 @@ class CodecVerdict:
 
 
 def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> CodecVerdict | None:
-    """The verdict on the facts of all workers; None if none has any. `step`: seconds of a step, `steps`: how many there were."""
+    """Judge a codec by the facts of all workers; None if none has any. `step`: seconds of a step, `steps`: how many there were."""
     found = [each for each in facts if each is not None]
     if not found:
         return None

@@ -1,6 +1,6 @@
-"""Buckets that travel through a codec: which codec each has, what it keeps, and when that counts.
+"""Buckets that travel through a codec: which codec each has, what state it keeps, and when a new state counts.
 
-A codec's state changes with every sum; the new one counts when the turn of the loader is over (`commit`), and is forgotten when the turn
+A codec's state changes with every sum; the new one counts when the turn of the loader is over (`commit`), and is discarded when the turn
 failed (`abort`). Between hosts only the leader of a host has one: inside the host sums are exact.
 """
 
@@ -30,32 +30,32 @@ Kind = tuple[Codec, ...]
 
 
 class CompressedExchange:
-    """The codecs of one exchange; `hosts=False` puts every worker behind the codec, also inside a host. Collective."""
+    """The codecs of one exchange. Collective. With `hosts=False` every worker is behind the codec, also inside a host."""
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
         self._context, self._hosts = context, hosts
         group = context.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
         self._options, self._names = [lift(option) for option in chosen], [repr(option) for option in chosen]
-        self._taken = None if isinstance(codec, auto) else 0  # which of them; None: exact sums, until one is chosen
+        self._taken = None if isinstance(codec, auto) else 0  # index of the option in use; None: exact sums, until one is chosen
         self._record = ExactSteps() if isinstance(codec, auto) else None
         self._relay = CodedAllReduce(group if hosts else _flat(group), max(option.stages for option in self._options), trace=context.trace)
         context.extra_groups.append(self._relay)
-        self._narrowed = False  # something is float64, which has been said
+        self._narrowed = False  # whether it was said that float64 values are narrowed
         self._buckets: Sequence[Bucket] = ()
         self._kinds: list[Kind | None] = []  # of each bucket: the codecs of its tensors, by option; None: exact
         self._codecs: list[Codec | None] = []  # of each bucket, as of now
         self._shapes: list[list[Size]] = []
         self._states: list[State] = []  # as of the last turn that counted
         self._next: dict[int, State] = {}  # of this turn
-        self._trips: dict[int, BucketTrip] = {}  # of the buckets that have come through since they were last waited for
-        self._every = 1  # one element in so many is looked at
+        self._trips: dict[int, BucketTrip] = {}  # of the buckets that have arrived since the last wait
+        self._every = 1  # one element in so many is sampled
         self._crossed = 0
         self.account = CodecAccount(repr(codec))
         context.accounts.append(self.account)
 
     def kind(self, slot: Slot) -> Kind | None:
-        """The codecs for a parameter; None where it is exact. What isn't real can't be coded."""
+        """Return the codecs for a parameter; None where it is exchanged exactly, as all but real numbers are."""
         if not slot.parameter.dtype.is_floating_point:
             self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
             return None
@@ -82,7 +82,7 @@ class CompressedExchange:
         self._take(self._taken)
 
     def _take(self, option: int | None) -> None:
-        """Code by this option from now on; nothing has been kept yet."""
+        """Code by this option from now on, with empty states."""
         self._taken = option
         self._codecs, self._states = [], []
         self._next.clear()
@@ -112,7 +112,7 @@ class CompressedExchange:
 
     @contextlib.contextmanager
     def awaited(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Around the wait for some buckets: (index, when it left in nanoseconds of the performance counter) of each; for the account."""
+        """Measure the wait for buckets inside of the block. `begun`: (index, when it left in ns of the performance counter) of each."""
         needed = time.perf_counter()
         yield
         shown = time.perf_counter() - needed
@@ -139,7 +139,7 @@ class CompressedExchange:
         self.account.compare(beside.all_reduce(given, out=given), total)
 
     def commit(self) -> None:
-        """The turn counts. What is under way beyond it (streaming) may come through just now, and counts with the next one."""
+        """Let the states of this turn count. A bucket still under way (streaming) may arrive meanwhile, and counts with the next turn."""
         for index in list(self._next):
             self._states[index] = self._next[index]
             del self._next[index]
@@ -148,7 +148,7 @@ class CompressedExchange:
             self._context.agreement.attempt(lambda: self._choose(record))
 
     def _choose(self, record: ExactSteps) -> None:
-        """Take the option that promises most, if it is enough. Collective."""
+        """Choose the option with the largest predicted gain, if that is enough. Collective."""
         largest = max((n for n, kind in enumerate(self._kinds) if kind is not None), key=lambda n: self._buckets[n].flat.numel())
         kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.beside
         mine = None
@@ -177,7 +177,7 @@ class CompressedExchange:
         self._trips.clear()
 
     def regroup(self) -> None:
-        """Another group, with other leaders perhaps."""
+        """Go on in another group, perhaps with other leaders."""
         group = self._context.group
         relay = CodedAllReduce(
             group if self._hosts else _flat(group), max(option.stages for option in self._options), trace=self._context.trace
@@ -189,12 +189,12 @@ class CompressedExchange:
         self._trips.clear()
 
     def join_info(self) -> list[Any]:
-        """Which codec was chosen, and the rate of the link: for who has just come."""
+        """Return which codec was chosen, and the rate of the link, for a worker that joins."""
         rate = self.account.rate
         return [self._taken, self._record is None, None if rate is None else list(rate)]
 
     def follow(self, layout: list[Any]) -> None:
-        """Take up what `layout` gave."""
+        """Go on with the codec and the rate of `join_info`."""
         taken, chosen, rate = layout
         self._taken = taken
         self._record = None if chosen else self._record
@@ -203,11 +203,11 @@ class CompressedExchange:
 
     @property
     def kept(self) -> tuple[list[State], dict[int, State]]:
-        """What is kept of each bucket, and what this turn would make of it."""
+        """States of all buckets, and those that this turn would leave."""
         return self._states, dict(self._next)
 
     def keep(self, found: tuple[list[State], dict[int, State]]) -> None:
-        """After `regroup` and `lay_out` of the same buckets: go on with what was kept. Who leads since then begins with nothing."""
+        """Go on with states that were kept, after `regroup` and `lay_out` of the same buckets. New leaders begin with empty ones."""
         states, following = found
         if self._relay.leads and any(states):
             self._states = [mine if mine else new for mine, new in zip(states, self._states, strict=True)]
@@ -223,17 +223,17 @@ class CompressedExchange:
 
     @property
     def states(self) -> list[State]:
-        """Of each bucket, as of the last turn that counted."""
+        """States of all buckets, as of the last turn that counted."""
         return list(self._states)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept here, the turn under way included; nothing where another worker leads this host."""
+        """Return the states here, with those of the turn under way; empty where another worker leads this host."""
         states = [self._next.get(index, state) for index, state in enumerate(self._states)]
         return {"codec": self._name(self._taken), "states": states if self._relay.leads else []}
 
     @property
     def has_unreplicated_state(self) -> bool:
-        """Whether anything is kept here and nowhere else."""
+        """Whether this worker alone has any residuals."""
         return self._relay.leads and any(map(keeps, self._states))
 
     def unreplicated_state(self) -> dict[str, Any] | None:
@@ -241,7 +241,7 @@ class CompressedExchange:
         return {"residuals": [residuals(state) for state in self._states]} if self.has_unreplicated_state else None
 
     def load_unreplicated_state(self, state: dict[str, Any], stale: Container[int] = ()) -> bool:
-        """What `own` gave elsewhere, but for the `stale` buckets, is sent by me later, with what I have kept. False if it can't be."""
+        """Take over a lost worker's residuals, but for `stale` buckets, to send them later with mine. Returns False if they don't fit."""
         found, mine = state["residuals"], [residuals(state) for state in self._states]
         if not self._relay.leads or len(found) != len(mine) or not all(map(alike, mine, found)):
             return False
@@ -255,7 +255,7 @@ class CompressedExchange:
         return "exact" if option is None else self._names[option]
 
     def load_state_dicts(self, found: Sequence[dict[str, Any]]) -> None:
-        """Take up what `state_dict` gave on each worker: who leads now sends later what one of those who led has kept, or several."""
+        """Go on from every worker's `state_dict`: a leader sends later what one former leader, or several, had kept."""
         kept = [state["states"] for state in found if state["states"]]
         written = next((state["codec"] for state in found), self._name(self._taken))
         if self._record is not None and written in self._names:
@@ -275,5 +275,5 @@ class CompressedExchange:
 
 
 def _flat(group: Group) -> Group:
-    """All workers without regard to hosts."""
+    """Return the group of all workers without regard to hosts."""
     return getattr(group, "flat", group)

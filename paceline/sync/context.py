@@ -1,4 +1,4 @@
-"""All that a strategy works with: groups, the state of the step, and the trace."""
+"""Everything that a strategy works with: groups, the state of the step, and the trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.trace import Trace
 
 @dataclass
 class StepState:
-    """Where training stands, as the strategies need it; the session keeps it up to date."""
+    """Where training is, as strategies need it; the session keeps it up to date."""
 
     step: int = 0
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
@@ -28,7 +28,7 @@ class StepState:
 
 
 class SideGroup(Protocol):
-    """Whatever sends on behalf of a strategy."""
+    """An object that sends on behalf of a strategy."""
 
     @property
     def traffic(self) -> Traffic: ...
@@ -43,7 +43,7 @@ class SideGroup(Protocol):
 
 @dataclass
 class SyncContext:
-    """All that a strategy works with: the group it exchanges in, the meeting of all workers, the state of the step, and the trace."""
+    """Everything that a strategy works with: the group it exchanges in, the agreement of all workers, the step's state, and the trace."""
 
     group: Group
     agreement: Agreement
@@ -67,7 +67,7 @@ class SyncContext:
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
 
     def leave(self) -> None:
-        """The groups have broken: forget them, but not what they sent."""
+        """Leave the groups, which have broken, but keep counts of what they sent."""
         self.closed_traffic, self.closed_waited = self.traffic, self.waited
         self.extra_groups = []
 
@@ -78,12 +78,12 @@ class SyncContext:
 
     @property
     def traffic(self) -> Traffic:
-        """What this worker has sent in all groups."""
+        """Bytes that this worker has sent in all groups."""
         found = [group.traffic for group in (self.group, *self.extra_groups)]
         return self.closed_traffic + Traffic(sum(t.within for t in found), sum(t.between for t in found))
 
     def sent_and_waited(self) -> tuple[tuple[int, int], float]:
-        """Bytes sent within the host and between hosts, but for probes, and `waited`: all at once, as each step asks twice."""
+        """Return bytes sent within the host and between hosts, but for probes, and `waited`: all at once, as each step asks twice."""
         closed, probed, waited = self.closed_traffic, self.probe_traffic, self.closed_waited
         within, between = closed.within - probed.within, closed.between - probed.between
         for group in (self.group, *self.extra_groups):

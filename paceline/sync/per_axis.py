@@ -1,4 +1,4 @@
-"""One strategy for the workers of a host, another between hosts: the axes of the mesh, each with a strategy of its own.
+"""One strategy for the workers of a host, another between hosts: each axis of the mesh has a strategy of its own.
 
 Sequence((AllReduce(), "local"), (LocalSGD(32), "host"))
 
@@ -54,7 +54,7 @@ class Sequence:
 
 
 def _inside(context: SyncContext) -> SyncContext:
-    """The same with the workers of my host alone. What they exchange is part of a call of all: a loss is survived by all."""
+    """Return a context for my host's workers alone. Their exchanges are part of collective calls: all workers survive a loss together."""
     assert context.local is not None
     group = context.local()
     agreement = Agreement(group, step=lambda: context.step_state.step, hosts=(f"the host of rank {group.global_rank(0)}",) * group.size)
@@ -99,7 +99,7 @@ class PerAxisSync:
         self._outer.commit()
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Give what the outer strategy does: inside a host replicas are always equal."""
+        """Return the outer strategy's, as replicas inside a host are always equal."""
         return self._outer.replicated_state()
 
     def converge(self) -> None:
@@ -127,7 +127,7 @@ class PerAxisSync:
         return self._outer.has_unreplicated_state
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Give what the outer strategy does: what codecs keep inside a host stays there."""
+        """Return the outer strategy's, as what codecs keep inside a host stays there."""
         return self._outer.unreplicated_state()
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -141,7 +141,7 @@ class PerAxisSync:
         return {"inner": self._inner.state_dict(), "outer": self._outer.state_dict()}
 
     def load_state_dicts(self, states: Rows[dict[str, Any]]) -> None:
-        """Take up what was saved; if there are other hosts now, codecs inside a host go on with what the first workers kept."""
+        """Go on from what was saved; if there are other hosts now, codecs inside a host go on with what the first workers kept."""
         found = [state for state in states if state]
         check_strategy("Sequence", found, "outer")
         group = self._inside.group

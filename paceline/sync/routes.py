@@ -1,4 +1,4 @@
-"""With whom and along which way a bucket is summed: a name becomes an object once, here."""
+"""Routes of buckets: with which workers and by which schedule a bucket is summed. A name becomes an object here, once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Reducer(Protocol):
     """Sums flat tensors over all workers, in place, one after the other."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory that it sums fastest; collective."""
+        """Return CPU memory that this reducer sums fastest. Collective."""
         ...
 
     def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory of this worker alone, which may take the place of what `empty` gave; others needn't know."""
+        """Return CPU memory of this worker alone that may take the place of `empty`'s; other workers needn't know."""
         ...
 
     def release(self, flat: Tensor) -> None:
-        """`flat` (from `empty` or `beside`) is not used any more."""
+        """Take back `flat` (from `empty` or `beside`), which is not used any more."""
         ...
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
@@ -37,12 +37,12 @@ class Reducer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free threads."""
+        """End threads."""
         ...
 
 
 class GroupReducer:
-    """The group's own all-reduce."""
+    """Sums by the group's own all-reduce."""
 
     def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
         self._group, self._say, self._owned = group, say, owned
@@ -77,7 +77,7 @@ class GroupReducer:
 
 
 class ScheduledReducer(GroupReducer):
-    """A schedule, run move by move over the group's `exchange`."""
+    """Sums by a schedule, run move by move over the group's `exchange`."""
 
     def __init__(self, group: Group, schedule: Schedule, say: Callable[[str], None]) -> None:
         super().__init__(group, say)
@@ -114,7 +114,7 @@ WAYS: dict[str, Callable[[SyncContext], Reducer]] = {"auto": _auto, "native": _n
 
 
 def reducer(via: str) -> Callable[[SyncContext], Reducer]:
-    """What makes the reducer called `via`; `UsageError` for an unknown name."""
+    """Return the function that makes the reducer called `via`. Raises `UsageError` for an unknown name."""
     if via not in WAYS:
         raise UsageError(f"via={via!r} is unknown; {choices(via, WAYS)}")
     return WAYS[via]

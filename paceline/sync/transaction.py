@@ -1,4 +1,4 @@
-"""What all workers do together in one step of training, as one act that holds on all of them or on none.
+"""Transactions: what all workers do together in one step of training holds on all of them or on none.
 
     begin       a turn begins                          exchange    the end of a backward pass
     rollback    it comes again, as it began            step        a step that is made elsewhere than here
@@ -23,7 +23,7 @@ Deliver = Callable[[int, Tensor, float], None]
 
 
 class Transaction(Protocol):
-    """A step's transaction. `failed`: this turn had an act without a result, on all workers; `recovers`: the run outlives lost workers."""
+    """A step's transaction. `failed`: an act of this turn had no result, on all workers; `recovers`: the run outlives lost workers."""
 
     failed: bool
     recovers: bool
@@ -33,11 +33,11 @@ class Transaction(Protocol):
         ...
 
     def deliver(self) -> Deliver:
-        """Give what takes the gradients of the pass that begins."""
+        """Return the function that takes the gradients of the pass that begins."""
         ...
 
     def exchange(self, act: Callable[[], Addends]) -> Addends:
-        """End a backward pass by `act`; where it has no result, give zeros for what was touched here."""
+        """End a backward pass by `act`, and return its addends; zeros for what was touched here if it has no result."""
         ...
 
     def stepping(self, *, remote: bool) -> None:
@@ -45,11 +45,11 @@ class Transaction(Protocol):
         ...
 
     def step(self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False) -> T | None:
-        """Make a step elsewhere by `act`, or give None where it can't be made. `last`: nothing else of that step can fail."""
+        """Make a step elsewhere by `act`, and return its result; None where it can't be made. `last`: nothing more of it can fail."""
         ...
 
     def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
-        """Bring rows together by `act`, once for each batch; give `nothing` where they were had before, or are to come again."""
+        """Gather rows by `act`, once for each batch; return `nothing` where they were gathered before, or the turn is dealt again."""
         ...
 
     def rollback(self) -> None:
@@ -58,7 +58,7 @@ class Transaction(Protocol):
 
 
 class PlainTransaction:
-    """The transaction of a run that ends when a worker is lost: each act is made as it is."""
+    """The transaction of a run that ends when a worker is lost: each act is simply made."""
 
     failed = False
     recovers = False

@@ -2,7 +2,7 @@
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
-                                 thread | write, hash, sync, prune |
+                                       thread | write, hash, sync, prune |
 """
 
 from __future__ import annotations

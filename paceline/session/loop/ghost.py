@@ -3,8 +3,7 @@
     samples   forward   buffers that have changed ──┐
     ghost     forward   set back                    └─> taken: steps of spectral norm and counters stay equal on all workers
 
-With batchnorm="local" the statistics of BatchNorm layers belong to each worker, and stay set back on ghosts; else they are right on a
-ghost.
+With batchnorm="local" each worker has statistics of its own, which stay set back on ghosts; else they are right on a ghost.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ TRIED = 2  # turns at the beginning that copy the whole state, before it is know
 class Rollback:
     """Goes back to the beginning of a turn. `parts` returns the state by name; names with `kept.` are the user's own objects.
 
-    A turn may step before its last exchange (GANs). Then the whole state is copied before the first step of each turn, from the first such
-    turn on.
+    A turn may step before its last exchange (GANs). Then the whole state is copied before the first step of each
+    turn, from the first such turn on.
     """
 
     def __init__(

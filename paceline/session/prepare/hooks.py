@@ -54,8 +54,8 @@ def follow(model: nn.Module, loop: TrainingLoop) -> None:
 class OptimizerBindings:
     """How prepared optimizers step.
 
-    `groups` has, by the optimizer's id, how many parameter groups it had when last checked; `remote` has what steps it if it steps
-    elsewhere.
+    `groups` has, by the optimizer's id, how many parameter groups it had when last checked; `remote` has what
+    steps it, if it steps elsewhere.
     """
 
     def __init__(self, begins: Callable[[Optimizer, bool], None]) -> None:

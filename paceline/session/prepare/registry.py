@@ -61,9 +61,7 @@ class Prepared:
         return self._remote_steps.clip(parameters, max_norm, norm_type)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        """Prepare a script's objects and return them, in their order. `given` is None for each option that the call of `Run.prepare` leaves
-        out.
-        """
+        """Prepare a script's objects and return them, in their order. `given` has None for each option that the call leaves out."""
         kinds = [checks.kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):

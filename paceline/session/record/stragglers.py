@@ -2,10 +2,10 @@
 
 seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the log:
 
-    flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named: neither one that evaluates
-    rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
-    rank 1  51   49   50   90   51
-    rank 2  84   85   86   85   84   ->   35 ms late
+flush   -4   -3   -2   -1    0        a worker that is late in four of five flushes is named: neither one that evaluates
+rank 0  48   50   51   49   50  ms    or saves now and then, nor the noise of a moment
+rank 1  51   49   50   90   51
+rank 2  84   85   86   85   84   ->   35 ms late
 """
 
 from __future__ import annotations

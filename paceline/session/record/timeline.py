@@ -2,13 +2,13 @@
 
 A rank is a process of the picture; each kind of span has a row of its own, more than one where spans of a kind overlap:
 
-  rank 0 on A   step      [ turn          ][ turn         ]
-                compute     [      ]       [      ]
-                exchange            [     ]        [     ]
-                bucket          [ 0  ]         [ 0 ]
-                bucket 2           [ 1  ]         [ 1  ]
-                between          [][][][]       [][][][]
-  server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait for something
+    rank 0 on A   step      [ turn          ][ turn         ]
+                  compute     [      ]       [      ]
+                  exchange            [     ]        [     ]
+                  bucket          [ 0  ]         [ 0 ]
+                  bucket 2           [ 1  ]         [ 1  ]
+                  between          [][][][]       [][][][]
+    server 0 on A serve          [][][ ]        [][][ ]     and a curve of the messages that wait for something
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     step 100    a digest of each worker             all are the same: go on
     step 200    a digest of each worker             one is not
                 the number of each of its tensors   which workers have what most don't have
-      "stop"   the summary is written, and all workers raise the same error
-      "heal"   what differs comes from a near worker that is right, all compare once more, and go on
+       "stop"   the summary is written, and all workers raise the same error
+       "heal"   what differs comes from a near worker that is right, all compare once more, and go on
 
 A worker may die in any of these calls. So what is done next follows from the result of a call, which is the same on all workers, and never
 from which workers are there.

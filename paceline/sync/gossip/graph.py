@@ -29,23 +29,23 @@ LEAST = 1e-9  # a spectral gap below is none
 
 
 def weights(graph: str | Edges, size: int, step: int) -> Matrix:
-    """W of this step: entry (i, j) is what rank i takes of rank j's values."""
+    """Return W of this step: entry (i, j) is what rank i takes of rank j's values."""
     if isinstance(graph, str):
         return GRAPHS[graph](size, step)
     return _edges(graph, size)
 
 
 def period(graph: str | Edges, size: int) -> int:
-    """After how many steps the matrices begin again; 0: never."""
+    """Return after how many steps the matrices begin again; 0: never."""
     if graph == "matching":
         return 0
     return max(1, math.ceil(math.log2(size))) if graph == "exponential" else 1
 
 
 def gap(graph: str | Edges, size: int) -> float:
-    """1 minus the factor by which a step brings values nearer to their mean, on average; 1 is at once, 0 is never.
+    """Return 1 minus the factor by which a step brings values nearer to their mean, on average; 1 is at once, 0 is never.
 
-    Of a matching it is that of the mean matrix (Boyd et al. 2006): a matching squared is itself.
+    For "matching" it is that of the mean matrix (Boyd et al. 2006): a matching squared is itself.
     """
     if size == 1:
         return 1.0
@@ -63,7 +63,7 @@ def gap(graph: str | Edges, size: int) -> float:
 
 
 def check(graph: str | Edges) -> None:
-    """Raise `UsageError` for what is no graph."""
+    """Raise `UsageError` for anything that is no graph."""
     if isinstance(graph, str):
         if graph not in GRAPHS:
             raise UsageError(f"graph={graph!r} is unknown; {choices(graph, GRAPHS)}; or pairs of ranks, such as ((0, 1), (1, 2))")
@@ -74,7 +74,7 @@ def check(graph: str | Edges) -> None:
 
 
 def prove(graph: str | Edges, size: int) -> float:
-    """The spectral gap, once it is shown that W is doubly stochastic and mixes; `UsageError` where it doesn't."""
+    """Return the spectral gap, after a check that W is doubly stochastic and mixes. Raises `UsageError` where it doesn't."""
     if not isinstance(graph, str) and max(rank for edge in graph for rank in edge) >= size:
         raise UsageError(f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, and there are {size} workers")
     for step in range(period(graph, size) or 2 * size):
@@ -122,7 +122,7 @@ def _edges(edges: Edges, size: int) -> Matrix:
 
 
 def _component(edges: Edges, size: int) -> list[int]:
-    """The smallest set of ranks that nobody else is joined to."""
+    """Return the smallest set of ranks that no other rank is joined to."""
     sets: list[set[int]] = [{rank} for rank in range(size)]
     for a, b in edges:
         joined = next(s for s in sets if a in s) | next(s for s in sets if b in s)

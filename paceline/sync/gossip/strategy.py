@@ -1,6 +1,7 @@
-"""Gossip: workers step by themselves and mix with neighbours only; nobody ever waits for all.
+"""Gossip: workers step by themselves and mix with neighbours only; no step waits for all workers.
 
 x_i = sum over j of W_ij x_j                          exact (D-PSGD, Lian et al. 2017; step, then mix)
+
 known_ij += coded(x_i - known_ij)                     coded (CHOCO-SGD, Koloskova et al. 2019): neighbours know each other about,
 x_i += gamma sum over j of W_ij (known_ji - known_ij)  and what they know comes nearer with each message; the mean never changes
 """
@@ -71,7 +72,7 @@ class Gossip:
 
 @dataclass
 class _MixingRound:
-    """What a coded mixing sends and takes; how far what neighbours know of me is from what I am, on a sample."""
+    """Figures of a coded mixing: bytes, time, and a sample of how far my replica is from what neighbours know of it."""
 
     sent: int = 0
     exact: list[int] = field(default_factory=list)  # bytes of each tensor that was sent, as it is
@@ -86,7 +87,7 @@ class _MixingRound:
         self.known.append(sampled(known, every, 0))
 
     def tell(self, account: CodecAccount, shown: float) -> None:
-        """The mixing is over, and has taken so long."""
+        """Add the figures of the mixing, which is over and took `shown` seconds."""
         if not self.exact or account.rate is None:
             return
         exact_shown = sum(account.rate.seconds(nbytes) for nbytes in self.exact)
@@ -111,7 +112,7 @@ class GossipSync:
         self._steps = 0
         self._equals = True  # nothing has changed since replicas were equal
         self._open = False  # a step is under way
-        self._others = False  # the workers have become others since replicas were equal
+        self._others = False  # the workers have changed since replicas were equal
         self._graph = plan.graph
         self._account = None if isinstance(plan.codec, exact) else CodecAccount(repr(plan.codec), "what neighbours know")
         if self._account is not None:
@@ -134,7 +135,7 @@ class GossipSync:
         self._measure()
 
     def _measure(self) -> None:
-        """How fast the links to my neighbours are. Collective."""
+        """Measure how fast the links to my neighbours are. Collective."""
         group, account = self._context.group, self._account
         if account is None or account.rate is not None or group.size == 1 or not self._buckets:
             return
@@ -148,7 +149,7 @@ class GossipSync:
         self._context.probe_traffic += group.traffic - before
 
     def _forget(self) -> None:
-        """Replicas are equal: everybody knows everybody."""
+        """Begin anew from equal replicas: all neighbours know each other."""
         self._known.clear()
         coded = not isinstance(self._plan.codec, exact)
         self._others = False
@@ -181,7 +182,7 @@ class GossipSync:
     # ---- mixing
 
     def commit(self) -> None:
-        """End a step, and mix where that is due."""
+        """End a step, and mix if that is due."""
         self._steps += 1
         self._open = False
         if not self._equals and self._steps % self._plan.every == 0 and self._context.group.size > 1:
@@ -201,7 +202,7 @@ class GossipSync:
             self._turn.tell(self._account, time.perf_counter() - begun)
 
     def _mixed(self, turn: int) -> bool:
-        """Every bucket holds what my replica is to be; whether all have the same there, as is done where the workers have become others."""
+        """Compute in each bucket what my replica becomes; whether all become the same, as once after the workers have changed."""
         if self._others:
             self._means()
             return True
@@ -218,7 +219,7 @@ class GossipSync:
             flat.div_(self._context.group.size)
 
     def _neighbours(self, turn: int) -> tuple[Near, Near]:
-        """(rank, weight) of those that I hear from, and of those that hear from me."""
+        """Return (rank, weight) of the neighbours that I hear from, and of those that hear from me."""
         me = self._context.group.rank
         w = weights(self._graph, self._context.group.size, turn)
         sources = [(rank, float(w[me, rank])) for rank in range(len(w)) if rank != me and w[me, rank]]
@@ -262,7 +263,7 @@ class GossipSync:
         bucket.flat.copy_(mine)
 
     def _about(self, index: int, rank: int, *, own: bool) -> Tensor:
-        """What that rank knows of me, or I of it; at first what all were when replicas were equal."""
+        """Return what that rank knows of me (`own`), or I of it; at first what all replicas were when they were equal."""
         key = (index, rank, own)
         if key not in self._known:
             self._known[key] = self._equal[index].clone()
@@ -289,7 +290,7 @@ class GossipSync:
         return None if rate is None else list(rate)
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Have the next mixing make all equal, as neighbours are others and don't know each other."""
+        """Let the next mixing make all replicas equal, as neighbours have changed and don't know each other."""
         self._context = context
         if not isinstance(self._graph, str):
             context.announce(
@@ -307,7 +308,7 @@ class GossipSync:
         self._buckets, self._known = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the number of steps, as replicas are equal then."""
+        """Return the number of steps; replicas are equal when it is called."""
         return {"gossip": self._steps + self._open}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
@@ -320,12 +321,12 @@ class GossipSync:
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:
-    """What a replica of this dtype is mixed in: nothing that it has may be rounded away."""
+    """Return the dtype in which replicas of this dtype are mixed, so that rounding loses nothing."""
     return torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
 
 
 def _learn(coding: Coding, message: Message, known: Tensor) -> None:
-    """What is known becomes that and what the message says: the same bits on both sides."""
+    """Add a message to what is known: the same bits on both sides."""
     if known.dtype == torch.float32:
         coding.add(message, known)
         return

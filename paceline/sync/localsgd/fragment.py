@@ -1,4 +1,4 @@
-"""A part of the model whose changes travel together: where all last agreed to be, and how far its round has come (see `localsgd`)."""
+"""Fragments: parts of the model whose changes travel together, with the values all last agreed on, and the state of their round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.formatting import spell
 
 @dataclass(frozen=True)
 class adaptive:
-    """`first` steps in a round at the beginning; then twice as many while replicas stay together, half when they part.
+    """Round lengths that adapt: `first` steps at the beginning; then twice as many while replicas stay close, half when they drift apart.
 
-    They part when the root mean square of what each worker's change differs from the mean change by is more than `drift` times the mean
-    change; they stay together below half of that.
+    They drift apart when the root mean square of the difference between each worker's change and the mean change is more than
+    `drift` times the mean change; they stay close below half of that.
     """
 
     first: int = 8
@@ -35,7 +35,7 @@ class adaptive:
             raise UsageError(f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold")
 
     def next(self, every: int, found: float) -> int:
-        """The steps of the next round, after one of `every` whose drift was `found`."""
+        """Return the steps of the next round, after one of `every` whose drift was `found`."""
         if found > self.drift:
             return max(self.least, every // 2)
         return min(self.most, every * 2) if found < self.drift / 2 else every
@@ -43,7 +43,7 @@ class adaptive:
 
 @dataclass
 class FragmentUnit:
-    """A bucket of parameters that travel together, where all last agreed to be, and what the outer optimizer remembers."""
+    """A bucket of parameters that travel together, the values all last agreed on, and the outer optimizer's state."""
 
     index: int
     bucket: Bucket  # flat: what I have changed, then what all have
@@ -55,14 +55,14 @@ class FragmentUnit:
     copied: Tensor | None = None  # what I have changed, for a buddy
 
     def weigh(self, change: Tensor, part: float) -> Tensor:
-        """My change by its part, in place, and what is carried with it."""
+        """Weight my change by `part`, in place, and add what is carried."""
         change.mul_(part)
         return change if self.carried is None else change.add_(self.carried)
 
 
 @dataclass
 class Fragment:
-    """Some units that take turns with those of others, and how far their round has come."""
+    """Some units that take turns with those of other fragments, and how far their round has come."""
 
     landed: int = 0  # the step after which all last agreed
     units: list[FragmentUnit] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Fragment:
     level: int = -1  # the step after which all replicas were what had come
 
     def own(self, changed: Callable[[FragmentUnit, Tensor], Tensor]) -> dict[str, Any] | None:
-        """What I have changed, and carry, by its part of the samples, and that part, in steps; None if nothing has changed.
+        """Return my weighted changes and what I carry, with my part of the samples in steps; None if nothing has changed.
 
         `changed` writes what I have changed in a unit into memory.
         """
@@ -92,17 +92,17 @@ class Fragment:
         return {"parts": part * steps + self.lost, "changes": changes}
 
     def fits(self, theirs: dict[str, Any] | None) -> bool:
-        """Whether what another's `own` gave is of the same units."""
+        """Whether what another's `own` returned is of the same units."""
         return theirs is None or [change.shape for change in theirs["changes"]] == [unit.start.shape for unit in self.units]
 
     def carry(self, theirs: dict[str, Any]) -> None:
-        """From now on what a lost worker's `own` gave is sent with what I have changed."""
+        """Send, from now on, a lost worker's `own` together with my changes."""
         self.lost += theirs["parts"]
         for unit, change in zip(self.units, theirs["changes"], strict=True):
             unit.carried = change if unit.carried is None else unit.carried + change
 
     def land(self, step: int) -> None:
-        """All have agreed, after this step."""
+        """Note that all workers have agreed, after this step."""
         self.flying, self.here, self.landed, self.lost = False, False, step, 0.0
         for unit in self.units:
             unit.carried = None

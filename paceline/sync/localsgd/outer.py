@@ -1,4 +1,4 @@
-"""What is done with the mean change of the workers since they last agreed: taken as it is, or as a gradient for an optimizer of its own.
+"""Outer optimizers of local SGD: take the workers' mean change as it is, or as a gradient for an optimizer of its own.
 
 average     x = x0 + change
 nesterov    v = momentum v - change;  x = x0 - lr (momentum v - change)      DiLoCo (Douillard et al. 2023)
@@ -17,10 +17,10 @@ from paceline.formatting import spell
 
 
 class Outer(Protocol):
-    """How replicas move from where they last agreed."""
+    """An outer optimizer: how replicas move from the values they last agreed on."""
 
     def begin(self, like: Tensor) -> Tensor | None:
-        """What is remembered from round to round of a tensor like this, if anything is."""
+        """Return the optimizer's state for a tensor like this, or None if it keeps none."""
         ...
 
     def move(self, start: Tensor, change: Tensor, memory: Tensor | None) -> None:

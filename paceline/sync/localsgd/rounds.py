@@ -1,4 +1,4 @@
-"""The rounds of local SGD: what each worker has changed is sent, its mean taken, and all go on from there (see `localsgd`)."""
+"""Rounds of local SGD: each worker sends its changes, their mean is taken, and all go on from there (see `LocalSGD`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LocalSGDSync:
 
     @property
     def exchanges_in_backward(self) -> bool:
-        """Whether it still warms up."""
+        """Whether the strategy still warms up with AllReduce."""
         return self._warm is not None
 
     # ---- layout
@@ -90,7 +90,7 @@ class LocalSGDSync:
         return torch.empty(numel, dtype=dtype, device=device) if device.type != "cpu" else self._reducer.empty(numel, dtype)
 
     def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
-        """The parameters as they are, laid out as the bucket is."""
+        """Copy the parameters as they are, laid out as in the bucket."""
         for number, view in zip(bucket.members, bucket.over(into), strict=True):
             view.copy_(self._slots[number].parameter.detach())
         return into
@@ -147,7 +147,7 @@ class LocalSGDSync:
             self._coded.commit()
 
     def _count(self) -> None:
-        """The step under way has changed my replica."""
+        """Count the step under way, which has changed my replica."""
         if not self._counted:
             for turn in self._rounds:
                 turn.steps += 1
@@ -162,7 +162,7 @@ class LocalSGDSync:
             self._lay_out()
 
     def _due(self, number: int) -> bool:
-        """Fragments take turns within a round: the first time they come after parts of it, from then on after all of it."""
+        """Whether a fragment is to be sent. Fragments take turns: each first comes after a part of a round, then after whole ones."""
         turn = self._rounds[number]
         local = self._steps - self._options.after
         if local < self._every:  # the first round
@@ -170,7 +170,7 @@ class LocalSGDSync:
         return turn.steps >= self._every
 
     def _send(self, number: int) -> None:
-        """What I have changed in a fragment, weighted by my samples, is on its way."""
+        """Send my change of a fragment, weighted by my samples."""
         turn = self._rounds[number]
         turn.mine, turn.length = turn.parts / turn.steps, turn.steps
         turn.steps, turn.parts, turn.flying, turn.here = 0, 0.0, True, False
@@ -198,11 +198,11 @@ class LocalSGDSync:
                 return  # it is sent anew when it is waited for
 
     def _changed(self, unit: FragmentUnit, into: Tensor) -> Tensor:
-        """What I have changed since all last agreed."""
+        """Compute my change since all last agreed."""
         return self._read(unit.bucket, into).sub_(unit.start)
 
     def _arrive(self, number: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """What all have changed, once it is there, and the means of what optimizers remember."""
+        """Wait for the changes of all workers, and for the means of their optimizers' state."""
         turn = self._rounds[number]
         if any(unit.work is None for unit in turn.units):
             self._launch(number, adapt=not self._options.delay)
@@ -215,7 +215,7 @@ class LocalSGDSync:
         return changes, self._mean_memories(turn) if self._options.momentum == "averaged" else []
 
     def _void(self, number: int) -> None:
-        """A worker was lost before all had what they were sent: it is sent anew."""
+        """Discard an exchange in which a worker was lost before all had its result; it is sent anew."""
         turn = self._rounds[number]
         turn.here = False
         for unit in turn.units:
@@ -224,7 +224,7 @@ class LocalSGDSync:
                 self._coded.abort(unit.index)
 
     def _land(self, number: int, alpha: float) -> None:
-        """What all have changed is there: go on from it."""
+        """Go on from the mean change of all workers, once it has arrived."""
         begun, apart, moved, turn = time.perf_counter_ns(), 0.0, 0.0, self._rounds[number]
         changes, memories = self._context.agreement.repeat(lambda: self._arrive(number), lambda: self._void(number), f"round of {number}")
         for unit, change in zip(turn.units, changes, strict=True):
@@ -246,13 +246,13 @@ class LocalSGDSync:
         self._context.trace.record("round", "exchange", begun, time.perf_counter_ns())
 
     def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
-        """The length of the next round, from how far apart all were at the end of the last one."""
+        """Set the length of the next round by how far replicas had drifted apart at the end of the last one."""
         apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
         if isinstance(self._options.every, adaptive) and moved > 0:
             self._every = max(self._options.every.next(self._every, math.sqrt(apart / moved)), self._options.delay + 1)
 
     def _mean_memories(self, turn: Fragment) -> list[tuple[Tensor, Tensor]]:
-        """What optimizers remember of the parameters of a fragment, and the means of it."""
+        """Return the optimizers' state of a fragment's parameters, and the means of it."""
         tensors, found = [], []
         for unit in turn.units:
             for slot in (self._slots[number] for number in unit.bucket.members):
@@ -267,7 +267,7 @@ class LocalSGDSync:
         return found
 
     def replicated_state(self) -> dict[str, Tensor] | None:
-        """Give where all agreed to be, right after a round; while it warms up, always, and nothing."""
+        """Return the values that all agreed on, right after a round; during the warm-up an empty dict, as all is equal."""
         if self._warm is not None:
             return {}
         if any(turn.level != self._steps for turn in self._rounds if turn.units):
@@ -307,7 +307,7 @@ class LocalSGDSync:
         return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Keep where all last agreed to be, and send anew what has not come everywhere."""
+        """Keep the values that all last agreed on, and send anew what has not arrived everywhere."""
         layout = self.join_info() if layout is None else layout
         self._context, self._reducer = context, reducer("auto")(context)
         self._steps, self._every = layout["steps"], layout["every"]
@@ -325,7 +325,7 @@ class LocalSGDSync:
         self._rounds = [Fragment() for _ in before]
         self._lay_out()
         for turn, old in zip(self._rounds, before, strict=True):
-            for new, unit in zip(turn.units, old.units, strict=False):  # who has just come had none perhaps
+            for new, unit in zip(turn.units, old.units, strict=False):  # a worker that has just joined may have none
                 new.start, new.memory, new.carried, new.copied = unit.start, unit.memory, unit.carried, unit.copied
                 if not old.here and self._coded is not None and kept is not None:
                     kept[1].pop(unit.index, None)
@@ -347,14 +347,14 @@ class LocalSGDSync:
         return self._warm is None and bool(self._units)
 
     def unreplicated_state(self) -> dict[str, Any] | None:
-        """Give what I have changed since the last rounds, and what a codec has kept."""
+        """Return my changes since the last rounds, and what a codec has kept."""
         if not self.has_unreplicated_state:
             return None
         coded = None if self._coded is None else self._coded.unreplicated_state()
         return {"rounds": [turn.own(self._changed) for turn in self._rounds], "coded": coded}
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
-        """Carry it into the rounds that are under way; a round that has ended since had it in it."""
+        """Carry a lost worker's changes into the rounds under way; a round that has ended since included them."""
         fresh = [turn for turn in self._rounds if turn.landed <= step]
         rounds = list(zip(self._rounds, state["rounds"], strict=False))
         if not fresh or len(rounds) != len(state["rounds"]) or not all(turn.fits(theirs) for turn, theirs in rounds):
@@ -377,7 +377,7 @@ class LocalSGDSync:
             self._coded.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what is remembered from round to round; replicas are equal then."""
+        """Return the outer optimizer's state; replicas are equal when it is called."""
         units = self._units
         coded = {} if self._coded is None or not units else self._coded.state_dict()
         return {

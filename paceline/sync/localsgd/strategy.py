@@ -29,7 +29,7 @@ class LocalSGD(RoundOptions):
     is cut into so many parts that take turns; a part's mean is used `delay` steps after it was sent, mixed with what the worker has then:
     x = alpha x + (1 - alpha) mean.
 
-    Replicas also become equal where they are looked at as one: before an evaluation, at `run.save`, and at the end of the run.
+    Replicas also become equal before an evaluation, at `run.save`, and at the end of the run.
     """
 
     __repr__ = spell
