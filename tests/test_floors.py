@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [
-    {"callsite", "errors", "trace", "formatting"},
+    {"callsite", "errors", "trace", "formatting", "timings"},
     {"state", "cluster"},
     {"comm"},
     {"codec"},

@@ -15,6 +15,7 @@ from typing import overload
 
 from paceline.cluster import secret as secrets
 from paceline.errors import PlaceError
+from paceline.timings import DEFAULTS, Timings, parse
 
 Environ = Mapping[str, str]
 
@@ -59,6 +60,7 @@ class Place:
     run: tuple[str, int] | None = None  # the folder and the seed of the run that it joins
     stack_fd: int | None = None  # where its stack is written when the launcher asks for it (paceline run)
     job: str | None = None  # what tells its job from all others (paceline run)
+    timings: Timings = DEFAULTS
 
 
 def environment() -> dict[str, str]:
@@ -73,6 +75,15 @@ def discover(environ: Environ | None = None) -> Place:
     place = next((found for found in recognised if found is not None), None) or _alone(surroundings)
     _check(place)
     return _personal(place, surroundings)
+
+
+def timings(environ: Environ | None = None) -> Timings:
+    """Get the timings of this process: the defaults, but for what PACELINE_TIMINGS holds, which is there for tests."""
+    text = (environment() if environ is None else environ).get("PACELINE_TIMINGS")
+    try:
+        return parse(text) if text else DEFAULTS
+    except ValueError as error:
+        raise PlaceError(f"PACELINE_TIMINGS can't be used ({error}); it is there for tests: unset it") from error
 
 
 def fixed_port(*parts: object) -> int:
@@ -272,6 +283,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
+        timings=timings(environ),
     )
 
 

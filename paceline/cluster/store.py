@@ -29,8 +29,6 @@ else:
     from torch.distributed import Store as TorchStore
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two looks at the store
-_HEARD_SECONDS = 2.0  # for others to read why nothing comes of the meeting
-_SHORTEST_RETRY, _LONGEST_RETRY = 0.02, 0.5  # seconds between two tries to connect
 
 
 class Store:
@@ -213,7 +211,7 @@ def _publish(here: Store, place: Place) -> None:
 
 def _await_readers(here: Store, place: Place) -> None:
     """Stay until all ranks that have come have read why there is no table."""
-    end = time.monotonic() + _HEARD_SECONDS
+    end = time.monotonic() + place.timings.store.heard
     while time.monotonic() < end and any(here.has([str(rank)]) and not here.has([f"heard/{rank}"]) for rank in range(1, place.size)):
         time.sleep(_LONGEST_NAP)
 
@@ -311,7 +309,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
     host, port = place.meeting
     end = time.monotonic() + left
     deadline = left if deadline is None else deadline
-    nap = _SHORTEST_RETRY
+    nap = place.timings.store.shortest_retry
     while True:
         found = _knock(place, end - time.monotonic())
         if isinstance(found, TorchStore):
@@ -324,7 +322,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
                 (0,),
             ) from found
         time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_RETRY)
+        nap = min(2 * nap, place.timings.store.longest_retry)
 
 
 def _knock(place: Place, left: float) -> TorchStore | Exception:
@@ -338,7 +336,7 @@ def _knock(place: Place, left: float) -> TorchStore | Exception:
     if network.loopback(target) and place.hosts > 1:
         target = address(place)  # among several hosts, a name that means loopback here means this host
     try:
-        socket.create_connection((target, port), timeout=max(0.1, min(2.0, left))).close()
+        socket.create_connection((target, port), timeout=max(0.1, min(place.timings.store.connect, left))).close()
         return TCPStore(target, port, None, False, timedelta(seconds=max(1.0, left)), wait_for_workers=False)
     except (OSError, DistError) as error:
         return error
@@ -351,7 +349,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
     stays in it to wait.
     """
     end = time.monotonic() + deadline
-    nap = _SHORTEST_RETRY
+    nap = place.timings.store.shortest_retry
     while True:
         store = _join(place, max(0.0, end - time.monotonic()), deadline)
         try:
@@ -359,7 +357,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
             if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
                 return store, int(claims.add(f"starts/{place.rank}", 1))
         except DistError:
-            nap = _SHORTEST_RETRY  # it has ended now, and the next one is near
+            nap = place.timings.store.shortest_retry  # it has ended now, and the next one is near
         del store
         if time.monotonic() + nap >= end:
             raise DeadlineExceeded(
@@ -368,7 +366,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
                 (0,),
             )
         time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_RETRY)
+        nap = min(2 * nap, place.timings.store.longest_retry)
 
 
 def _claim(store: TorchStore, place: Place) -> TorchStore:

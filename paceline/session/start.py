@@ -83,7 +83,7 @@ def start(
     comparison, place = Comparison(compare, differing), discover()
     strategy = _strategy(place.sync if place.sync is not None else sync)
     seconds = deadline if place.deadline is None else place.deadline
-    check_lateness(late_after, seconds)
+    check_lateness(late_after, seconds, timings=place.timings.hangs)
     events.joined(place)
     announcer = Announcer(lambda: place.rank == 0 and not place.joining)
     try:

@@ -22,22 +22,22 @@ from paceline.cluster.hosts.channel import Channel, call, ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
 from paceline.errors import PacelineError
+from paceline.timings import DEFAULTS, MembershipTimings, Timings
 
 Point = tuple[str, int]
-_AGAIN_SECONDS = 1.0  # between two tries to listen at the meeting point, and to find somebody who waits there
-_ANSWER_SECONDS = 1.0  # how long the answer there may take: less than others wait for this launcher
 
 
 class MeetingPoint:
     """The sockets on which a launcher accepts calls. `listening`: its own port; `point`: the job's meeting point."""
 
-    def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None) -> None:
+    def __init__(self, listening: socket.socket, secret: bytes, point: Point | None = None, *, timings: Timings = DEFAULTS) -> None:
         self._sockets, self._point = [listening], point
         mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
         self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
-        self._lobby = Handshakes(secret)
+        self._lobby = Handshakes(secret, timings=timings.channel)
+        self._timings = timings.membership
         self._tried_at = 0.0
-        self._inviting = None if point is None else Inviter(point, secret)
+        self._inviting = None if point is None else Inviter(point, secret, timings=timings.membership)
         listening.setblocking(False)
 
     def descriptors(self) -> list[int]:
@@ -53,7 +53,7 @@ class MeetingPoint:
     def tick(self, now: float) -> None:
         """Drop silent callers, and listen at the meeting point as soon as that is possible."""
         self._lobby.tick(now)
-        if self._point is None or len(self._sockets) > 1 or now - self._tried_at < _AGAIN_SECONDS:
+        if self._point is None or len(self._sockets) > 1 or now - self._tried_at < self._timings.visit:
             return
         self._tried_at = now
         for address in self._addresses:
@@ -80,15 +80,15 @@ class MeetingPoint:
 class Inviter:
     """Tells newcomers at the meeting point where the launchers of the job are. Never blocks for longer than a second."""
 
-    def __init__(self, point: Point, secret: bytes) -> None:
-        self._point, self._secret = point, secret
+    def __init__(self, point: Point, secret: bytes, *, timings: MembershipTimings) -> None:
+        self._point, self._secret, self._timings = point, secret, timings
         self._address = network.resolve(point[0])[0]
         self._connection: socket.socket | None = None
         self._at = 0.0
 
     def tick(self, view: View, now: float, *, taken: Sequence[str]) -> None:
         """Look for a newcomer at the meeting point, unless the point is one of these addresses."""
-        if now - self._at < _AGAIN_SECONDS:
+        if now - self._at < self._timings.visit:
             return
         self._at = now
         if self._connection is not None:
@@ -104,6 +104,6 @@ class Inviter:
             there = bool(ready((), 0.0, writing=[connection.fileno()])) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             with contextlib.suppress(PacelineError, OSError):  # it isn't a launcher that waits, or isn't of this job
                 if there:
-                    channel = call(connection, self._secret, f"{self._point[0]}:{self._point[1]}", _ANSWER_SECONDS)
+                    channel = call(connection, self._secret, f"{self._point[0]}:{self._point[1]}", self._timings.visited)
                     channel.send({"kind": "invitation", "points": points})
-                    channel.flush(_ANSWER_SECONDS)
+                    channel.flush(self._timings.visited)

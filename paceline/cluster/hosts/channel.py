@@ -25,7 +25,6 @@ from paceline.errors import PacelineError, PlaceError, SecretError
 PROTOCOL = 1
 _LONGEST_HELLO = 1 << 12  # bytes of a line before the other side has proved anything
 _LONGEST = 1 << 17
-_HELLO_SECONDS = 4.0
 _NONCE = re.compile(r"[0-9a-f]{32}")
 SENSELESS = LookupError, TypeError, ValueError, ArithmeticError, AttributeError  # what comes of a message that makes no sense
 
@@ -176,7 +175,7 @@ def hear_from(
     return None
 
 
-def call(connection: socket.socket, secret: bytes, point: str, seconds: float = _HELLO_SECONDS) -> Channel:
+def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -> Channel:
     """Connect to a launcher: the client's side of the introduction, which may take so many `seconds`.
 
     `PlaceError` if what answers there isn't a launcher, `SecretError` if it has another secret, `ConnectionResetError` if it
@@ -208,13 +207,13 @@ def call(connection: socket.socket, secret: bytes, point: str, seconds: float = 
 
 
 class Introduction:
-    """The server's side of the introduction of a caller; `step` goes on with what has come."""
+    """The server's side of the introduction of a caller, which may take so many `seconds`; `step` goes on with what has come."""
 
-    def __init__(self, connection: socket.socket, secret: bytes, address: str) -> None:
+    def __init__(self, connection: socket.socket, secret: bytes, address: str, seconds: float) -> None:
         self.channel = Channel(connection, "server")
         self.address = address
         self.trusted = False
-        self.late = time.monotonic() + _HELLO_SECONDS
+        self.late = time.monotonic() + seconds
         self._secret = secret
         self.channel.send({"paceline": PROTOCOL, "nonce": self.channel.nonce})
 

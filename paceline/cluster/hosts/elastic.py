@@ -24,15 +24,20 @@ from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import Membership, View
 from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
 from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.timings import DEFAULTS, ChannelTimings, Timings
 
-BEAT_SECONDS, SILENT_SECONDS = 0.5, 2.5
-CALL_SECONDS = 5.0  # how long a host that is new in the view may take to call
-_FLUSH_SECONDS = 1.0
-_LOOK_SECONDS = 0.25
 _LONGEST_TAIL = 8_000  # characters
 
 
-def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, secret: bytes, deadline: float) -> dict[int, Channel]:
+def connect_all(
+    table: Sequence[Offer],
+    host: int,
+    listening: socket.socket,
+    secret: bytes,
+    deadline: float,
+    *,
+    timings: ChannelTimings = DEFAULTS.channel,
+) -> dict[int, Channel]:
     """Connect to the launchers of all hosts: each calls those before it, and is called by those after it.
 
     Raises `DeadlineExceeded` naming the missing hosts.
@@ -42,16 +47,16 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
     for other, offer in enumerate(table[:host]):
         try:
             connection = socket.create_connection((offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic()))
-            channels[other] = call(connection, secret, f"{offer.address}:{offer.agent_port}")
+            channels[other] = call(connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello)
         except OSError as error:
             raise DeadlineExceeded(
                 f"the launcher on {offer.name} can't be reached at {offer.address}:{offer.agent_port}: {error}"
             ) from error
         channels[other].send({"kind": "host", "host": host})
     listening.setblocking(False)
-    with contextlib.closing(Handshakes(secret)) as lobby:
+    with contextlib.closing(Handshakes(secret, timings=timings)) as lobby:
         while len(channels) < len(table) - 1:
-            found = ready([listening.fileno(), *lobby.descriptors()], min(_LOOK_SECONDS, end - time.monotonic()))
+            found = ready([listening.fileno(), *lobby.descriptors()], min(timings.look, end - time.monotonic()))
             if time.monotonic() > end:
                 absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
                 raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
@@ -67,7 +72,7 @@ def connect_all(table: Sequence[Offer], host: int, listening: socket.socket, sec
     return channels
 
 
-def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
+def enter(view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS) -> dict[int, Channel]:
     """Connect to the launchers of a view in which this host is new. An unreachable one is noticed later, as silent."""
     channels: dict[int, Channel] = {}
     for seat in view.seats:
@@ -75,7 +80,8 @@ def enter(view: View, host: int, secret: bytes) -> dict[int, Channel]:
             continue
         point = (str(seat.facts["address"]), int(seat.facts["port"]))
         with contextlib.suppress(OSError, PacelineError):
-            channels[seat.host] = call(socket.create_connection(point, timeout=SILENT_SECONDS), secret, f"{point[0]}:{point[1]}")
+            connection = socket.create_connection(point, timeout=timings.membership.silence)
+            channels[seat.host] = call(connection, secret, f"{point[0]}:{point[1]}", timings.channel.hello)
             channels[seat.host].send({"kind": "host", "host": host})
     return channels
 
@@ -96,7 +102,9 @@ class ElasticPeers:
     is what the workers have said of it, as JSON, once it can be joined; `cut_off` whether this host stopped as it reached too few others.
     """
 
-    def __init__(self, host: int, view: View, channels: dict[int, Channel], door: MeetingPoint | None = None) -> None:
+    def __init__(
+        self, host: int, view: View, channels: dict[int, Channel], door: MeetingPoint | None = None, *, timings: Timings = DEFAULTS
+    ) -> None:
         self.host = host
         self.run: str | None = None
         self.closing = False  # workers have ended their run: no host is let in any more
@@ -108,7 +116,8 @@ class ElasticPeers:
         self.all_finished = False
         self.rosters: list[Roster] = []
         self.late: dict[int, LateCall] = {}
-        self.membership = Membership(host, view, now=time.monotonic())
+        self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
+        self._timings, self._flush_seconds = timings.membership, timings.channel.flush
         self._channels = channels
         self._door = door
         self._guests: dict[str, _JoiningHost] = {}  # by a word that goes into the view
@@ -198,13 +207,13 @@ class ElasticPeers:
     def tick(self) -> None:
         """Send heartbeats, notice silent hosts, and repeat messages that have had no answer."""
         now = time.monotonic()
-        beat = now - self._beat_at > BEAT_SECONDS
+        beat = now - self._beat_at > self._timings.beat
         self._beat_at = now if beat else self._beat_at
         for host, channel in list(self._channels.items()):
             if beat:
                 channel.send({"kind": "beat"})
             channel.flush()
-            if now - channel.heard > SILENT_SECONDS:
+            if now - channel.heard > self._timings.silence:
                 self.membership.silent(host, now)
             else:
                 self.membership.heard(host)
@@ -229,7 +238,7 @@ class ElasticPeers:
             for seat in view.seats:
                 if (guest := self._guests.pop(seat.facts.get("word", ""), None)) is not None:
                     guest.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": self.run})
-                    guest.channel.flush(_FLUSH_SECONDS)
+                    guest.channel.flush(self._flush_seconds)
                     guest.channel.close()  # it calls again, as it calls the others
             self._excuse()
         self.membership.decided.clear()
@@ -267,7 +276,7 @@ class ElasticPeers:
             self._guests[random.token_hex(8)] = _JoiningHost(channel, Offer.load(message["offer"]).facts)
         else:
             why = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
-            _refuse(channel, why) if message.get("kind") == "offer" else channel.close()
+            _refuse(channel, why, self._flush_seconds) if message.get("kind") == "offer" else channel.close()
 
     def _listen(self, word: str) -> None:
         """Notice that a joining host has hung up; it has nothing more to say."""
@@ -287,14 +296,14 @@ class ElasticPeers:
         for word, guest in list(self._guests.items()):
             if self.closing or self.verdict is not None or self.stopped is not None:
                 del self._guests[word]
-                _refuse(guest.channel, "the job that runs there is at its end")
+                _refuse(guest.channel, "the job that runs there is at its end", self._flush_seconds)
             elif self.run is not None and not guest.wished:
                 guest.wished = True
                 self.membership.joining(word, (), guest.facts, now)
         absent = {*self.view.hosts} - {self.host, *self._channels}
         self._awaited = {host: self._awaited.get(host, now) for host in absent}
         for host, since in self._awaited.items():
-            if now - since > CALL_SECONDS:
+            if now - since > self._timings.call:
                 self.membership.silent(host, now)
 
     def _take(self, host: int, message: dict[str, Any]) -> None:
@@ -349,9 +358,9 @@ class ElasticPeers:
     def close(self) -> None:
         """Close all connections."""
         for guest in self._guests.values():
-            _refuse(guest.channel, "the job that runs there is at its end")
+            _refuse(guest.channel, "the job that runs there is at its end", self._flush_seconds)
         for channel in self._channels.values():
-            channel.flush(_FLUSH_SECONDS)
+            channel.flush(self._flush_seconds)
             channel.close()
         self._channels.clear()
         self._guests.clear()
@@ -371,7 +380,7 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _refuse(channel: Channel, why: str) -> None:
+def _refuse(channel: Channel, why: str, seconds: float) -> None:
     channel.send({"kind": "refused", "error": "PlaceError", "why": why})
-    channel.flush(_FLUSH_SECONDS)
+    channel.flush(seconds)
     channel.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction
 from paceline.errors import SecretError
+from paceline.timings import DEFAULTS, ChannelTimings
 
 MOST = 128  # callers that have not proved anything
 _AT_ONCE = 64  # let in before anything else is done
@@ -28,9 +29,9 @@ def _nothing(text: str) -> None:
 class Handshakes:
     """Accepts callers, and hands on those that know the secret. `say` is called, once, with news of a caller with another one."""
 
-    def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing) -> None:
+    def __init__(self, secret: bytes, say: Callable[[str], None] = _nothing, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
         self.wrong = ""  # the refusal that the last caller with another secret got
-        self._secret, self._say = secret, say
+        self._secret, self._say, self._timings = secret, say, timings
         self._callers: dict[int, Introduction] = {}  # by descriptor, in the order in which they came
 
     def descriptors(self) -> list[int]:
@@ -48,7 +49,7 @@ class Handshakes:
                 if error.errno != errno.ECONNABORTED:
                     return
                 continue
-            caller = Introduction(connection, self._secret, str(address[0]))
+            caller = Introduction(connection, self._secret, str(address[0]), self._timings.hello)
             self._callers[connection.fileno()] = caller
             self._make_room(MOST)
 

@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-AGAIN_SECONDS = 0.2  # after which what is open is said again
-STALE_SECONDS, STALEST_SECONDS = 0.3, 5.0  # a ballot that rests for so long is followed by a higher one, which gets twice as long
+from paceline.timings import DEFAULTS, MembershipTimings
+
 Ballot = tuple[int, int]  # the round, and the host that leads it
 LOWEST: Ballot = (-1, -1)
 
@@ -141,14 +141,14 @@ class Membership:
     too few to decide anything. `outbox` holds (host, message) to be sent; messages are JSON, and may get lost or come twice.
     """
 
-    def __init__(self, host: int, view: View, *, now: float = 0.0) -> None:
+    def __init__(self, host: int, view: View, *, now: float = 0.0, timings: MembershipTimings = DEFAULTS.membership) -> None:
         self.host, self.view = host, view
         self.expelled = False
         self.outbox: list[tuple[int, dict[str, Any]]] = []
         self.decided: list[View] = []  # in the order in which they became known here; the caller takes them out
         self._wishes = PendingChanges()
         self._silent: set[int] = set()
-        self._said_at = now
+        self._said_at, self._timings = now, timings
         self._open(now)
 
     def _open(self, now: float) -> None:
@@ -159,7 +159,7 @@ class Membership:
         self._proposed = dict[str, Any]()
         self._promises: dict[int, tuple[Ballot, dict[str, Any]]] = {}
         self._votes: set[int] = set()
-        self._round, self._led_at, self._patience = 0, now, STALE_SECONDS
+        self._round, self._led_at, self._patience = 0, now, self._timings.ballot
 
     # ---- what this host has seen
 
@@ -215,7 +215,7 @@ class Membership:
 
     def tick(self, now: float) -> None:
         """Repeat what has had no answer, and announce the number of this view: a host that is behind hears of the next."""
-        if now - self._said_at >= AGAIN_SECONDS:
+        if now - self._said_at >= self._timings.repeat:
             for host in self.view.hosts if not self.expelled else ():
                 if host != self.host:
                     self._send(host, {"kind": "at", "number": self.view.number + 1})
@@ -271,7 +271,7 @@ class Membership:
             self._propose(now)
             return
         if self._mine is not None:
-            self._patience = min(2 * self._patience, STALEST_SECONDS)
+            self._patience = min(2 * self._patience, self._timings.longest_ballot)
         self._round = max(self._round, self._promised[0]) + 1
         self._mine, self._proposed = (self._round, self.host), {}
         self._repeat()

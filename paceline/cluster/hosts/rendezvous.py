@@ -23,12 +23,8 @@ from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_la
 from paceline.cluster.launcher.hints import WaitReminder
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
 from paceline.formatting import counted
+from paceline.timings import DEFAULTS, Timings
 
-_SHORTEST_RETRY, _LONGEST_RETRY = 0.05, 0.5  # seconds between two tries to reach the meeting point
-_BEAT_SECONDS, _SILENT_SECONDS = 1.0, 15.0
-_CULPRIT_SECONDS, _ECHO_SECONDS = 0.5, 1.5  # how long the first failure waits for an earlier one from another host
-_INVITED_SECONDS = 4.0  # in which a running job finds newcomers at its meeting point (`admission.Inviter`)
-_FLUSH_SECONDS = 1.0
 _LONGEST_TAIL = 8_000  # characters
 
 
@@ -48,10 +44,15 @@ class Meeting:
     deadline: float  # seconds
     command: str = "the same command"  # that starts it on another host
     say: Callable[[str], None] = _tell  # called with news that ends nothing and that a user should know
+    timings: Timings = DEFAULTS
 
     @property
     def where(self) -> str:
         return f"{self.point[0]}:{self.point[1]}"
+
+    def reminder(self) -> WaitReminder:
+        """Make the reminder of a wait of this rendezvous."""
+        return WaitReminder(self.say, timings=self.timings.rendezvous)
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,16 @@ class Admission:
 class FixedPeers:
     """The launchers of a job of fixed size while it runs. The one that listened decides which failure was first; the others ask it."""
 
-    def __init__(self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int) -> None:
+    def __init__(
+        self, table: tuple[Offer, ...], host_rank: int, channels: dict[int, Channel], *, server: int, timings: Timings = DEFAULTS
+    ) -> None:
         self.table, self.host_rank = table, host_rank
         self.verdict: Failure | None = None
         self.stopped: tuple[int, str] | None = None
         self.all_finished = False
         self.late: dict[int, LateCall] = {}
         self._channels = channels  # by host rank
+        self._timings, self._flush_seconds = timings.rendezvous, timings.channel.flush
         self._server = server
         self._finished: set[int] = set()
         self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
@@ -90,18 +94,18 @@ class FixedPeers:
     def tick(self) -> None:
         """Send heartbeats, notice silent hosts, and decide when it is time."""
         now = time.monotonic()
-        beat = now - self._beat_at > _BEAT_SECONDS
+        beat = now - self._beat_at > self._timings.beat
         if beat:
             self._beat_at = now
         for host, channel in list(self._channels.items()):
             if beat:
                 channel.send({"kind": "beat"})
             channel.flush()
-            if now - channel.heard > _SILENT_SECONDS:
-                self._lose(host, f"is gone: nothing was heard of its launcher for {_SILENT_SECONDS:g} s")
+            if now - channel.heard > self._timings.silence:
+                self._lose(host, f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s")
         if self._serves and self._reports and self.verdict is None:
             _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
-            if now - self._reported_at > (_ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS):
+            if now - self._reported_at > (self._timings.echo if first.is_echo else self._timings.culprit):
                 self.verdict = first
                 self._tell_all({"kind": "end", "failure": asdict(first)})
 
@@ -130,7 +134,7 @@ class FixedPeers:
 
     def close(self) -> None:
         for channel in self._channels.values():
-            channel.flush(_FLUSH_SECONDS)
+            channel.flush(self._flush_seconds)
             channel.close()
         self._channels.clear()
 
@@ -191,7 +195,7 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
     """
     end = time.monotonic() + meeting.deadline
     own = _own(meeting)
-    nap, reminder = _SHORTEST_RETRY, WaitReminder(meeting.say)
+    nap, reminder = meeting.timings.rendezvous.shortest_retry, meeting.reminder()
     while True:
         listening = None if own is None else _listen(own, meeting)
         if listening is not None:
@@ -209,7 +213,7 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
             )
         reminder.turn(partial(_unanswered, meeting, called))
         time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_RETRY)
+        nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
 
 
 def _unanswered(meeting: Meeting, error: OSError) -> str:
@@ -220,7 +224,7 @@ def _unanswered(meeting: Meeting, error: OSError) -> str:
 def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
     """Get a place in a job that runs, from any of its launchers at these points. Raises as `assemble` does."""
     end = time.monotonic() + meeting.deadline
-    nap = _SHORTEST_RETRY
+    nap = meeting.timings.rendezvous.shortest_retry
     while time.monotonic() < end:
         for point in points:
             try:
@@ -231,7 +235,7 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
             if isinstance(found, Admission):
                 return found
         time.sleep(min(nap, max(0.0, end - time.monotonic())))
-        nap = min(2 * nap, _LONGEST_RETRY)
+        nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
     where = ", ".join(f"{address}:{port}" for address, port in points)
     raise DeadlineExceeded(f"none of the job's launchers ({where}) took {meeting.offer.name} in within {meeting.deadline:g} s")
 
@@ -262,19 +266,19 @@ def _listen(address: str, meeting: Meeting) -> socket.socket | None:
 
 def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
     try:
-        connection = socket.create_connection(point, timeout=max(0.1, min(3.0, end - time.monotonic())))
-        return call(connection, meeting.secret, f"{point[0]}:{point[1]}")
+        connection = socket.create_connection(point, timeout=max(0.1, min(meeting.timings.rendezvous.connect, end - time.monotonic())))
+        return call(connection, meeting.secret, f"{point[0]}:{point[1]}", meeting.timings.channel.hello)
     except OSError as error:
         return error
 
 
 def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
     """Take part as a host that called: offer, wait for the table, or for a place in a job that runs already."""
-    reminder = WaitReminder(meeting.say)
+    reminder, late = meeting.reminder(), end + meeting.timings.rendezvous.verdict
     channel.send({"kind": "offer", "offer": asdict(meeting.offer), "hosts": meeting.hosts, "host_rank": meeting.host_rank})
     try:
         # The one that listens gives up first, and says why.
-        answer = channel.wait(end + 2.0, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
+        answer = channel.wait(late, lambda: reminder.turn(lambda: f"has come to {meeting.where}, and waits there for the other hosts"))
     except ChannelBroken as error:
         channel.close()
         raise DeadlineExceeded(f"the launcher at {meeting.where} left before all {meeting.hosts} hosts had come ({error})") from error
@@ -298,7 +302,7 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Fixed
         table, mine, server = tuple(Offer.load(offer) for offer in answer["table"]), answer["host_rank"], answer["server"]
         if {mine, server} - {*range(len(table))} or table[mine] != meeting.offer:
             raise ValueError("this host is not in the table")
-        return FixedPeers(table, mine, {server: channel}, server=server)
+        return FixedPeers(table, mine, {server: channel}, server=server, timings=meeting.timings)
     channel.close()
     if answer.get("kind") == "invitation":
         return seek(_points(answer), meeting)
@@ -317,11 +321,13 @@ class _Listener:
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
-        self._lobby, self._reminder = Handshakes(meeting.secret, meeting.say), WaitReminder(meeting.say)
+        self._timings = meeting.timings
+        self._lobby, self._reminder = Handshakes(meeting.secret, meeting.say, timings=self._timings.channel), meeting.reminder()
         self._guests: list[tuple[Channel, Offer, int | None]] = []
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
-        self._alone = time.monotonic() + (_INVITED_SECONDS if elastic else 0.0)  # a job that doesn't wait for others begins then
+        # A job that doesn't wait for others begins then.
+        self._alone = time.monotonic() + (self._timings.rendezvous.invitation if elastic else 0.0)
         listening.setblocking(False)
 
     def gather(self) -> FixedPeers | list[tuple[str, int]]:
@@ -336,13 +342,13 @@ class _Listener:
                 return self._council()
             for channel, *_ in self._guests:
                 channel.send({"kind": "invitation", "points": self._invited})
-                channel.flush(_FLUSH_SECONDS)
+                channel.flush(self._timings.channel.flush)
                 channel.close()
             return self._invited
         except PacelineError as error:
             for channel in (*(guest[0] for guest in self._guests), *self._lobby.trusted()):
                 channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
-                channel.flush(_FLUSH_SECONDS)
+                channel.flush(self._timings.channel.flush)
                 channel.close()
             raise
         finally:
@@ -353,7 +359,7 @@ class _Listener:
         if now > self._end:
             raise self._incomplete()
         guests = [guest[0].fileno() for guest in self._guests]
-        found = ready([self._listening.fileno(), *self._lobby.descriptors(), *guests], min(0.25, self._end - now))
+        found = ready([self._listening.fileno(), *self._lobby.descriptors(), *guests], min(self._timings.channel.look, self._end - now))
         for descriptor in found & {*self._lobby.descriptors()}:
             if (came := self._lobby.hear(descriptor)) is not None:
                 self._receive(*came)
@@ -428,7 +434,7 @@ class _Listener:
         channels = {number: channel for number, (channel, _, _) in seats if channel is not None}
         for number, channel in channels.items():
             channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": number, "server": places[0]})
-        return FixedPeers(table, places[0], channels, server=places[0])
+        return FixedPeers(table, places[0], channels, server=places[0], timings=self._meeting.timings)
 
     def _incomplete(self) -> DeadlineExceeded:
         meeting = self._meeting

@@ -19,9 +19,8 @@ from paceline.cluster.control import commands
 from paceline.cluster.hosts.peers import LateCall, Peers
 from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
+from paceline.timings import DEFAULTS, HangTimings
 
-_ANSWER_SECONDS = 1.0  # how long a worker may take to say where it is
-_STACK_SECONDS = 0.5  # and to write its stack
 _INNERMOST, _OUTERMOST = 10, 5  # lines of a long stack: where it hangs, and how the script got there
 _STATES = {  # of a process that says nothing, as the kernel calls them
     "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
@@ -70,6 +69,7 @@ class HangSearch:
     peers: Peers
     host: str
     say: Callable[[str], None]
+    timings: HangTimings = field(default=DEFAULTS.hangs, kw_only=True)
     _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)  # by call, and whether the waiting ones are about to give up
     _told: set[tuple[int, int]] = field(default_factory=set)  # already reported: the worker, and its number of calls
 
@@ -95,7 +95,7 @@ class HangSearch:
         now = time.monotonic()
         members = [worker for worker in case.members if worker.ended is None]
         if case.shown is None:
-            if now - case.asked < _ANSWER_SECONDS and any(worker.process.pid not in case.answers for worker in members):
+            if now - case.asked < self.timings.answer and any(worker.process.pid not in case.answers for worker in members):
                 return
             case.culprits = [worker for worker in members if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)]
             case.shown = now
@@ -103,7 +103,7 @@ class HangSearch:
                 worker.stack()  # what was written before is of no interest
                 if worker.said("shows"):
                     os.kill(worker.process.pid, commands.STACK)
-        elif now - case.shown > _STACK_SECONDS:
+        elif now - case.shown > self.timings.stack:
             case.over = True
             for worker in [worker for worker in case.culprits if worker.ended is None]:
                 self._tell(worker, late, case.answers.get(worker.process.pid))

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from paceline.timings import DEFAULTS, RendezvousTimings
+
 # Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
 SEVERAL = ("-n", "--workers", "--hosts", "--join", "--host-rank", "--secret-file", "--min-workers", "--restarts", "--servers", "--sync")
-_PATIENT_SECONDS = 1.0  # how long a host waits before it says so
-_AGAIN_SECONDS = 10.0
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 
 
@@ -62,13 +62,13 @@ def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str
 class WaitReminder:
     """Reminds the user of a wait: after a second, and now and then."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._next = time.monotonic() + _PATIENT_SECONDS
+    def __init__(self, say: Callable[[str], None], *, timings: RendezvousTimings = DEFAULTS.rendezvous) -> None:
+        self._say, self._pause = say, timings.next_reminder
+        self._next = time.monotonic() + timings.reminder
 
     def turn(self, text: Callable[[], str]) -> None:
         """Show `text` if it is time to; call it often."""
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + _AGAIN_SECONDS
+            self._next = now + self._pause
             self._say(text())

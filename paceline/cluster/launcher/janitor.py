@@ -1,11 +1,13 @@
 """The janitor of a launcher: a process that outlives it by a moment, and ends and removes what it left behind.
 
-Started as a script of its own, with the standard library only. Its input is a pipe from the launcher: `+N` and `-N` name the
-process groups that live. The end of input without `done` means that the launcher was killed.
+Started as a script of its own, with the standard library only; its arguments are the job's mark, and its timings as JSON. Its input is a
+pipe from the launcher: `+N` and `-N` name the process groups that live. The end of input without `done` means that the launcher was
+killed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -20,16 +22,12 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
-_LOOK_SECONDS = 0.5  # between two looks at the children of the workers
-_CLOSE_LOOK_SECONDS, _YOUNG_SECONDS = 0.05, 5.0  # while one of them is so young that it may be about to make its temporary folder
-_SECOND_LOOK = 0.05  # seconds
 _SERVERS = "paceline-sockets-"
 _FOLDERS = ("pymp-", _SERVERS)  # how multiprocessing and our servers call the folders that they listen in
 _MARKED = 8  # letters of a job's mark that are in the names of its semaphores
 _UNBRANDED = re.compile(r"sem\.([A-Za-z0-9]{6}|mp-[a-z0-9_]{8})")  # those that are being made, or were before `brand`
 _CLOCK_SECONDS = 0.1  # which the clock of files may be behind
 _ROUNDS = 20  # sweeps: a process may fork between two looks
-_END_SECONDS = 1.5  # that a killed process may take to end: it has no environment any more, and its files still
 
 
 def sockets(mark: str) -> str:
@@ -157,10 +155,11 @@ def semaphores(suspects: list[int]) -> set[int]:
     return found & {entry.inode() for entry in (os.scandir(_SHARED) if found else ())}
 
 
-def sweep(mark: str, groups: list[int], held: set[int]) -> set[int]:
+def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
     """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
 
-    Gives their numbers, once none of them does anything any more; `held` is called with their semaphores, as by `end_group`.
+    Gives their numbers, once none of them does anything any more, or after so many `seconds`: a killed process that is about to end has no
+    environment, and its files still. `held` is called with their semaphores, as by `end_group`.
     """
     ended = set(groups).union(*(end_group(group, held) for group in groups))
     for attempt in range(_ROUNDS):
@@ -175,7 +174,7 @@ def sweep(mark: str, groups: list[int], held: set[int]) -> set[int]:
         clear(folders)
         time.sleep(0.002 * (attempt + 1))
     clear([*Path(tempfile.gettempdir()).glob(sockets(mark) + "*")])
-    until = time.monotonic() + _END_SECONDS
+    until = time.monotonic() + seconds
     while not all(map(_ended, ended)) and time.monotonic() < until:
         time.sleep(0.002)
     return ended
@@ -195,15 +194,15 @@ def clear(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def reclaim(mark: str, killed: set[int], held: set[int], since: float) -> None:
+def reclaim(mark: str, killed: set[int], held: set[int], since: float, *, seconds: float) -> None:
     """Remove the shared memory that the processes of a job had made and not unlinked yet in the moment when they were killed.
 
     `killed` are all processes that may have been (numbers), `held` the semaphores that they had in hand (`semaphores`); `since` is when
-    the first of them was started (time.time()). What others may have made stays.
+    the first of them was started (time.time()). What others may have made stays: they get so many `seconds` to unlink it.
     """
     seen = set(_abandoned(mark, killed, held, since))
     if seen:
-        time.sleep(_SECOND_LOOK)  # what a living process has in hand is unlinked by then
+        time.sleep(seconds)  # what a living process has in hand is unlinked by then
         for path in seen.intersection(_abandoned(mark, killed, held, since)):
             path.unlink(missing_ok=True)
 
@@ -249,8 +248,8 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def watch(mark: str) -> None:
-    """Read from standard input which groups live, until the launcher is done or dead."""
+def watch(mark: str, *, look: float, close_look: float, young: float, ending: float, unlinking: float) -> None:
+    """Read from standard input which groups live, until the launcher is done or dead. The seconds are those of `JanitorTimings`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()
@@ -266,8 +265,8 @@ def watch(mark: str) -> None:
         folders |= {child: found for child in present - folders.keys() if (found := litter([child]))}
         known |= present
         now = time.monotonic()
-        young = any(now - born.setdefault(process, now) < _YOUNG_SECONDS for process in present - folders.keys())
-        if not poll.poll(1000 * (_CLOSE_LOOK_SECONDS if young else _LOOK_SECONDS)):
+        close = any(now - born.setdefault(process, now) < young for process in present - folders.keys())
+        if not poll.poll(1000 * (close_look if close else look)):
             continue
         data = os.read(0, 1 << 16)
         *lines, rest = (rest + data).split(b"\n")
@@ -278,10 +277,10 @@ def watch(mark: str) -> None:
         if not data:
             break
     held: set[int] = set()
-    known |= sweep(mark, sorted(groups), held)
+    known |= sweep(mark, sorted(groups), held, seconds=ending)
     clear([folder for found in folders.values() for folder in found])
-    reclaim(mark, known, held, began)
+    reclaim(mark, known, held, began, seconds=unlinking)
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    watch(sys.argv[1], **json.loads(sys.argv[2]))

@@ -16,8 +16,9 @@ from pathlib import Path
 from paceline.cluster import machine, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import Page
-from paceline.cluster.discover import environment, seconds
+from paceline.cluster.discover import environment, seconds, timings
 from paceline.cluster.hosts.admission import MeetingPoint, Point
+from paceline.cluster.hosts.channel import Channel
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
@@ -28,6 +29,7 @@ from paceline.cluster.launcher.supervisor import Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.errors import PacelineError, PlaceError, UsageError
 from paceline.formatting import choices
+from paceline.timings import Timings
 
 PLACEMENTS = ("block", "round-robin")
 _LATER = 1000  # a host that comes later calls its workers by its number times this, until they have ranks
@@ -121,21 +123,21 @@ def _work(
         mine = _bring(job, surroundings, held, inherited)
         ready = _prepare(job, surroundings, mine, points, ranks)
         assembly = ready.peers if isinstance(ready.peers, ElasticPeers) else None
-        mending = None if assembly is None else partial(_mending, job, assembly, ready.again)
-        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending)
+        mending = None if assembly is None else partial(_mending, job, assembly, ready.again, mine.timings)
+        supervisor = Supervisor(ready.host, surroundings["PACELINE_JOB"], ready.peers, mending, timings=mine.timings)
         code = supervisor.run(ready.tasks, started=inherited.close)  # what workers inherit is theirs alone from then on
         back = assembly is not None and assembly.cut_off and not supervisor.asked and job.patience > 0
         return code, assembly.points if back and assembly is not None else [], [task.rank for task in ready.tasks]
 
 
-def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, supervisor: Supervisor) -> Replacement:
+def _mending(job: LaunchRequest, assembly: ElasticPeers, again: Again, timings: Timings, supervisor: Supervisor) -> Replacement:
     def begin(rank: int) -> None:
         assert assembly.run is not None
         with again(assembly.run, rank) as task:
             supervisor.begin(task)
 
     assert job.min_workers is not None
-    return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, supervisor.say)
+    return Replacement(assembly, job.min_workers, job.restarts, job.patience, begin, supervisor.say, timings=timings.replacement)
 
 
 def check(job: LaunchRequest) -> None:
@@ -226,6 +228,7 @@ class _HostOffer:
     stores: list[socket.socket]
     agent: socket.socket | None  # where losses are survived
     progress: str | None  # the folder of the workers' pages, where they are observed
+    timings: Timings
     held: ExitStack  # closed when the job is over here
     inherited: ExitStack  # closed when the workers have started: it is theirs
 
@@ -245,7 +248,7 @@ def _bring(job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inhe
     agent = held.enter_context(network.listen(address)) if survives else None
     called = 0 if agent is None else agent.getsockname()[1]
     offer = Offer(socket.gethostname(), job.workers, address, machine.fingerprint(), *ports, job.placement, numbers, called)
-    return _HostOffer(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), held, inherited)
+    return _HostOffer(key, offer, stores, agent, environ.get("PACELINE_PROGRESS"), timings(environ), held, inherited)
 
 
 def _prepare(
@@ -262,16 +265,17 @@ def _prepare(
     given = job.deadline or (seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE") if "PACELINE_DEADLINE" in environ else 30.0)
     join = None if job.join is None else meeting_point(job.join)
     if join is not None:
-        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, job.patience if points else given, _line(job))
+        deadline = job.patience if points else given
+        meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, deadline, _line(job), timings=mine.timings)
         found = seek(points, meeting) if points else assemble(meeting)
         if isinstance(found, Admission):
             return _enter(job, environ, found, mine, ranks)
         mine.held.callback(found.close)
         peers, table, rank = found, found.table, found.host_rank
     if mine.agent is not None:
-        channels = connect_all(table, rank, mine.agent, mine.key, given)
+        channels = connect_all(table, rank, mine.agent, mine.key, given, timings=mine.timings.channel)
         peers.close()
-        peers = ElasticPeers(rank, _first_view(table), channels, MeetingPoint(mine.agent, mine.key, join))
+        peers = _elastic(mine, rank, _first_view(table), channels, join)
     shared = _shared_variables(job, environ, table, rank)
     ranks = deal([other.workers for other in table], job.placement)[rank]
     return _LauncherParts(_first_tasks(job, shared, mine, ranks), peers, mine.offer.name, partial(_another, job, shared, mine))
@@ -308,14 +312,20 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
 
 def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, mine: _HostOffer, ranks: Sequence[int]) -> _LauncherParts:
     """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what the launcher calls them."""
-    assert mine.agent is not None and job.join is not None
-    channels = enter(place.view, place.host, mine.key)
-    assembly = ElasticPeers(place.host, place.view, channels, MeetingPoint(mine.agent, mine.key, meeting_point(job.join)))
+    assert job.join is not None
+    channels = enter(place.view, place.host, mine.key, timings=mine.timings)
+    assembly = _elastic(mine, place.host, place.view, channels, meeting_point(job.join))
     assembly.run = place.run
     again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
     ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
     tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
     return _LauncherParts(tasks, assembly, mine.offer.name, again)
+
+
+def _elastic(mine: _HostOffer, host: int, view: View, channels: dict[int, Channel], join: Point | None) -> ElasticPeers:
+    """Make this launcher's part in a job that survives losses."""
+    assert mine.agent is not None
+    return ElasticPeers(host, view, channels, MeetingPoint(mine.agent, mine.key, join, timings=mine.timings), timings=mine.timings)
 
 
 def _first_view(table: Sequence[Offer]) -> View:

@@ -14,12 +14,8 @@ from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
+from paceline.timings import DEFAULTS, ReplacementTimings
 
-_BACKOFF_SECONDS, _LONGEST_BACKOFF = 1.0, 60.0  # before a worker is started again; twice as long each time that it dies
-_STEADY_SECONDS = 10.0  # one that has trained for so long is started again as if it had never died
-_STOPPED_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # how long a worker may be stopped; between two looks
-_LEAVE_SECONDS = 5.0  # how long one that has failed may take to end
-_PART_SECONDS = 5.0  # how long the others may take to decide that they do without a host that leaves
 Suspect = Callable[[WorkerProcess], Failure | None]
 
 
@@ -37,6 +33,7 @@ class Replacement:
     patience: float
     again: Callable[[int], None]
     say: Callable[[str], None]
+    timings: ReplacementTimings = field(default=DEFAULTS.replacement, kw_only=True)
     _gone: dict[int, float] = field(default_factory=dict)  # workers that are out of the view, and since when
     _buried: set[int] = field(default_factory=set)
     _due: list[tuple[float, int]] = field(default_factory=list)  # when others are started in their place, and as which ranks
@@ -106,19 +103,20 @@ class Replacement:
         if self._parting_since is None:
             self._parting_since = now
             self.assembly.leave()
-        return self.assembly.parted or now - self._parting_since > _PART_SECONDS
+        return self.assembly.parted or now - self._parting_since > self.timings.part
 
     def _free(self, workers: Sequence[WorkerProcess], now: float) -> None:
         """End a worker that was stopped (SIGSTOP) and doesn't go on: no other process can tell that it won't answer."""
-        if now - self._looked_at < _LOOK_SECONDS:
+        if now - self._looked_at < self.timings.look:
             return
         self._looked_at = now
         for worker in workers:
             if worker.ended is not None or worker.number in self._gone or janitor.state(worker.process.pid) != "T":
                 self._stopped.pop(worker.number, None)
-            elif now - self._stopped.setdefault(worker.number, now) > _STOPPED_SECONDS:
+            elif now - self._stopped.setdefault(worker.number, now) > self.timings.stopped:
                 self.say(
-                    f"paceline: rank {worker.rank} has been stopped for {_STOPPED_SECONDS:g} s (SIGSTOP): it is ended, and counts as lost"
+                    f"paceline: rank {worker.rank} has been stopped for {self.timings.stopped:g} s (SIGSTOP): "
+                    "it is ended, and counts as lost"
                 )
                 os.kill(worker.process.pid, signal.SIGKILL)
 
@@ -140,7 +138,7 @@ class Replacement:
                     self._buried.add(worker.number)
                     worker.send(signal.SIGTERM)
         for worker in workers:
-            if worker.number in self._gone and worker.ended is None and now - self._gone[worker.number] > _LEAVE_SECONDS:
+            if worker.number in self._gone and worker.ended is None and now - self._gone[worker.number] > self.timings.leave:
                 worker.send(signal.SIGKILL)
             if worker.ended is None or worker.number in self._buried or (failure := suspect(worker)) is None:
                 continue
@@ -170,9 +168,9 @@ class Replacement:
     def _pause(self, worker: WorkerProcess) -> float:
         """Seconds before a worker is replaced: longer each time, where it dies again and again without having trained for a while."""
         trained = next((float(str(record["time"])) for record in worker.records if record["event"] == "surviving"), math.inf)
-        steady = (worker.ended or time.time()) - trained > _STEADY_SECONDS
+        steady = (worker.ended or time.time()) - trained > self.timings.steady
         self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1
-        return float(min(_BACKOFF_SECONDS * 2 ** (falls - 1), _LONGEST_BACKOFF))
+        return float(min(self.timings.backoff * 2 ** (falls - 1), self.timings.longest_backoff))
 
     def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
         """Why the job can't go on, if there are too few."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,26 +20,23 @@ from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import last_words, screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, ending, preparation, start
-
-_LOOK_SECONDS = 0.25  # the longest pause between two looks at everything
-_CULPRIT_SECONDS = 0.4  # how long the cause of a failure has to show itself, after its first sign
-_ECHO_SECONDS = 1.0  # the same, when the first sign says itself that another worker is to blame
-_LEFT_SECONDS = 1.0  # how long others may go on after a joined worker left without a word
-_VERDICT_SECONDS = 4.0  # how long the other hosts have to agree on the cause
-_KILL_SECONDS = 2.5  # after a failure, and SIGTERM at once
-_LAST_WORDS_SECONDS = 1.0  # how long the culprit may take to end by itself
-_ASKED_TERM_SECONDS, _ASKED_KILL_SECONDS = 3.0, 6.0  # after Ctrl-C or SIGTERM: SIGINT at once, then these
-_DRAIN_SECONDS = 0.5  # how long a process that escaped from its worker's process group may hold output open
-_FLUSH_SECONDS = 2.0  # how long a screen that takes nothing is waited for, once the job was asked to end
-_LITTER_SECONDS = 1.0  # between two looks at the temporary folders of workers' children
-_SLACK_SECONDS = 0.2  # a death is seen a little after it happened, a record carries its own time
+from paceline.timings import DEFAULTS, Timings
 
 
 class Supervisor:
     """Supervises the workers of one host, from their start to the exit code of the job."""
 
-    def __init__(self, host: str, mark: str, peers: Peers, mending: Callable[[Supervisor], Replacement] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        mark: str,
+        peers: Peers,
+        mending: Callable[[Supervisor], Replacement] | None = None,
+        *,
+        timings: Timings = DEFAULTS,
+    ) -> None:
         self._host, self._mark, self._peers = host, mark, peers
+        self._timings, self._janitor = timings.supervisor, timings.janitor
         self._workers: list[WorkerProcess] = []
         self._out, self._err = screens()
         self._signals: list[int] = []
@@ -54,7 +52,7 @@ class Supervisor:
         self._held: set[int] = set()  # semaphores that they had in hand when they were ended
         self._began = time.time()
         self._mending = None if mending is None else mending(self)
-        self._lateness = HangSearch(peers, host, self.say)
+        self._lateness = HangSearch(peers, host, self.say, timings=timings.hangs)
 
     def run(self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None) -> int:
         """Start these workers, watch them until the last is gone, and give the exit code of the job.
@@ -67,7 +65,7 @@ class Supervisor:
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
         old_wakeup = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         deputy = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(janitor.__file__)), self._mark],
+            [sys.executable, "-I", "-S", str(Path(janitor.__file__)), self._mark, json.dumps(asdict(self._janitor))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -83,11 +81,11 @@ class Supervisor:
             return self._code()
         finally:
             left = [worker.process for worker in self._workers if worker.ended is None]
-            self._known |= janitor.sweep(self._mark, [process.pid for process in left], self._held)
+            self._known |= janitor.sweep(self._mark, [process.pid for process in left], self._held, seconds=self._janitor.ending)
             for process in left:
                 process.wait()
             janitor.clear([folder for folders in self._litter.values() for folder in folders])
-            janitor.reclaim(self._mark, self._known, self._held, self._began)
+            janitor.reclaim(self._mark, self._known, self._held, self._began, seconds=self._janitor.unlinking)
             self._peers.close()
             self._inform(deputy, "done")
             deputy.communicate()
@@ -141,7 +139,7 @@ class Supervisor:
             return True
         if self._leaving:
             return self._mending is not None and self._mending.parted()
-        return self._failure is not None and time.monotonic() - self._told_at > _VERDICT_SECONDS
+        return self._failure is not None and time.monotonic() - self._told_at > self._timings.verdict
 
     def _turn(self, wake: int) -> None:
         """Wait for something to happen, and handle it."""
@@ -159,7 +157,7 @@ class Supervisor:
             if screen.pending:
                 callbacks[screen.descriptor] = screen.write
                 poll.register(screen.descriptor, select.POLLOUT)
-        for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
+        for descriptor, _ in poll.poll(1000 * self._timings.look):
             callbacks[descriptor]()
         now = time.monotonic()
         for worker in self._workers:
@@ -181,7 +179,7 @@ class Supervisor:
         """Remember where the workers' children listen: a worker that ends in haste kills them before they can clean up."""
         asked = self._asked is None and bool(self._signals)
         failed = self._signed_at is None and any(worker.said("failed") for worker in self._workers)
-        if now - self._littered_at < _LITTER_SECONDS and not asked and not failed:
+        if now - self._littered_at < self._timings.litter and not asked and not failed:
             return
         self._littered_at = now
         for worker in self._workers:
@@ -204,7 +202,7 @@ class Supervisor:
         status = worker.process.wait()
         self._inform(self._deputy, f"-{worker.process.pid}")
         worker.code = status if status >= 0 else 128 - status
-        end = time.monotonic() + _DRAIN_SECONDS
+        end = time.monotonic() + self._timings.drain
         while worker.records_fd >= 0 and _readable(worker.records_fd, 0):
             worker.listen()
         for stream in worker.streams:
@@ -230,7 +228,7 @@ class Supervisor:
             self._err.say(f"paceline: the launcher on {host} was asked to end the job ({signal.Signals(number).name})")
             self._ask(number, now)
         if self._asked is not None:
-            self._end(now, signal.SIGINT, _ASKED_TERM_SECONDS, _ASKED_KILL_SECONDS)
+            self._end(now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill)
             return
         if self._verdict() is None and self._mending is not None and self._mending.active(self._workers):
             self._mend(now)
@@ -238,7 +236,7 @@ class Supervisor:
             self._judge(now)
         if self._verdict() is not None:
             self._ending_at = self._ending_at or now
-            self._end(now, None, 0.0, _KILL_SECONDS)
+            self._end(now, None, 0.0, self._timings.kill)
         elif all(worker.ended is not None for worker in self._workers):
             self._peers.tell_finished()
 
@@ -259,7 +257,7 @@ class Supervisor:
         for worker in self._workers:
             if first is not None:
                 worker.send(first)
-            if since >= term + (_LAST_WORDS_SECONDS if verdict is not None and verdict.rank == worker.rank else 0.0):
+            if since >= term + (self._timings.last_words if verdict is not None and verdict.rank == worker.rank else 0.0):
                 worker.send(signal.SIGTERM)
             if since > kill:
                 worker.send(signal.SIGKILL)
@@ -277,10 +275,11 @@ class Supervisor:
         if not self._suspects():
             return
         self._signed_at = self._signed_at or now
-        first = _cause(self._suspects())  # asked again: after the first sign, one that left without a word is among them
-        grace = _ECHO_SECONDS if first.is_echo else _CULPRIT_SECONDS
+        # They are asked again: after the first sign, one that left without a word is among them.
+        first = _cause(self._suspects(), self._timings.slack)
+        grace = self._timings.echo if first.is_echo else self._timings.culprit
         if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
-            grace += _LAST_WORDS_SECONDS  # a record comes before the words, which the other hosts shall see too
+            grace += self._timings.last_words  # a record comes before the words, which the other hosts shall see too
         if now - self._signed_at > grace or all(worker.ended is not None for worker in self._workers):
             self._failure, self._told_at = first, now
             self._peers.tell_failed(first)
@@ -291,7 +290,7 @@ class Supervisor:
     def _suspect(self, worker: WorkerProcess) -> Failure | None:
         """The failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""
         now = time.time()
-        age = 0.0 if worker.ended is None else now - worker.ended + _SLACK_SECONDS
+        age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
         code = 0 if worker.was_sent or worker.ended is None else worker.code
         found = Failure(worker.rank, self._host, code or 1, "", False, age, last_words(worker.streams[1].tail()))
         record = next((record for record in worker.records if record["event"] == "failed"), None)
@@ -300,7 +299,7 @@ class Supervisor:
             return replace(found, words=words, is_echo=bool(record["is_echo"]), age=now - float(str(record["time"])))
         if code:
             # SIGABRT is how libraries answer to another's failure, so it gets no start over records.
-            return replace(found, words=ending(code), age=age - (_SLACK_SECONDS if code == 128 + signal.SIGABRT else 0.0))
+            return replace(found, words=ending(code), age=age - (self._timings.slack if code == 128 + signal.SIGABRT else 0.0))
         if (
             worker.ended is not None
             and not worker.was_sent
@@ -322,7 +321,7 @@ class Supervisor:
         ends = [worker.ended for worker in self._workers if worker.ended is not None]
         since = leaver.ended if others else max(ends)
         running = len(ends) < len(self._workers)
-        return (bool(others) or not running) and time.time() - since > _LEFT_SECONDS
+        return (bool(others) or not running) and time.time() - since > self._timings.left
 
     def _verdict(self) -> Failure | None:
         return self._peers.verdict or self._failure
@@ -350,13 +349,13 @@ class Supervisor:
         return verdict if own is None else self._suspect(own) or verdict
 
     def _flush(self, wake: int) -> None:
-        end = time.monotonic() + _FLUSH_SECONDS
+        end = time.monotonic() + self._timings.flush
         for screen in {self._out, self._err}:
             while screen.pending:
                 poll = select.poll()
                 poll.register(screen.descriptor, select.POLLOUT)
                 poll.register(wake, select.POLLIN)
-                ready = [descriptor for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS)]
+                ready = [descriptor for descriptor, _ in poll.poll(1000 * self._timings.look)]
                 if screen.descriptor in ready:
                     screen.write()
                 elif (self._asked is not None or self._signals) and time.monotonic() > end:
@@ -371,12 +370,12 @@ class Supervisor:
         return 0 if verdict is None else verdict.code
 
 
-def _cause(suspects: list[Failure]) -> Failure:
+def _cause(suspects: list[Failure], slack: float) -> Failure:
     """The failure that came first; of several without a record that came together, one by a signal: the others noticed its death."""
     first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
     if first.words != ending(first.code):
         return first
-    together = [f for f in suspects if f.words == ending(f.code) and first.age - f.age < _SLACK_SECONDS]
+    together = [f for f in suspects if f.words == ending(f.code) and first.age - f.age < slack]
     return next((f for f in together if f.code > 128 and f.code != 128 + signal.SIGABRT), first)
 
 

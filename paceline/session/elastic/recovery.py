@@ -41,13 +41,6 @@ if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
 else:
     from torch.distributed import TCPStore
 
-TOLD_SECONDS = 5.0  # how long a launcher may take to tell of a new view, before it is told that the group has broken
-NAP_SECONDS = 0.02  # between two looks of a joining worker whether it is let in
-MEET_SECONDS = 0.002  # between two looks of a meeting worker whether all have come
-LOOK_SECONDS = 0.5  # between two looks of a waiting worker whether there is a newer view
-CONNECT_SECONDS = 4.0  # to the store of a view: its server lives, or there is a newer view soon
-SHOWN_SECONDS = 5.0  # for a joining worker to show its model: those that train wait for it
-
 
 @dataclass(frozen=True)
 class ViewGroups:
@@ -132,7 +125,7 @@ class Recovery:
     def __init__(self, worker_context: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
         place = worker_context.place
         assert place.worker is not None and place.orders_fd is not None
-        self.worker = place.worker
+        self.worker, self._timings = place.worker, place.timings.recovery
         self.orders = CommandPipe(place.orders_fd)
         if worker_context.watching is not None:
             self.orders.asked = worker_context.watching.answer
@@ -163,13 +156,13 @@ class Recovery:
     def recover(self, error: PacelineError) -> CallResult[Any] | None:
         """Meet with all living workers and go on. Returns the result of the call that failed here, or None if no worker completed it."""
         began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
-        seconds = 0.0 if isinstance(error, ServerLost) else TOLD_SECONDS  # of a server no launcher may know
+        seconds = 0.0 if isinstance(error, ServerLost) else self._timings.view  # of a server no launcher may know
         while True:
-            roster = self.orders.newer(self.view, TOLD_SECONDS) if void else self.orders.breaking(seconds, complained)
+            roster = self.orders.newer(self.view, self._timings.view) if void else self.orders.breaking(seconds, complained)
             if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
                 raise error
             if roster is None:  # nobody has died: a connection broke; who had decided on another view by then did not hear it
-                complained, seconds = latest, TOLD_SECONDS
+                complained, seconds = latest, self._timings.view
                 events.broken(self._worker_context.place, latest)
                 continue
             complained, void, self.view = math.inf, False, roster.number
@@ -208,7 +201,7 @@ class Recovery:
         while not word:
             if here.has(keys):
                 word = here.first("word", "go")
-            elif self.orders.newer(roster.number, MEET_SECONDS) is not None:
+            elif self.orders.newer(roster.number, self._timings.meet_look) is not None:
                 word = here.first("word", "void")
             elif time.monotonic() > end:
                 raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._worker_context.deadline:g} s")
@@ -275,7 +268,7 @@ class Recovery:
     def wait(self) -> None:
         """Wait until there are enough workers, or the launchers end the job; then agree on the view that lets others in. Collective."""
         while len(self.orders.roster(self.orders.latest).workers) < self._worker_context.place.min_workers:
-            self.orders.newer(self.orders.latest, LOOK_SECONDS)
+            self.orders.newer(self.orders.latest, self._timings.look)
         self.note(min(int(body) for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())))
 
     def admit(self) -> None:
@@ -302,11 +295,11 @@ class Recovery:
         forms: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
         with contextlib.suppress(*LOSSES):
-            here, end = self._open(roster, CancelScope()).sub(f"view{roster.number}"), time.monotonic() + SHOWN_SECONDS
+            here, end = self._open(roster, CancelScope()).sub(f"view{roster.number}"), time.monotonic() + self._timings.form
             while len(forms) < len(new) and self.orders.latest == roster.number and time.monotonic() < end:
                 worker = new[len(forms)]
                 with contextlib.suppress(DeadlineExceeded):
-                    forms[worker] = here.take(f"form/{worker}", LOOK_SECONDS)
+                    forms[worker] = here.take(f"form/{worker}", self._timings.look)
             fresh = [worker for worker in new if forms.get(worker) == self._heart.form()]
             refused = [worker for worker in forms if worker not in fresh]
             if self.orders.latest == roster.number:
@@ -363,7 +356,7 @@ class Recovery:
         alone = DeadlineExceeded(f"nobody let this worker in within {self._worker_context.deadline:g} s")
         lost: PacelineError = alone
         while self.fresh:
-            if (roster := self.orders.newer(heard, NAP_SECONDS)) is not None:
+            if (roster := self.orders.newer(heard, self._timings.join_look)) is not None:
                 heard, lost, end = roster.number, alone, time.monotonic() + self._worker_context.deadline
                 doors += [JoinRequest(roster, CancelScope())] if self.worker in roster.workers else []
             elif time.monotonic() > end:
@@ -376,7 +369,7 @@ class Recovery:
                 except LOSSES as error:
                     doors.remove(door)
                     if door.roster.number == heard:  # who trains is lost, too, and there is a newer view soon, or nobody is left to join
-                        lost, end = error, time.monotonic() + TOLD_SECONDS
+                        lost, end = error, time.monotonic() + self._timings.view
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 
     def _opens(self, door: JoinRequest) -> bool:
@@ -395,7 +388,7 @@ class Recovery:
         found = door.here.take("admitted")
         roster, members = door.roster, tuple(found["members"])
         if self.worker not in members and self.worker not in found["refused"]:
-            raise DeadlineExceeded(f"those who run waited {SHOWN_SECONDS:g} s for this worker, and went on without it: start it again")
+            raise DeadlineExceeded(f"those who run waited {self._timings.form:g} s for this worker, and went on without it: start it again")
         if self.worker not in members:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
         self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.cancel_scope))
@@ -413,9 +406,9 @@ class Recovery:
         """Connect to the store of a view."""
         first, place = roster.members[0], self._worker_context.place
         try:
-            socket.create_connection((first.address, first.port), timeout=CONNECT_SECONDS).close()  # torch would be loud about it
+            socket.create_connection((first.address, first.port), timeout=self._timings.connect).close()  # torch would be loud about it
             before = sockets.leading(first.address, first.port)
-            client = TCPStore(first.address, first.port, None, False, timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False)
+            client = TCPStore(first.address, first.port, None, False, timedelta(seconds=self._timings.connect), wait_for_workers=False)
         except (OSError, DistError) as error:
             raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
         mine = sockets.leading(first.address, first.port) - before

@@ -15,13 +15,11 @@ from paceline.cluster.control import commands, events
 from paceline.cluster.discover import Place
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
+from paceline.timings import DEFAULTS, HangTimings
 
-LEAST_SECONDS = 5.0
 FACTOR, WIDEST = 10.0, 3.0  # times the median interval between calls, and times the longest
 BORNE = 2.0  # times the longest wait that was reported and then ended well
 KNOWN = 8  # calls that have to be known
-MARGIN = 4.0  # seconds before the deadline
-LOOK_SECONDS = 0.25
 
 
 class HangDetector:
@@ -33,7 +31,8 @@ class HangDetector:
 
     def __init__(self, place: Place, agreement: Agreement, deadline: float, late_after: float | None = None) -> None:
         self._place, self._agreement, self._late_after = place, agreement, late_after
-        self._given_up = giving_up(deadline)
+        self._timings = place.timings.hangs
+        self._given_up = giving_up(deadline, timings=self._timings)
         self._listens = place.worker is None  # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
         self._borne = 0.0  # seconds
         self._over = threading.Event()
@@ -61,7 +60,7 @@ class HangDetector:
         if len(intervals) < KNOWN:
             return self._given_up
         usual = max(FACTOR * statistics.median(intervals), WIDEST * max(intervals), BORNE * self._borne)
-        return min(max(LEAST_SECONDS, usual), self._given_up)
+        return min(max(self._timings.least, usual), self._given_up)
 
     def _watch(self) -> None:
         agreement, told, lasting = self._agreement, (-1, 0), 0.0
@@ -81,21 +80,22 @@ class HangDetector:
     def _pause(self) -> bool:
         """Wait until the next look, answering a launcher that asks. Returns whether the run is over."""
         if not self._listens or self._place.orders_fd is None:
-            return self._over.wait(LOOK_SECONDS)
-        if commands.asked(self._place.orders_fd, LOOK_SECONDS):
+            return self._over.wait(self._timings.look)
+        if commands.asked(self._place.orders_fd, self._timings.look):
             self.answer()
         return self._over.is_set()
 
 
-def giving_up(deadline: float) -> float:
+def giving_up(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
     """Return how many seconds a wait may last before the launcher gives up the missing worker; workers give up at the deadline."""
-    return max(deadline / 2, deadline - MARGIN)
+    return max(deadline / 2, deadline - timings.margin)
 
 
-def check_lateness(late_after: float | None, deadline: float) -> None:
+def check_lateness(late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> None:
     """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
-    if late_after is not None and not 0 < late_after <= giving_up(deadline):
+    latest = giving_up(deadline, timings=timings)
+    if late_after is not None and not 0 < late_after <= latest:
         raise UsageError(
-            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {giving_up(deadline):g} (waits are given up "
+            f"late_after={late_after:g} can't be honoured: give seconds above 0, and at most {latest:g} (waits are given up "
             f"after deadline={deadline:g}), or leave it out"
         )

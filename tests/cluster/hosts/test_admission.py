@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts import elastic as assemblies
 from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.elastic import ElasticPeers, enter
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble, seek
 from paceline.errors import DeadlineExceeded, PlaceError
+from paceline.timings import DEFAULTS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 from tests.harness.jobs import free_port
 
@@ -25,8 +25,8 @@ RUN = '["runs/x", 7]'
 class Running:
     """A job of one host that runs, and newcomers to it."""
 
-    def __init__(self, point: tuple[str, int]) -> None:
-        self.point = point
+    def __init__(self, point: tuple[str, int], timings: Timings = DEFAULTS) -> None:
+        self.point, self._timings = point, timings
         self.all: list[ElasticPeers] = []
         self._threads = ThreadPoolExecutor(4)
 
@@ -42,7 +42,7 @@ class Running:
         listening = network.listen("127.0.0.1")
         facts = {"name": f"h{host}", "address": "127.0.0.1", "port": listening.getsockname()[1]}
         view = view or View(1, (HostSeat(0, (10, 11), facts),), 1)
-        return ElasticPeers(host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point))
+        return ElasticPeers(host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point), timings=self._timings)
 
     def meeting(self, *, deadline: float = 8.0, hosts: int = 1, elastic: bool = True) -> Meeting:
         """What a newcomer brings."""
@@ -70,8 +70,8 @@ class Running:
 
 
 @pytest.fixture
-def job() -> Iterator[Running]:
-    found = Running(("127.0.0.1", free_port()))
+def job(request: pytest.FixtureRequest) -> Iterator[Running]:
+    found = Running(("127.0.0.1", free_port()), getattr(request, "param", DEFAULTS))
     found.start()
     yield found
     found.close()
@@ -98,8 +98,8 @@ def test_it_waits_until_the_run_can_be_joined(job: Running) -> None:
     assert isinstance(asked.result(), Admission)
 
 
-def test_who_is_taken_in_and_never_calls_is_left_out_again(job: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemblies, "CALL_SECONDS", 0.3)
+@pytest.mark.parametrize("job", [Timings(membership=MembershipTimings(call=0.3))], indirect=True, ids=["calls soon"])
+def test_who_is_taken_in_and_never_calls_is_left_out_again(job: Running) -> None:
     job.until(job.asks(job.meeting()))
     run(job.all, lambda: job.first.view.hosts == (0,))
     assert not job.first.membership.stranded

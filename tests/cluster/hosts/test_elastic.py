@@ -11,15 +11,16 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts.elastic import SILENT_SECONDS, ElasticPeers, connect_all
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import Offer
 from paceline.errors import DeadlineExceeded
+from paceline.timings import DEFAULTS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 
 
-def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list[ElasticPeers | Exception]:
+def meet(size: int, *, absent: int | None = None, seconds: float = 10.0, timings: Timings = DEFAULTS) -> list[ElasticPeers | Exception]:
     """The launchers of so many hosts with two workers each, connected; or what went wrong on each."""
     sockets = [network.listen("127.0.0.1") for _ in range(size)]
     offers = [Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1]) for n, s in enumerate(sockets)]
@@ -31,7 +32,8 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list
 
     def come(host: int) -> None:
         try:
-            found[host] = ElasticPeers(host, view, connect_all(offers, host, sockets[host], SECRET, seconds))
+            channels = connect_all(offers, host, sockets[host], SECRET, seconds)
+            found[host] = ElasticPeers(host, view, channels, timings=timings)
         except Exception as error:  # noqa: BLE001
             found[host] = error
 
@@ -46,8 +48,8 @@ def meet(size: int, *, absent: int | None = None, seconds: float = 10.0) -> list
 
 
 @pytest.fixture
-def three() -> Iterator[list[ElasticPeers]]:
-    found = [each for each in meet(3) if isinstance(each, ElasticPeers)]
+def three(request: pytest.FixtureRequest) -> Iterator[list[ElasticPeers]]:
+    found = [each for each in meet(3, timings=getattr(request, "param", DEFAULTS)) if isinstance(each, ElasticPeers)]
     assert len(found) == 3
     yield found
     for each in found:
@@ -79,7 +81,7 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], go
     three[gone].close()
     began = time.monotonic()
     run(rest, lambda: all(len(workers(each)) == 4 for each in rest))
-    assert time.monotonic() - began < SILENT_SECONDS and all(each.view.seat(gone) is None for each in rest)
+    assert time.monotonic() - began < DEFAULTS.membership.silence and all(each.view.seat(gone) is None for each in rest)
 
 
 @pytest.mark.slow
@@ -96,10 +98,11 @@ def test_hosts_that_leave_are_not_missed(three: list[ElasticPeers], leavers: tup
     assert left[0].verdict is None and left[0].parted
 
 
+@pytest.mark.parametrize("three", [Timings(membership=MembershipTimings(beat=0.1, silence=1.0))], indirect=True, ids=["short"])
 def test_a_launcher_that_says_nothing_is_left_out(three: list[ElasticPeers]) -> None:
     heard = min(each._channels[2].heard for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
-    assert time.monotonic() - heard >= SILENT_SECONDS
+    assert time.monotonic() - heard >= 1.0
 
 
 def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:

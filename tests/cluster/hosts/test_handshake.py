@@ -18,9 +18,10 @@ from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.channel import Channel, call, ready
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
 from paceline.cluster.hosts.handshake import MOST, Handshakes
-from paceline.cluster.hosts.membership import AGAIN_SECONDS, HostSeat, View
+from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.rendezvous import Offer, assemble
 from paceline.errors import SecretError
+from paceline.timings import DEFAULTS
 from tests.harness import strangers
 from tests.harness.handshakes import HELLO, OFFER, SECRET, meeting, offered, senseless, waiting
 from tests.harness.jobs import free_port
@@ -63,7 +64,7 @@ class Porter:
         """Somebody calls, and says hello; others may push in, so it tries again."""
         while True:
             try:
-                found = call(socket.create_connection(self.point, timeout=5), secret, "here")
+                found = call(socket.create_connection(self.point, timeout=5), secret, "here", 4.0)
             except ConnectionError:
                 continue
             found.send({"kind": "hello"})
@@ -172,7 +173,7 @@ class TestMeeting:
         port, drawn = free_port(), random.Random(5)
         with waiting(port) as come:
             for _ in range(150):
-                channel = call(socket.create_connection(("127.0.0.1", port), timeout=5), SECRET, "there")
+                channel = call(socket.create_connection(("127.0.0.1", port), timeout=5), SECRET, "there", 4.0)
                 channel.send(senseless(drawn, [OFFER], offered))
                 channel.close()
             come()
@@ -232,7 +233,7 @@ class TestAssembly:
     def newcomer(self, launcher: ElasticPeers) -> Channel:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
-            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=5), SECRET, "there"))
+            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=5), SECRET, "there", 4.0))
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
 
@@ -287,7 +288,7 @@ class TestAssembly:
                     Channel(there, "client").send(message)
                 launcher.hear(channel.fileno())
                 launcher.tick()
-                launcher.membership.tick(now := now + AGAIN_SECONDS)
+                launcher.membership.tick(now := now + DEFAULTS.membership.repeat)
                 launcher._send()
                 launcher.rosters.clear()
                 assert launcher.stopped is None or launcher.stopped == (15, "h") or launcher.stopped[0] in range(1, 65)
@@ -321,7 +322,7 @@ class TestAssembly:
             for _ in range(300):
                 strangers.call(sockets[0].getsockname(), strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]))
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
-                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=5), SECRET, "there")
+                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=5), SECRET, "there", 4.0)
                 channel.send({"kind": "host", "host": host})
                 channel.close()
             second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)

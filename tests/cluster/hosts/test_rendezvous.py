@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts import channel as channels
 from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, call
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import FixedPeers, Meeting, Offer, assemble
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
+from paceline.timings import ChannelTimings, RendezvousTimings, Timings
 from tests.harness.jobs import listening
 from tests.harness.launchers import JOINED, Launched, wait_for
 
@@ -53,9 +53,10 @@ def councils() -> Iterator[Callable[..., list[FixedPeers]]]:
     """Councils of as many hosts as names are given; the first one listens."""
     made: list[FixedPeers] = []
 
-    def make(*names: str) -> list[FixedPeers]:
+    def make(*names: str, **changes: Any) -> list[FixedPeers]:
         port = free_port()
-        made.extend(future.result() for future in gather(*(invitation(name, port, hosts=len(names)) for name in names), pause=0.05))
+        meetings = [invitation(name, port, hosts=len(names), **changes) for name in names]
+        made.extend(future.result() for future in gather(*meetings, pause=0.05))
         return made
 
     yield make
@@ -168,10 +169,10 @@ class TestAssemble:
                 assemble(invitation("a", other.getsockname()[1]))
             thread.join()
 
-    def test_a_silent_port(self, monkeypatch):
-        monkeypatch.setattr(channels.call, "__defaults__", (0.5,))
+    def test_a_silent_port(self):
+        timings = Timings(channel=ChannelTimings(hello=0.1))
         with network.listen("127.0.0.1") as other, pytest.raises(PlaceError, match="doesn't say anything"):
-            assemble(invitation("a", other.getsockname()[1]))
+            assemble(invitation("a", other.getsockname()[1], timings=timings))
 
     def test_strangers_do_not_disturb(self):
         port = free_port()
@@ -206,9 +207,9 @@ def connected(port: int) -> socket.socket | None:
 class TestChannel:
     def pair(self) -> tuple[Channel, Introduction]:
         here, there = socket.socketpair()
-        caller = Introduction(there, SECRET, "here")
+        caller = Introduction(there, SECRET, "here", 4.0)
         with ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(call, here, SECRET, "there")
+            calling = pool.submit(call, here, SECRET, "there", 4.0)
             wait_for(lambda: caller.step() is not None or caller.trusted)
             return calling.result(), caller
 
@@ -288,16 +289,13 @@ class TestCouncil:
         turn(*others, until=lambda: all(council.verdict for council in others))
         assert {council.verdict.line().split(" is gone")[0] for council in others} == {f"paceline: host {'ab'[gone]}"}
 
-    def test_a_silent_launcher_is_named(self, councils, monkeypatch):
-        members = councils("a", "b")
-        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._SILENT_SECONDS", 0.3)
+    def test_a_silent_launcher_is_named(self, councils):
+        members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(silence=0.3)))
         turn(members[0], until=lambda: members[0].verdict is not None)
         assert members[0].verdict.host == "b" and "nothing was heard" in members[0].verdict.words
 
-    def test_heartbeats_keep_it_alive(self, councils, monkeypatch):
-        members = councils("a", "b")
-        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._SILENT_SECONDS", 0.5)
-        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._BEAT_SECONDS", 0.05)
+    def test_heartbeats_keep_it_alive(self, councils):
+        members = councils("a", "b", timings=Timings(rendezvous=RendezvousTimings(beat=0.05, silence=0.5)))
         end = time.monotonic() + 1.2
         turn(*members, until=lambda: time.monotonic() > end)
         assert not any(council.verdict for council in members)

@@ -16,6 +16,7 @@ from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.hints import SEVERAL, WaitReminder, crowded, leftover, misplaced
 from paceline.cluster.launcher.launch import LaunchRequest, _line, check
 from paceline.errors import DeadlineExceeded, UsageError
+from paceline.timings import RendezvousTimings, Timings
 
 SECRET = b"0123456789abcdef"
 
@@ -117,14 +118,13 @@ class Told:
             return next(line for line in self.lines if part in line)
 
 
-class TestWaiting:
-    @pytest.fixture(autouse=True)
-    def _at_once(self, monkeypatch):
-        monkeypatch.setattr(hints, "_PATIENT_SECONDS", 0.0)
+AT_ONCE = Timings(rendezvous=RendezvousTimings(reminder=0.0))
 
+
+class TestWaiting:
     def meeting(self, name: str, port: int, told: Told, *, deadline: float = 60.0) -> Meeting:
         offer = Offer(name, 2, "127.0.0.1", "machine", 1000, 2000)
-        return Meeting(("127.0.0.1", port), SECRET, offer, 3, None, deadline, f"paceline run {name}.py", told)
+        return Meeting(("127.0.0.1", port), SECRET, offer, 3, None, deadline, f"paceline run {name}.py", told, AT_ONCE)
 
     def test_each_says_for_whom_and_how_to_start_it(self):
         with network.listen("127.0.0.1") as probe:
@@ -163,7 +163,7 @@ class TestWaiting:
     def test_now_and_then(self, monkeypatch):
         told, at = Told(), [0.0]
         monkeypatch.setattr(hints.time, "monotonic", lambda: at[0])
-        reminder = WaitReminder(told)
+        reminder = WaitReminder(told, timings=AT_ONCE.rendezvous)
         for second in range(26):
             at[0] = float(second)
             reminder.turn(lambda: f"at {at[0]:g}")

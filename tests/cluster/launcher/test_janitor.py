@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import subprocess
@@ -9,12 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from paceline.cluster.launcher import janitor
+from paceline.timings import DEFAULTS
 
+TIMINGS = json.dumps(asdict(DEFAULTS.janitor))
 MARK = "0123abcd" * 4
 SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg", f"sem.mp-{MARK[:8]}-abc_efgh"
 SHARED = Path("/dev/shm")
@@ -68,36 +72,36 @@ def inodes(*paths: Path) -> set[int]:
 class TestReclaim:
     def test_what_the_killed_left(self, make, dead):
         left = [make(f"torch_{dead}_123_4"), *map(make, SEMAPHORES)]
-        janitor.reclaim(MARK, {dead}, inodes(*left[1:3]), time.time() - 60)
+        janitor.reclaim(MARK, {dead}, inodes(*left[1:3]), time.time() - 60, seconds=0.05)
         assert not any(path.exists() for path in left)
 
     def test_what_nobody_of_the_job_had(self, make, dead):
         """Semaphores of others look like those of the job, also those that nobody has open, or only where this process can't see it."""
         others = [make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")]
-        janitor.reclaim(MARK, {dead}, set(), time.time() - 60)
+        janitor.reclaim(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
         assert all(path.exists() for path in others)
 
     def test_both_names_of_one_that_is_being_made(self, make, shared, dead):
         first, second = make("sem.s5Ipxm"), shared / SEMAPHORES[2]
         os.link(first, second)
-        janitor.reclaim(MARK, {dead}, set(), time.time() - 60)
+        janitor.reclaim(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
         assert not first.exists() and not second.exists()
 
     def test_what_others_have(self, make, dead):
         names = (f"torch_{dead + 1}_123_4", "sem.loky-12-abcdefgh", "sem.long", "torch_x", "other")
         kept = [make(name) for name in names]
-        janitor.reclaim(MARK, {dead}, inodes(*kept), time.time() - 60)
+        janitor.reclaim(MARK, {dead}, inodes(*kept), time.time() - 60, seconds=0.05)
         assert all(path.exists() for path in kept)
 
     def test_what_the_living_have(self, make):
         path = make(f"torch_{os.getpid()}_1_1")
-        janitor.reclaim(MARK, {os.getpid()}, set(), 0)
+        janitor.reclaim(MARK, {os.getpid()}, set(), 0, seconds=0.05)
         assert path.exists()
 
     @pytest.mark.parametrize("name", [*SEMAPHORES, "torch_{dead}_1_1"])
     def test_what_was_there_before(self, make, dead, name):
         path = make(name.format(dead=dead))
-        janitor.reclaim(MARK, {dead}, inodes(path), time.time() + 60)
+        janitor.reclaim(MARK, {dead}, inodes(path), time.time() + 60, seconds=0.05)
         assert path.exists()
 
     @pytest.mark.parametrize("name", SEMAPHORES)
@@ -105,13 +109,13 @@ class TestReclaim:
         path = make(name)
         held = inodes(path)
         with path.open("r+b") as file:
-            janitor.reclaim(MARK, {dead}, held, 0)
+            janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
             assert path.exists()
             mapped = mmap.mmap(file.fileno(), 32)
-        janitor.reclaim(MARK, {dead}, held, 0)
+        janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
         assert path.exists()
         mapped.close()
-        janitor.reclaim(MARK, {dead}, held, 0)
+        janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
         assert not path.exists()
 
     @pytest.mark.parametrize("second", ["", "sem.mp-_moapdfg"])
@@ -124,7 +128,7 @@ class TestReclaim:
             held: set[int] = set()
             killed = janitor.end_group(maker.pid, held)
         assert [path.name for path in shared.iterdir() if path != other] == [second or "sem.s5Ipxm"]
-        janitor.reclaim(MARK, killed, held, began)
+        janitor.reclaim(MARK, killed, held, began, seconds=0.05)
         assert [*shared.iterdir()] == [other]
 
 
@@ -145,7 +149,7 @@ print(multiprocessing.get_context("fork").Process()._config["semprefix"])
 def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
     """The deputy alone: its input ends without `done`."""
     job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abc"})
-    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abc"], stdin=subprocess.PIPE)
+    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abc", TIMINGS], stdin=subprocess.PIPE)
     assert deputy.stdin is not None
     deputy.stdin.write(b"+%d\n" % job.pid)
     deputy.stdin.flush()
@@ -161,7 +165,7 @@ def test_who_is_ended_is_told():
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": mark})
         for mark in ("none", "abe")
     )
-    assert janitor.sweep("abe", [group.pid], set()) == {group.pid, other.pid}
+    assert janitor.sweep("abe", [group.pid], set(), seconds=1.5) == {group.pid, other.pid}
     assert group.wait(5) == other.wait(5) == -9
 
 
@@ -174,13 +178,13 @@ def test_who_was_ended_does_nothing_any_more(grouped):
         [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": name}, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
-        janitor.sweep(name, [process.pid] if grouped else [], set())
+        janitor.sweep(name, [process.pid] if grouped else [], set(), seconds=1.5)
         assert process.poll() == -9
 
 
 def test_a_deputy_that_is_told_so_does_nothing():
     job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abd"})
-    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abd"], stdin=subprocess.PIPE)
+    deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abd", TIMINGS], stdin=subprocess.PIPE)
     deputy.communicate(b"+%d\ndone\n" % job.pid, 5)
     assert job.poll() is None
     job.kill()
@@ -192,5 +196,5 @@ def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = (Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac"))
     (mine / "server").touch()
-    janitor.sweep("ab" * 16, [], set())
+    janitor.sweep("ab" * 16, [], set(), seconds=1.5)
     assert not mine.exists() and other.exists()

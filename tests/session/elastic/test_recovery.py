@@ -19,6 +19,7 @@ from paceline.cluster.control.commands import CommandPipe, Member, Roster
 from paceline.errors import ServerLost
 from paceline.session.elastic import recovery as surviving
 from paceline.session.elastic.recovery import Recovery
+from paceline.timings import RecoveryTimings
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.survivors import AT, BATCH, NET, PLACES, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
@@ -104,7 +105,13 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
 
     recovery = object.__new__(Recovery)
     recovery.__dict__.update(
-        worker=10, view=1, orders=CommandPipe(heard), _worker_context=SimpleNamespace(place=None), _agreement=None, _heart=None
+        worker=10,
+        view=1,
+        orders=CommandPipe(heard),
+        _worker_context=SimpleNamespace(place=None),
+        _agreement=None,
+        _heart=None,
+        _timings=RecoveryTimings(view=0.2),
     )
     recovery.orders.arm(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.events, "broken", broken)

@@ -22,9 +22,9 @@ from paceline.cluster.discover import Place
 from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
-from paceline.session.record import hangs
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.run import Run
+from paceline.timings import DEFAULTS, HangTimings, Timings
 from tests.harness.jobs import Ended, Jobs, free_port, wait_for
 from tests.harness.runs import workers
 
@@ -126,7 +126,7 @@ def test_a_time_that_can_not_be_honoured_is_refused() -> None:
 class Worker:
     """One that watches itself, with a launcher at the other end of its pipes."""
 
-    def __init__(self, deadline: float, late_after: float | None = None, *, number: int | None = None) -> None:
+    def __init__(self, deadline: float, late_after: float | None = None, *, number: int | None = None, timings: Timings = DEFAULTS) -> None:
         self.now = time.monotonic() - 1000.0
         self.agreement = Agreement(SoloGroup(), step=lambda: 3)
         self._reports, report = os.pipe()
@@ -134,7 +134,7 @@ class Worker:
         self.shown, stack = os.pipe()
         os.set_blocking(self.shown, False)
         self.descriptors = [self._reports, report, heard, self.orders, self.shown, stack]
-        self.place = Place(report_fd=report, orders_fd=heard, stack_fd=stack, worker=number)
+        self.place = Place(report_fd=report, orders_fd=heard, stack_fd=stack, worker=number, timings=timings)
         self.watching = HangDetector(self.place, self.agreement, deadline, late_after)
         self._lines = os.fdopen(os.dup(self._reports))
 
@@ -249,10 +249,9 @@ class TestWatching:
         late = found.agreement.wait(found.report, "shares of a stream")
         assert (late["event"], late["what"]) == ("late", "shares of a stream of step 3")
 
-    def test_bears_again_what_it_has_borne(self, worker, monkeypatch):
+    def test_bears_again_what_it_has_borne(self, worker):
         """Whoever was told of and came after all isn't told of again for the like, however quick other calls are."""
-        monkeypatch.setattr(hangs, "LEAST_SECONDS", 0.2)
-        found = worker(120.0)
+        found = worker(120.0, timings=Timings(hangs=HangTimings(least=0.2)))
         found.report()
         found.called(*[0.001] * 64)
         found.agreement.attempt(found.report)  # comes to its end as soon as it was told of
