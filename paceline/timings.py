@@ -105,7 +105,7 @@ class HangTimings:
     least: float = 5.0  # a shorter wait is not reported, whatever is usual
     margin: float = 4.0  # before the deadline, a wait counts as given up
     answer: float = 1.0  # for a worker to say where it is
-    stack: float = 0.5  # for a worker to write its stack
+    stack_dump: float = 0.5  # for a worker to write its stack
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ SECONDS: dict[str, dict[str, float]] = {
         "part": 5.0,
     },
     "janitor": {"look": 0.5, "close_look": 0.05, "young": 5.0, "ending": 1.5, "unlinking": 0.05},
-    "hangs": {"look": 0.25, "least": 5.0, "margin": 4.0, "answer": 1.0, "stack": 0.5},
+    "hangs": {"look": 0.25, "least": 5.0, "margin": 4.0, "answer": 1.0, "stack_dump": 0.5},
     "store": {"shortest_retry": 0.02, "longest_retry": 0.5, "connect": 2.0, "heard": 2.0},
     "recovery": {"view": 5.0, "look": 0.5, "join_look": 0.02, "meet_look": 0.002, "connect": 4.0, "form": 5.0, "copy": 5.0},
     "servers": {"look": 0.1, "wait_look": 0.02, "key": 10.0, "silence": 4.0, "alive": 10.0, "fill": 1.0, "last_pull": 1.0},
@@ -96,7 +96,7 @@ def test_what_waits_is_more_patient_than_what_it_waits_for() -> None:
     assert t.rendezvous.invitation > 2 * t.membership.visit + t.membership.visited
     assert t.membership.visited < t.membership.silence - t.membership.beat  # a launcher that visits sends no heartbeats
     assert t.supervisor.verdict > t.rendezvous.echo + t.rendezvous.culprit
-    assert t.hangs.margin > t.hangs.answer + t.hangs.stack + 2 * t.hangs.look + 2 * t.supervisor.look
+    assert t.hangs.margin > t.hangs.answer + t.hangs.stack_dump + 2 * t.hangs.look + 2 * t.supervisor.look
     assert t.recovery.form >= t.recovery.view and t.replacement.leave > t.supervisor.kill
 
 

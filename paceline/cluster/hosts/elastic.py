@@ -103,10 +103,17 @@ class ElasticPeers:
     """
 
     def __init__(
-        self, host: int, view: View, channels: dict[int, Channel], door: MeetingPoint | None = None, *, timings: Timings = DEFAULTS
+        self,
+        host: int,
+        view: View,
+        channels: dict[int, Channel],
+        door: MeetingPoint | None = None,
+        *,
+        run: str | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         self.host = host
-        self.run: str | None = None
+        self.run = run
         self.closing = False  # workers have ended their run: no host is let in any more
         self.cut_off = False
         self.leaving = False  # this host goes

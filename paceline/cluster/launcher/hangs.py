@@ -103,7 +103,7 @@ class HangSearch:
                 worker.stack()  # what was written before is of no interest
                 if worker.said("shows"):
                     os.kill(worker.process.pid, commands.STACK)
-        elif now - case.shown > self.timings.stack:
+        elif now - case.shown > self.timings.stack_dump:
             case.over = True
             for worker in [worker for worker in case.culprits if worker.ended is None]:
                 self._tell(worker, late, case.answers.get(worker.process.pid))

@@ -314,18 +314,20 @@ def _enter(job: LaunchRequest, environ: Mapping[str, str], place: Admission, min
     """Take part in a job that runs: all workers of this host come while the others train. `ranks`: what the launcher calls them."""
     assert job.join is not None
     channels = enter(place.view, place.host, mine.key, timings=mine.timings)
-    assembly = _elastic(mine, place.host, place.view, channels, meeting_point(job.join))
-    assembly.run = place.run
+    assembly = _elastic(mine, place.host, place.view, channels, meeting_point(job.join), run=place.run)
     again = partial(_another, job, _shared_variables(job, environ, (mine.offer,), 0), mine)
     ranks = ranks or [_LATER * place.host + local for local in range(job.workers)]
     tasks = [mine.inherited.enter_context(again(place.run, rank)) for rank in ranks]
     return _LauncherParts(tasks, assembly, mine.offer.name, again)
 
 
-def _elastic(mine: _HostOffer, host: int, view: View, channels: dict[int, Channel], join: Point | None) -> ElasticPeers:
+def _elastic(
+    mine: _HostOffer, host: int, view: View, channels: dict[int, Channel], join: Point | None, *, run: str | None = None
+) -> ElasticPeers:
     """Make this launcher's part in a job that survives losses."""
     assert mine.agent is not None
-    return ElasticPeers(host, view, channels, MeetingPoint(mine.agent, mine.key, join, timings=mine.timings), timings=mine.timings)
+    door = MeetingPoint(mine.agent, mine.key, join, timings=mine.timings)
+    return ElasticPeers(host, view, channels, door, run=run, timings=mine.timings)
 
 
 def _first_view(table: Sequence[Offer]) -> View:
