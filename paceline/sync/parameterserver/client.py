@@ -51,10 +51,10 @@ class ParameterServerSync:
         self.rows = UnlockedRows(self.link)  # what else these optimizers step, where workers are not in lockstep
         self.consistency: Consistency = consistency(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
-        self._waiting = False  # to be told where servers are
-        self._at: dict[int, int] = {}  # by number of a slot, as backward counts: its place among those of the link
+        self._waiting = False  # this worker hasn't been told yet where servers are
+        self._at: dict[int, int] = {}  # number of a slot, as backward counts -> its place among the link's slots
         self._grads: dict[int, Tensor] = {}
-        self._leveled: list[int] = []  # steps taken when I had exactly what servers have
+        self._leveled: list[int] = []  # steps taken when this worker last had exactly the servers' parameters
 
     @property
     def replicas_diverge(self) -> bool:
@@ -102,7 +102,7 @@ class ParameterServerSync:
             self._hand_over(None)
 
     def _survive(self, endpoints: ServerEndpoints) -> None:
-        """Be ready to lose servers, where others can be started."""
+        """Prepare to lose servers, where others can be started."""
         link, replicas = self.link, self.link.options.replicas
         if endpoints.pool is not None:
             filled = partial(transfer.copy, link)
@@ -123,7 +123,7 @@ class ParameterServerSync:
         self.consistency.begin()
 
     def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
-        """Have servers begin with the first worker's parameters, and `memories` (None: what its optimizers remember). Collective."""
+        """Fill servers with the first worker's parameters and `memories` (None: its optimizers' state). Collective."""
         link = self.link
         mine = [slot.optimizer.state.pop(slot.parameter, {}) for slot in link.slots if slot.optimizer is not None]
         if link.connections.of and self.context.group.rank == 0:
@@ -160,12 +160,12 @@ class ParameterServerSync:
         return any(known is optimizer for known in self.link.optimizers)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Instead of the optimizer's own step: see `ParameterServer`."""
+        """Make a step of this optimizer on the servers, instead of its own."""
         number = next(n for n, known in enumerate(self.link.optimizers) if known is optimizer)
         self.link.pulls.step(number, self.consistency.step)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Let the next steps be clipped by the norm of the gradients that make them; gives it."""
+        """Let the next steps be clipped by the norm of the gradients that make them, and return that norm."""
         link = self.link
         numbers = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
         link.clips.update(dict.fromkeys(numbers, PendingClip(numbers, max_norm, norm_type)))
@@ -189,9 +189,9 @@ class ParameterServerSync:
         link.pulls.arrive()
         if link.free and link.slots and isinstance(model, OutOfLockstep | ElasticConsistency) and model.sample_queue.open:
             model.sample_queue.open = False
-            agreement.meet("servers rest")  # nobody pushes any more
+            agreement.meet("servers rest")  # from here on no worker pushes
             agreement.lasting(lambda: link.catch_up({}, exactly=True))
-            agreement.meet("servers are read")  # and nobody again before all have read
+            agreement.meet("servers are read")  # no worker pushes again before all have read
         elif link.codec.coded and self._leveled != link.steps_taken:
             agreement.repeat(link.level, what="servers tell all")
             self._leveled = [*link.steps_taken]
@@ -203,7 +203,7 @@ class ParameterServerSync:
         return {"room": room, "steps": self.link.steps_taken, "leveled": self._leveled, "times": times}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """See `Sync.regroup`. Raises `StateLost` where a server was lost, and nobody else has what it kept."""
+        """Go on with the workers and servers that are left. Raises `StateLost` where what a lost server kept is nowhere else."""
         self.context = context
         self.link.regroup(context)
         if not self.link.slots:
@@ -218,7 +218,7 @@ class ParameterServerSync:
         self._elastic.regroup()
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
-        """Do nothing: all there is lies on servers, or came with the parameters."""
+        """Do nothing, as all state is on servers or came with the parameters."""
 
     def detach(self) -> None:
         connections, pool = self.link.connections, None if self._endpoints is None else self._endpoints.pool
@@ -239,21 +239,21 @@ class ParameterServerSync:
         return self.consistency.take_begun() if isinstance(self.consistency, ElasticConsistency) else []
 
     def facts(self) -> list[dict[str, Any]]:
-        """What each server has done so far, for the summary."""
+        """Return what each server has done so far, for the summary."""
         return self.context.agreement.lasting(lambda: self.link.connections.facts(self.link.seconds))
 
     def served(self) -> list[Served]:
         return self.link.connections.served(self.link.seconds) if self.context.trace.kept else []
 
     def state_dict(self) -> dict[str, Any]:
-        """What optimizers on servers remember of each parameter, on the first worker; and what my codec keeps."""
+        """Return the state of optimizers on servers for each parameter, on the first worker; and what this worker's codec keeps."""
         kept = self.link.codec.state_dict(self.link.slots)
         if not self.link.callers or self.context.group.rank:
             return {"memories": None, **kept}
         return {"memories": transfer.memories(self.link, len(self.link.slots)), **kept}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Have servers go on from the parameters that are here, and what was saved."""
+        """Let servers go on from the parameters that are here, and the saved state."""
         self.link.pulls.arrive()
         found = [state for state in states if state]
         self._hand_over(transfer.saved(found, len(self.link.slots)))

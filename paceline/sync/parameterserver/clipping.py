@@ -1,4 +1,4 @@
-"""Which steps are clipped together, and by what."""
+"""Clipping of steps on servers: which steps are clipped together, and by what factor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from paceline.sync.base import Slot
 
 
 class PendingClip(NamedTuple):
-    """The next steps of these optimizers are clipped together: to at most this norm, of this kind."""
+    """A clip of the next steps of these optimizers (`numbers`) together, to a norm of at most `most`, of this kind."""
 
     numbers: list[int]
     most: float
     kind: float
 
     def shrink(self, norms: Sequence[float]) -> tuple[float, float]:
-        """The norm of the whole, from those of its parts; and what gradients are multiplied by."""
+        """Return the norm of the whole, from those of its parts, and the factor that gradients are multiplied by."""
         total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.kind))
         return total, shrink(total, self.most)
 
 
 def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]) -> list[int]:
-    """The optimizers of these parameters, which are all that each of them has; `owners` are those of the slots. Raises `UsageError`."""
+    """Return the optimizers of these parameters. Raises `UsageError` if one has others, too. `owners`: the optimizer of each slot."""
     mine = {id(parameter) for parameter in parameters}
     numbers = sorted({owner for slot, owner in zip(slots, owners, strict=True) if id(slot.parameter) in mine})
     theirs = {id(slot.parameter) for slot, owner in zip(slots, owners, strict=True) if owner in numbers}
@@ -39,10 +39,10 @@ def covered(parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequenc
 
 
 def own_norm(slots: Sequence[Slot], kind: float) -> float:
-    """The norm of this worker's own gradients of these parameters."""
+    """Return the norm of this worker's own gradients of these parameters."""
     return float(nn.utils.get_total_norm([slot.parameter.grad for slot in slots if slot.parameter.grad is not None], kind))
 
 
 def shrink(norm: float, limit: float) -> float:
-    """What gradients of such a norm are multiplied by, clipped (as `nn.utils.clip_grad_norm_` does it)."""
+    """Return the factor that clips gradients of such a norm (as in `nn.utils.clip_grad_norm_`)."""
     return min(1.0, limit / (norm + 1e-6))

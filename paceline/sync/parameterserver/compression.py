@@ -1,15 +1,15 @@
-"""What travels between a worker and servers through a codec, as the worker has it: what it keeps of what it sends, and what it was told.
+"""The codec between a worker and the servers, on the worker's side: residuals of what it pushes, and copies of what servers announced.
 
     worker                                                  server
     push   gradient + residual  --encode-->  message  --->  decode, add to those of the others
            residual = what of that did not arrive           step: value
-    pull   copy + decoded       <--- message  <-----------  encode(value - told);  told + decoded
-                                     the same for all       what is lost now is in the next difference (`telling`)
+    pull   copy + decoded       <--- message  <-----------  encode(value - announced);  announced + decoded
+                                     the same for all       what is lost now is in the next difference (`server.deltas`)
                                      in lockstep
 
-Copies are bit for bit what the server has told, as both add the same (DoubleSqueeze, Tang et al. 2019, codes both ways, too). A residual
-counts when the turn is over (`commit`), and is forgotten when it failed (`forget`); what is pushed twice in a step is encoded from the
-same one.
+A copy has the same bits as the server's announced values, as both add the same messages (DoubleSqueeze, Tang et al. 2019, codes both
+ways, too). A residual counts when the turn is over (`commit`), and is discarded when the turn failed (`forget`); what is pushed twice in a
+step is encoded from the same residual.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate,
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.units import ServerLinks, TransferUnit, rows
 
-Key = tuple[int, int]  # of a unit: its server, and its number there
+Key = tuple[int, int]  # a unit: its server, and its number there
 
 
 class PushTimes(NamedTuple):
-    """When it left; bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
+    """One push: when it left; its bytes, and those of the exact tensor; seconds of a processor to encode it, and to decode it."""
 
     when: float
     sent: int
@@ -49,7 +49,7 @@ class PushTimes(NamedTuple):
 
 @dataclass
 class CodecCounts:
-    """What went through the codec."""
+    """Counts of what went through the codec."""
 
     pushes: list[PushTimes] = field(default_factory=list)
     pulled: int = 0  # bytes
@@ -58,25 +58,25 @@ class CodecCounts:
 
 
 class PushPullCodec:
-    """The codec of one worker. `apart`: it is told something else than the others, as it isn't in lockstep with them."""
+    """The codec of one worker. `apart`: workers are not in lockstep, so that each gets other messages from the servers."""
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | None, *, apart: bool) -> None:
         self._context, self._codec, self._apart = context, codec, apart
-        self._units: dict[Key, TransferUnit] = {}  # that are coded
-        self._numbers: dict[Key, int] = {}  # of those
+        self._units: dict[Key, TransferUnit] = {}  # the coded ones
+        self._numbers: dict[Key, int] = {}  # numbers of the coded units
         self._kept: dict[Key, Tensor] = {}  # residuals, as of the last turn that counted
         self._stepped: dict[Key, Tensor] = {}  # as of the last step, in this turn
-        self._pushed: dict[Key, Tensor] = {}  # what a step would make of them
-        self._copies: dict[Key, Tensor] = {}  # what servers have told me
-        self._has: dict[Key, int] = {}  # the number of it
-        self._narrowed = False  # something is float64, which has been said
-        self._every = 1  # one element in so many is looked at
-        self._decoding: dict[int, float] = {}  # seconds that it takes, by unit
+        self._pushed: dict[Key, Tensor] = {}  # residuals that the next step would leave
+        self._copies: dict[Key, Tensor] = {}  # parameters as servers have announced them to this worker
+        self._has: dict[Key, int] = {}  # the number of that announcement
+        self._narrowed = False  # whether it was said that float64 values are narrowed
+        self._every = 1  # one element in so many is sampled
+        self._decoding: dict[int, float] = {}  # seconds of decoding, by unit
         self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
         self.account = CodecAccount(repr(codec), "what servers got of a gradient")
 
     def ways(self, slot: Slot) -> Phases:
-        """The codings of a parameter. What isn't real can't be coded."""
+        """Return the codings of a parameter; none for dtypes that aren't real."""
         found = phases(self._codec, slot.name, slot.parameter.shape)
         if found and not slot.parameter.dtype.is_floating_point:
             self._context.announce(f"{slot.name} is {slot.parameter.dtype}: it is exchanged exactly, codecs are for real numbers")
@@ -87,7 +87,7 @@ class PushPullCodec:
         return found
 
     def lay_out(self, units: Sequence[TransferUnit]) -> None:
-        """These are the units; nothing has been kept of them, and nothing told."""
+        """Code these units from now on, without residuals or copies."""
         self._units = {(unit.server, unit.number): unit for unit in units if unit.ways}
         self._numbers = {key: number for number, key in enumerate(self._units)}
         for kept in (self._kept, self._stepped, self._pushed, self._copies, self._has):
@@ -97,7 +97,7 @@ class PushPullCodec:
             self._context.accounts.append(self.account)
 
     def measure(self, connections: ServerLinks, seconds: float) -> None:
-        """How fast the way to servers is, if anything is coded. Collective."""
+        """Measure how fast the link to the servers is, if anything is coded. Collective."""
         if self._units and self.account.rate is None:
             before = connections.traffic + Traffic()
             found = measure(self._context.group, torch.device("cpu"), lambda x: LinkEcho(connections, x, seconds))
@@ -106,22 +106,22 @@ class PushPullCodec:
 
     @property
     def coded(self) -> list[TransferUnit]:
-        """The units that are told all workers through the codec, as one."""
+        """Units that servers announce to all workers alike through the codec."""
         return [] if self._apart else list(self._units.values())
 
     # ---- what is sent
 
     def encode(self, unit: TransferUnit, used: bytes, *, counts: bool) -> Tensor:
-        """What travels of a unit whose gradients are laid out: they, and what was kept of it but for pieces that were not `used`.
+        """Encode a unit whose gradients are laid out, with its residual but for pieces that were not `used`. Returns the message.
 
-        `counts`: whether the server will make anything of it; if not, all that was kept is kept on.
+        `counts`: whether the server will use it; if not, all residuals are kept.
         """
         if not unit.ways:
             return unit.flat
         began, key, turn = time.thread_time(), (unit.server, unit.number), self._context.step_state.step
         phase, base = at(unit.ways, turn), self._stepped.get(key, self._kept.get(key)) if counts else None
         self._pushed.pop(key, None)
-        held = None  # of what was kept: what stays here, as its piece is not used
+        held = None  # the part of the residual that stays here, as its piece is not used
         given = unit.flat if phase.coding is None else unit.flat.float()
         if base is not None:
             held = _unused(unit, used, base)
@@ -134,7 +134,7 @@ class PushPullCodec:
         elif left is not None and counts and finite(left):
             for view, reached in zip(unit.over(left), used, strict=True):
                 if not reached:
-                    view.zero_()  # what the coding makes of zeros there, the server leaves out
+                    view.zero_()  # the server leaves out whatever the coding makes of zeros there
             self._pushed[key] = left if held is None else left.add_(held)
         decoding = self._decoding.get(self._numbers[key], 0.0) if phase.coding is not None else 0.0
         took = time.thread_time() - began
@@ -142,12 +142,12 @@ class PushPullCodec:
         return sent
 
     def _code(self, phase: CodingPhase, given: Tensor, index: int, *, spare: bool) -> tuple[Tensor, Tensor | None]:
-        """The message; and what is not in it, if that is kept. `spare`: nobody needs `given` any more."""
+        """Return the message, and the residual if one is kept. `spare`: `given` isn't needed afterwards."""
         coding, turn = phase.coding, self._context.step_state.step
         assert coding is not None
         whole, message = room(coding, given.numel())
         coding.encode(given, message, seeded(turn, index, self._context.group.rank))
-        looked = index == turn % len(self._units)  # one unit in a turn
+        looked = index == turn % len(self._units)  # one unit is sampled in a turn
         if not phase.feedback and not looked:
             return whole, None
         before = sampled(given, self._every, turn)
@@ -162,14 +162,14 @@ class PushPullCodec:
     # ---- what comes back
 
     def asked(self, unit: TransferUnit) -> dict[str, Any]:
-        """What a request for the parameters of a unit says of what is here."""
+        """Return what a request for the parameters of a unit says of the copy here."""
         if not unit.ways:
             return {}
         mine = {"turn": self._context.step_state.step} if self._apart else {}
         return {"has": self._has.get((unit.server, unit.number)), **mine}
 
     def decode(self, unit: TransferUnit, message: RpcMessage) -> Tensor:
-        """The parameters of a unit, from the answer. Raises `Mismatch` for one that doesn't fit."""
+        """Return the parameters of a unit, from the answer. Raises `Mismatch` for an answer that doesn't fit."""
         if not unit.ways:
             return message.tensors[0]
         key, flat, began = (unit.server, unit.number), unit.flat, time.thread_time()
@@ -189,7 +189,7 @@ class PushPullCodec:
         return self._copies[key]
 
     def _add(self, coding: Coding | None, given: Tensor, copy: Tensor) -> None:
-        """Let a copy become what the server has told, by the same operations."""
+        """Bring a copy to what the server has announced, by the same operations."""
         if coding is None or given.dtype != torch.uint8 or given.shape != (nbytes(coding, copy.numel()),):
             raise Mismatch(f"what came is not {coding!r} of {copy.numel()} elements: {given.dtype} {list(given.shape)}")
         message = parts(coding, copy.numel(), given)
@@ -203,14 +203,14 @@ class PushPullCodec:
     # ---- what is kept
 
     def over(self, units: Sequence[TransferUnit], *, stepped: bool) -> None:
-        """What was pushed of these units is in a step, or void."""
+        """Keep the new residuals of these units, whose pushes are in a step; discard them if not `stepped`."""
         for key in {(unit.server, unit.number) for unit in units}.intersection(self._pushed):
             left = self._pushed.pop(key)
             if stepped:
                 self._stepped[key] = left
 
     def commit(self) -> None:
-        """The turn counts."""
+        """Let the residuals of this turn count."""
         self._kept |= self._stepped
         self._stepped.clear()
         if self._turn.exact:
@@ -219,18 +219,18 @@ class PushPullCodec:
             self._turn = CodecTurn(0, 0, 0, 0, 0)
 
     def unlearn(self, units: Sequence[TransferUnit]) -> None:
-        """What servers have told of these units is void."""
+        """Discard the copies of these units."""
         for unit in units:
             self._has.pop((unit.server, unit.number), None)
 
     def forget(self) -> None:
-        """It doesn't: what it made of residuals is void."""
+        """Discard the residuals of this turn, which has failed."""
         self._stepped.clear()
         self._pushed.clear()
         self._counted, self._turn = CodecCounts(), CodecTurn(0, 0, 0, 0, 0)
 
     def residuals(self, slots: Sequence[Slot]) -> list[Tensor | None]:
-        """What is kept of the gradient of each slot, the turn under way included; in the shape of the parameter, however it is cut."""
+        """Return the residual of each slot, with the turn under way, in the shape of the parameter; None where there is none."""
         found: list[Tensor | None] = [None] * len(slots)
         for key, residual in (self._kept | self._stepped).items():
             for (piece, _), view in zip(self._units[key].members, self._units[key].over(residual), strict=True):
@@ -241,7 +241,7 @@ class PushPullCodec:
         return found
 
     def take_over(self, found: Sequence[Sequence[Tensor | None]]) -> None:
-        """What `residuals` gave on some workers, or before I left off, is sent by me later; instead of what I have kept."""
+        """Replace my residuals by the sum of these `residuals` of several workers, to send them later."""
         self.forget()
         self._kept.clear()
         for key, unit in self._units.items():
@@ -254,11 +254,11 @@ class PushPullCodec:
                             view.add_(rows(whole, piece))
 
     def state_dict(self, slots: Sequence[Slot]) -> dict[str, Any]:
-        """What has to survive of this worker; nothing where there is no codec."""
+        """Return what has to survive of this worker; nothing where there is no codec."""
         return {"codec": repr(self._codec), "residuals": self.residuals(slots)} if self._units else {}
 
     def load_state_dicts(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Take up what `state_dict` gave on each worker, in rank order: the sum of all residuals stays what it was."""
+        """Go on from every worker's `state_dict`, in rank order: the sum of all residuals stays the same."""
         written = next((state["codec"] for state in found if "codec" in state), None)
         mine, group = repr(self._codec) if self._units else None, self._context.group
         if written is not None and written != mine:
@@ -270,15 +270,15 @@ class PushPullCodec:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What comes through meanwhile is no part of a step."""
+        """Leave what comes through inside of the block out of the counts."""
         counted, self._counted = self._counted, CodecCounts()
         yield
         self._counted = counted
 
     def waited(self, needed: float, shown: float, servers: int) -> None:
-        """A step has been waited for, since `needed` (of the performance counter), for `shown` seconds in all.
+        """Count a step that was waited for since `needed` (of the performance counter), for `shown` seconds in all.
 
-        What servers need to code is taken to be what I need.
+        Servers are taken to code as fast as this worker.
         """
         found, self._counted, rate = self._counted, CodecCounts(), self.account.rate
         if rate is None or not found.exact:
@@ -289,7 +289,7 @@ class PushPullCodec:
         exact = exposed(ready, [ExchangeCost(0.0, rate.latency / 2 + half * push.exact, 0.0) for push in pushes], needed)
         encoding = sum(push.encoding for push in pushes)
         theirs = encoding / servers
-        more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # mine is a part of backward
+        more = coded + encoding + found.decoding + theirs - exact - half * (found.exact - found.pulled)  # my encoding is part of backward
         self._turn.sent += sum(push.sent for push in pushes) + found.pulled
         self._turn.exact += sum(push.exact for push in pushes) + found.exact
         self._turn.coding += encoding + found.decoding
@@ -298,7 +298,7 @@ class PushPullCodec:
 
 
 class LinkEcho:
-    """A tensor goes to all servers, a part to each, and comes back: what a link takes is measured with it."""
+    """Measures a link: a tensor goes to all servers, a part to each, and comes back."""
 
     def __init__(self, connections: ServerLinks, x: Tensor, seconds: float) -> None:
         self._seconds = seconds
@@ -306,7 +306,7 @@ class LinkEcho:
         self._sent = [(caller, caller.send("echo", tensors=[piece], seconds=seconds)) for caller, piece in pieces]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it is back."""
+        """Wait until the tensor is back."""
         for caller, message in self._sent:
             caller.wait(message, self._seconds)
 
@@ -318,7 +318,7 @@ class LinkEcho:
 
 
 def _unused(unit: TransferUnit, used: bytes, base: Tensor) -> Tensor | None:
-    """Of a residual the pieces that are not used, zeros elsewhere; None if all are used."""
+    """Return the pieces of a residual that are not used, with zeros elsewhere; None if all are used."""
     if all(used):
         return None
     held = base.clone()

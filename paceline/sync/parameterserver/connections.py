@@ -1,9 +1,9 @@
-"""Each shard on a primary and its copies: all are told the same, the primary is asked, and when one is lost the others go on.
+"""Connections of a worker to each shard's primary and copies: all receive the same, the primary answers, a copy replaces a lost primary.
 
     worker     push, close  --->  primary of shard 0 (server 0)     copy of shard 0 (server 2, on another host)
                read         --->  primary of shard 0                becomes the primary when that is lost
 
-A push counts once all that live have it. What they keep is equal, as it depends on what they are told, not on the order of the workers.
+A push counts once all living copies have it. Their state is equal, as it depends on what they receive, not on the order of the workers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.parameterserver.units import ServerLinks
 from paceline.trace import Served, Span
 
-PINGS = 8  # by which a server's clock is compared
-SILENT_SECONDS = 4.0  # a server of which nothing has come for so long (its connection is asked four times meanwhile) is lost
+PINGS = 8  # messages by which a server's clock is compared
+SILENT_SECONDS = 4.0  # a server that has sent nothing for so long (its connection is probed four times meanwhile) is lost
 
 
 class ServerTraffic:
-    """What is sent to servers from now on (`SideGroup`). The connections outlive it."""
+    """Counts what is sent to servers from now on (a `SideGroup`). The connections outlive it."""
 
     def __init__(self, connections: ServerLinks) -> None:
         self._connections, self._sent, self._waited = connections, connections.traffic, connections.waited
@@ -49,7 +49,7 @@ class ServerTraffic:
 
 
 def _ahead(caller: RpcClient, seconds: float) -> int:
-    """How far the clock of a server is ahead of mine, in nanoseconds: off by at most half of the fastest answer."""
+    """Return how far the clock of a server is ahead of mine, in nanoseconds: off by at most half of the fastest answer."""
     found = []
     for _ in range(PINGS):
         before = time.perf_counter_ns()
@@ -60,21 +60,21 @@ def _ahead(caller: RpcClient, seconds: float) -> int:
 
 
 class ReplicaConnections(ServerLinks):
-    """Whom a worker tells what, of the servers that live. `of`: by shard, the primary first."""
+    """Connections to all living servers. `of`: by shard, the primary first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of: list[list[RpcClient]] = []
-        self.cancel_scope: CancelScope | None = None  # ends all waits when the workers become others
+        self.cancel_scope: CancelScope | None = None  # ends all waits when the workers change
         self._by_number: dict[int, RpcClient] = {}
 
     @property
     def primaries(self) -> list[RpcClient]:
-        """Who is asked, by shard."""
+        """Connections to the primaries, by shard."""
         return [copies[0] for copies in self.of]
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
-        """See `ServerLinks.open`. Where servers outlive workers, one that is lost ends only the waits for itself."""
+        """Connect to these servers, as worker `me`. Where servers outlive workers, a lost one ends only the waits for itself."""
         self._by_number.clear()
         if endpoints.pool is None:
             super().open(endpoints, me)
@@ -82,12 +82,12 @@ class ReplicaConnections(ServerLinks):
         self.reach(endpoints, me)
 
     def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor], seconds: float) -> None:
-        """Tell all copies of a shard."""
+        """Send to all copies of a shard, and wait until they have answered."""
         for caller in self.of[shard]:
             caller.call(kind, body=body, tensors=tensors, seconds=seconds)
 
     def ask(self, shard: int, kind: str, seconds: float) -> RpcMessage:
-        """Ask a shard, whichever of its copies answers."""
+        """Ask a shard, and return the answer of the first copy that is alive."""
         *others, last = self.of[shard]
         for caller in others:
             with contextlib.suppress(ServerLost):
@@ -95,14 +95,14 @@ class ReplicaConnections(ServerLinks):
         return last.call(kind, seconds=seconds)
 
     def reach(self, endpoints: ServerEndpoints, me: int) -> None:
-        """The servers are these: who is new is called, who is not among them any more is left."""
+        """Connect to new servers among these endpoints, and hang up on servers that are not among them any more."""
         numbers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
         for place, number in enumerate(numbers):
             if number not in self._by_number:
                 self._by_number[number] = self.call(endpoints, me, place)
         for number in self._by_number.keys() - {*numbers}:
             caller = self._by_number.pop(number)
-            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # what it was asked for is asked of another
+            caller.end(ServerLost(f"{caller.who} is not among the servers any more"))  # another server is asked instead
             self._hang_up(caller)
         shards = endpoints.shards or numbers
         self.of = [[] for _ in range(max(shards, default=-1) + 1)]
@@ -111,24 +111,24 @@ class ReplicaConnections(ServerLinks):
         self.callers = list(self._by_number.values())
 
     def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
-        """An end to the server at this place of a room."""
+        """Connect to the server at index `place` of these endpoints."""
         found = RpcClient(endpoints.addresses[place], endpoints.keys, sender=me, who=endpoints.names[place], alert=SILENT_SECONDS)
         found.cancel_scope = self.cancel_scope
         return found
 
     def follow(self, cancel_scope: CancelScope | None) -> None:
-        """All waits end when this one trips."""
+        """End all waits when this scope is cancelled."""
         self.cancel_scope = cancel_scope
         for caller in self.callers:
             caller.cancel_scope = cancel_scope
 
     def know(self, number: int, caller: RpcClient | None) -> None:
-        """This end is there already, if it is, for when that server comes to be reached."""
+        """Keep a connection that exists already, for when `reach` comes to that server."""
         if caller is not None:
             self._by_number[number] = caller
 
     def lost(self, seconds: float) -> list[int]:
-        """The numbers of the servers that don't answer, within so many seconds at most. What was under way is forgotten."""
+        """Return the numbers of servers that don't answer within so many seconds. Messages under way are forgotten."""
         end, asked, lost = time.monotonic() + seconds, dict[int, int](), list[int]()
         for number, caller in self._by_number.items():
             caller.forget()
@@ -144,18 +144,18 @@ class ReplicaConnections(ServerLinks):
         return lost
 
     def names(self, numbers: Collection[int]) -> list[str]:
-        """What these servers are called."""
+        """Return the names of these servers."""
         return [self._by_number[number].who for number in sorted(numbers) if number in self._by_number]
 
     def facts(self, seconds: float) -> list[dict[str, Any]]:
-        """What each primary is called and has done so far, for the summary."""
+        """Return name and counts of each primary, for the summary."""
         return [{"name": self.primaries[shard].who, **self.ask(shard, "facts", seconds).body} for shard in range(len(self.of))]
 
     def served(self, seconds: float) -> list[Served]:
-        """When each primary did what, as far as it remembers."""
+        """Return when each primary did what, as far as it remembers."""
         found = []
         for caller in self.primaries:
-            with contextlib.suppress(*LOSSES):  # it takes what it has seen with it
+            with contextlib.suppress(*LOSSES):  # a lost server's timeline is lost with it
                 packed = caller.call("timeline", seconds=seconds).tensors[0].numpy().tobytes()
                 ahead = 0 if caller.near else _ahead(caller, seconds)
                 spans, waiting = msgpack.unpackb(packed)
@@ -163,7 +163,7 @@ class ReplicaConnections(ServerLinks):
         return found
 
     def dismiss(self, *, told: bool = True) -> None:
-        """Hang up; with `told` all hear that they aren't needed any more. Who doesn't answer is ended by its launcher."""
+        """Hang up; with `told`, tell all servers first that they can end. One that doesn't answer is ended by its launcher."""
         for caller in self.callers if told else ():
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 caller.call("end", seconds=1.0)
@@ -171,7 +171,7 @@ class ReplicaConnections(ServerLinks):
 
 
 class ServerWait(NamedTuple):
-    """Who waits, among which workers (their numbers, by rank), and for how long."""
+    """A wait for a server: which rank waits, among which workers (their numbers, by rank), and for how many seconds."""
 
     rank: int
     workers: Sequence[int]
@@ -179,7 +179,7 @@ class ServerWait(NamedTuple):
 
 
 def named(error: DeadlineExceeded, caller: RpcClient, what: str, who: tuple[str, dict[str, Any]], waiter: ServerWait) -> DeadlineExceeded:
-    """The error with the names of those who are waited for, which the server is asked for with the message `who`."""
+    """Return the error with the names of the missing workers. The message `who` asks the server for them."""
     try:
         found = caller.call(who[0], body=who[1], seconds=min(waiter.seconds, 2.0)).body["missing"]
     except PacelineError:

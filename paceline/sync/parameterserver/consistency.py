@@ -1,12 +1,12 @@
-"""When workers of a parameter server wait for each other, and which gradients make a step.
+"""Consistency models of the parameter server: when workers wait for each other, and which gradients make a step.
 
-    Lockstep    all push, all close: one step with the sum of all             everybody in the same step
-    Backup      all push; the first who come make the step                    who is late takes its result, and goes on with the next
-    Stale       all push; those who are on time make the step                 at most `staleness` turns ahead of the slowest;
-                                                                              who is late is in the next step, and goes on before it
-    Eager       each applies what it has pushed as a step of its own          nobody waits
+    BulkSynchronous    all push, all close: one step with the sum of all       all workers in the same step
+    BackupWorkers      all push; the first to arrive make the step             a late worker takes the result, and goes on with the next
+    StaleSynchronous   all push; those on time make the step                   at most `staleness` turns ahead of the slowest;
+                                                                               a late worker is in the next step, and goes on before it
+    Asynchronous       each applies what it has pushed as a step of its own    no worker waits
 
-But for the first each worker takes its samples when it is ready for them (`counter`).
+In all but the first each worker takes its samples when it is ready for them (`counter`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
-    """Whether a turn is late for the first of its optimizers, and so in no step of the others: or it would be in them twice, dealt again.
+    """Whether a turn is to be dealt again: it is late for the first of its optimizers, and so must be in no step of the others.
 
-    `decided`: who makes the steps that are still to come; `late`, `made`: what became of those before.
+    `decided`: which workers make the steps that are still to come; `late`, `made`: what became of those before.
     """
     if late or made:
         return late and not made
@@ -39,31 +39,31 @@ def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
 
 
 class Consistency(Protocol):
-    """What differs between them. Optimizers are known by their numbers."""
+    """A consistency model. Optimizers are known by their numbers."""
 
     def begin(self) -> None:
-        """Servers have been started."""
+        """Begin, as servers have been started."""
         ...
 
     def pushing(self, number: int) -> None:
-        """A gradient of an optimizer is about to be pushed."""
+        """Prepare for a gradient of an optimizer to be pushed."""
         ...
 
     def step(self, number: int) -> None:
-        """An optimizer steps."""
+        """Make a step of an optimizer."""
         ...
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """The norms of parts of the gradients that will make the next steps of these optimizers, clipped to `limit` together."""
+        """Return norms of parts of the gradients that will make the next steps of these optimizers, clipped to `limit` together."""
         ...
 
     def commit(self) -> None:
-        """A turn is over."""
+        """End a turn."""
         ...
 
 
 class BulkSynchronous:
-    """Bulk synchronous: every step is made by all workers."""
+    """Bulk-synchronous: all workers make every step together."""
 
     def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
         self._link = link
@@ -107,19 +107,19 @@ class BulkSynchronous:
 
 
 class OutOfLockstep:
-    """What those have in common that are not in lockstep."""
+    """Common base of the models in which workers are not in lockstep."""
 
     def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
         self._link, self._rows = link, rows
         self.sample_queue = LockstepSampleQueue(link, self._leave)
-        self.going: int | None = None  # which I have not waited for yet
+        self.going: int | None = None  # the message that is answered when this worker may go on
 
     def begin(self) -> None: ...
 
     def pushing(self, number: int) -> None: ...
 
     def _leave(self) -> None:
-        """Have all that I have pushed in a step, as I take no more turns."""
+        """Wait until all that I have pushed is in a step, as I take no more turns."""
         for number in range(len(self._link.optimizers)):
             self.pushing(number)
 
@@ -131,7 +131,7 @@ class OutOfLockstep:
             )
 
     def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Who makes a step of an optimizer, for which I have pushed for the `count`-th time; once that is decided."""
+        """Ask which workers make a step of an optimizer that I have pushed for the `count`-th time, and wait until it is decided."""
         link = self._link
         said = {
             "part": link.context.step_state.share_of_step,
@@ -146,7 +146,7 @@ class OutOfLockstep:
         return found
 
     def _close(self, number: int, step: int, found: Mapping[str, Any], *, read: bool = True, **more: Any) -> None:
-        """This step of an optimizer is made by those who were found, with the mean of their gradients. `read`: what comes of it."""
+        """Let the found workers make this step of an optimizer, by the mean of their gradients. `read`: take in the result."""
         link, units = self._link, self._link.units(number) if read else []
         body = {
             "workers": found["workers"],
@@ -164,7 +164,7 @@ class OutOfLockstep:
         link.steps_taken[number] = step
 
     def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
-        """Of the mean of their gradients."""
+        """Return the norm of the mean of these workers' gradients."""
         link = self._link
         body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
         sent = link.everywhere("norm", number, step, body)
@@ -172,7 +172,7 @@ class OutOfLockstep:
         return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
 
     def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
-        """My turn is over. `going` is the message that is answered when I may go on."""
+        """End my turn. `going` becomes the message that is answered when I may go on."""
         link, sample_queue = self._link, self.sample_queue
         if self.going is not None:
             link.callers[0].wait(self.going, link.seconds)
@@ -202,7 +202,7 @@ class Asynchronous(OutOfLockstep):
         link.steps_taken[number] = step
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`: of my own gradients."""
+        """Return the norm of my own gradients."""
         link = self._link
         return [link.norm(numbers, kind)]
 
@@ -212,19 +212,19 @@ class Asynchronous(OutOfLockstep):
 
 
 class StaleSynchronous(OutOfLockstep):
-    """Stale synchronous: a step is made by all who are on time, and by whoever has come late since the one before.
+    """Stale-synchronous: a step is made by all workers on time, and by those that were late for the one before.
 
-    Who is late doesn't wait for the step that is open, but goes on with what there is; before it pushes more, that step has been made.
+    A late worker doesn't wait for the open step, but goes on with the parameters there are; before it pushes more, that step has been made.
     """
 
     def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
         super().__init__(link, rows)
         self._bound = int(link.options.staleness)
-        self._asked: dict[int, int] = {}  # by optimizer: how many gradients I have come with
+        self._asked: dict[int, int] = {}  # by optimizer: how many gradients this worker has pushed
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
-        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
-        self._open: set[int] = set()  # optimizers of which the step of my last gradient had not been made when I went on
-        self._clips: dict[int, tuple[float, float]] = {}  # of those: the kind of norm, and its limit
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when its parameters were last read
+        self._open: set[int] = set()  # optimizers whose step with this worker's last gradient had not been made when it went on
+        self._clips: dict[int, tuple[float, float]] = {}  # of the open ones: the kind of norm, and its limit
 
     def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
         count = self._asked[number]
@@ -261,7 +261,7 @@ class StaleSynchronous(OutOfLockstep):
         self._known[number] = found["slowest"]
 
     def pushing(self, number: int) -> None:
-        """See `Consistency`: what I had pushed before is in a step, and the servers have taken it."""
+        """Wait until what I pushed before is in a step that servers have made."""
         if number not in self._open:
             return
         link, found, clip = self._link, self._gather(number, part=False), self._clips.pop(number, None)
@@ -276,7 +276,7 @@ class StaleSynchronous(OutOfLockstep):
             self._rows.go(number, found["step"])
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`: of the gradients that make the step; of mine, where I go on before that. Several are waited for."""
+        """Return norms of the gradients that make the step; of mine, where I go on before that. Steps of several optimizers wait."""
         norms = list[float]()
         for number in numbers:
             found = self._decide(number, part=len(numbers) == 1)
@@ -288,7 +288,7 @@ class StaleSynchronous(OutOfLockstep):
         return norms
 
     def commit(self) -> None:
-        """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
+        """End a turn. If I am too far ahead, wait, and then read what I waited for."""
         if not self.sample_queue.open:
             return
         link = self._link
@@ -307,12 +307,12 @@ class StaleSynchronous(OutOfLockstep):
 
 
 class BackupWorkers(OutOfLockstep):
-    """With backup workers: a step is made by the first who come."""
+    """Backup workers: the first to arrive make a step."""
 
     def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
         super().__init__(link, rows)
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
-        self._late = self._made = False  # for any optimizer, and in a step of any, in this turn
+        self._late = self._made = False  # in this turn: late for any optimizer, and in a step of any
 
     @property
     def _again(self) -> bool:
@@ -320,7 +320,7 @@ class BackupWorkers(OutOfLockstep):
         return self._link.options.requeue and again(self._decided, late=self._late, made=self._made)
 
     def _decide(self, number: int) -> dict[str, Any]:
-        """Who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
+        """Ask who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
             self._link.settle(number)
             self._rows.hold(number)
@@ -346,7 +346,7 @@ class BackupWorkers(OutOfLockstep):
             self._made = True
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`: of the gradients that make the step; of mine, where I am too late."""
+        """Return norms of the gradients that make the step; of mine, where I am too late."""
         link, norms = self._link, list[float]()
         for number in numbers:
             found, step = self._decide(number), link.steps_taken[number] + 1

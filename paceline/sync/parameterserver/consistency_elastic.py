@@ -1,17 +1,17 @@
-"""Workers that are not in lockstep, where losses are survived: a loss is a meeting of all the living, after which everything goes on.
+"""Consistency models out of lockstep where losses are survived: after a loss all living workers meet, and everything goes on.
 
-    push to all copies, acknowledged  |  who makes step n: the keeper  |  close n on all copies, acknowledged  |  read
-      a loss here: pushed again          a loss here: pushed again        a loss here: n was made if any server   here: n was made
-                                                                          that lives has made it
+    push to all copies, acknowledged  |  who makes step n: the scheduler  |  close n on all copies, acknowledged  |  read
+      a loss here: pushed again          a loss here: pushed again           a loss here: n was made if any living    here: n was made
+                                                                             server has made it
 
-A worker goes on from a step once all servers have made it, so what a lost server alone had made nobody has built on. In the meeting
+A worker goes on from a step once all servers have made it, so no worker has built on what a lost server alone had made. In the meeting
 
     workers say     their clock, the pieces that they have taken      servers say     the steps that they have made
-    the first       has each server make the steps that another has made; what was pushed beyond is void on all of them; the keeper, on
-                    whichever server is first now, is told where all stand (`standing`), and what no step has is dealt again
+    the first       has each server make the steps that another has made; all discard what was pushed beyond; the scheduler, on the
+                    server that is first now, is told where all are (`server.reconcile`), and what no step has is dealt again
     each worker     knows then whether its gradient is in a step, and pushes it again if it isn't: nothing is computed twice
 
-A copy that was started in the place of a lost server is given what the others have in such a meeting, too, which is called for it.
+A copy started in place of a lost server is given what the others have in such a meeting, too, which is called for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ElasticConsistency:
-    """Stale, asynchronous, or with backup workers, as `spec` says."""
+    """Stale-synchronous, asynchronous, or with backup workers, as the options say."""
 
     copies: ServerReplication
 
@@ -51,14 +51,14 @@ class ElasticConsistency:
         self._link = link
         self._bound = spec.staleness if spec.staleness and not link.alone else math.inf
         self.sample_queue = SampleQueueClient(link, self._bound)
-        self._begun: list[str] = []  # copies that have begun, as they are called
-        self._count: dict[int, int] = {}  # by optimizer: my gradients that are in steps
-        self._counted: dict[int, int] = {}  # by optimizer: my last gradient that was in a step when somebody was lost last
-        self._made: list[int] = []  # by optimizer: the steps that had been made then
+        self._begun: list[str] = []  # names of copies that have begun
+        self._count: dict[int, int] = {}  # by optimizer: how many of this worker's gradients are in steps
+        self._counted: dict[int, int] = {}  # by optimizer: this worker's last gradient that was in a step at the last loss
+        self._made: list[int] = []  # by optimizer: the steps that had been made at the last loss
         self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
-        self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn
-        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when I read its parameters last
-        self._late = self._stepped = False  # for any optimizer, and in a step of any, in this turn
+        self._norms: dict[int, float] = {}  # by optimizer: the norm of its step in this turn
+        self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when its parameters were last read
+        self._late = self._stepped = False  # in this turn: late for any optimizer, and in a step of any
 
     def begin(self) -> None: ...
 
@@ -82,11 +82,11 @@ class ElasticConsistency:
         self.sample_queue.stepped()
 
     def _gradient(self, number: int) -> int:
-        """The number of the gradient that I come with; with backup workers that of the step."""
+        """Return the number of my next gradient; with backup workers that of the step."""
         return (self._link.steps_taken[number] if self._link.drops else self._count.get(number, 0)) + 1
 
     def _is_made(self, number: int) -> bool:
-        """Whether my gradient is in a step that others have made, as was found when somebody was lost."""
+        """Whether my gradient is in a step that others have made, as was found at the last loss."""
         return self._counted.get(number, 0) >= self._gradient(number)
 
     def _step(self, number: int) -> None:
@@ -110,7 +110,7 @@ class ElasticConsistency:
         return self._link.options.requeue and again(self._decided, late=self._late, made=self._stepped)
 
     def _decide(self, number: int) -> Mapping[str, Any]:
-        """Who makes the step that I am in: "workers", what the first of them "said", the sum of "parts"; or "late", the last step."""
+        """Ask who makes my step: "workers", what the first of them "said", the sum of "parts"; or "late", the last step."""
         if number not in self._decided:
             self._link.settle(number)
             self._decided[number] = self._ask(number)
@@ -143,7 +143,7 @@ class ElasticConsistency:
         return int(found.get("step", self._gradient(number)))
 
     def _close(self, number: int, found: Mapping[str, Any]) -> None:
-        """The step is made by those who were found, on all copies."""
+        """Let the found workers make this step, on all copies."""
         link, units, step = self._link, self._link.units(number), self._number(number, found)
         factor = link.factors.get(number, 1.0) / (1.0 if self._link.alone else found["parts"])
         body = {"workers": found["workers"], "factor": factor, "settings": found["said"]["settings"], "decided": True}
@@ -157,7 +157,7 @@ class ElasticConsistency:
         self._known[number] = found.get("slowest", 0)
 
     def _skip(self, number: int, step: int) -> None:
-        """I am too late: go on from this step, once all copies have made it."""
+        """Go on from this step, which I am too late for, once all copies have made it."""
         link, units, pieces = self._link, self._link.units(number), self.sample_queue.pieces()
         made, reads = link.everywhere("taken", number, step, {}), link.ask_for(units, step)
         for caller, message in made:
@@ -174,11 +174,11 @@ class ElasticConsistency:
     # ---- clipping
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`: of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
+        """Return norms of the gradients that make the steps; of mine, where it is a step of its own, or too late."""
         return self._link.context.agreement.lasting(lambda: self._ask_norms(numbers, kind))
 
     def _clip_again(self, number: int) -> None:
-        """Who makes the step may be others now: clip by their norm. What has stepped since with this clip has the norm that it had."""
+        """Clip by the norm of the workers that make the step now, after a loss. A step already made with this clip keeps its norm."""
         clips = self._link.clips
         asked = clips[number]
         due = [other for other in asked.numbers if clips.get(other) is asked]
@@ -203,7 +203,7 @@ class ElasticConsistency:
     # ---- the end of a turn
 
     def commit(self) -> None:
-        """See `Consistency`: wait where I am too far ahead, and then read what I waited for."""
+        """End a turn. If I am too far ahead, wait, and then read what I waited for."""
         if not self.sample_queue.open:
             return
         link, dropped = self._link, "again" if self._again else "dropped" if self._late else ""
@@ -220,9 +220,9 @@ class ElasticConsistency:
     # ---- losses
 
     def regroup(self) -> None:
-        """The workers are others, or servers were lost, or copies of them have begun. Collective, and may be begun anew at any place.
+        """Go on after workers have changed, servers were lost, or copies have begun. Collective; may begin anew at any place.
 
-        Raises `StateLost` where nobody has a shard any more.
+        Raises `StateLost` where no copy of a shard is left.
         """
         link, group = self._link, self._link.context.group
         link.connections.follow(link.context.cancel_scope)
@@ -248,7 +248,7 @@ class ElasticConsistency:
             )
 
     def _settle(self, reports: Mapping[int, WorkerReport], begun: Sequence[Any]) -> list[Any]:
-        """Servers stand at the same steps, and the keeper where the living do: which steps, gradients and clocks, and who was filled."""
+        """Bring all servers to the same steps, and the scheduler to where workers are. Returns steps, gradients, clocks, filled copies."""
         link = self._link
         heads = self._tell_all(link.connections.callers, "reckon", {"workers": link.workers})
         steps = {caller: head.body["steps"] for caller, head in heads.items()}
@@ -268,7 +268,7 @@ class ElasticConsistency:
         return {caller: caller.wait(message, seconds) for caller, message in sent}
 
     def _even(self, optimizer: int, steps: dict[RpcClient, list[int]]) -> None:
-        """Have each server that keeps parameters of an optimizer make the steps that another has made."""
+        """Let each server that keeps parameters of an optimizer make the steps that another has made."""
         link = self._link
         shards = {unit.server for unit in link.units(optimizer)}
         callers = [caller for shard in shards for caller in link.connections.of[shard]]
@@ -282,13 +282,13 @@ class ElasticConsistency:
                 caller.call("close", step=body["step"], body=body, seconds=link.seconds)
 
     def take_begun(self) -> list[str]:
-        """The names of the copies that have begun since this was asked last."""
+        """Return the names of the copies that have begun since the last call."""
         found, self._begun = self._begun, []
         return found
 
 
 def consistency(link: ServerLink, rows: UnlockedRows) -> Consistency:
-    """Give the consistency model that the options ask for."""
+    """Return the consistency model that the options ask for."""
     if link.context.survives and not link.lockstep:
         return ElasticConsistency(link)
     kind = BackupWorkers if link.drops else BulkSynchronous if link.lockstep else Asynchronous if link.alone else StaleSynchronous

@@ -1,4 +1,4 @@
-"""What a worker that is not in lockstep asks the scheduler for, where no loss is survived (`sample_queue` where it is)."""
+"""The sample queue of workers out of lockstep, where no loss is survived (`sample_queue` where it is)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.sync.parameterserver.units import letters, packed
 
 
 class LockstepSampleQueue:
-    """What the scheduler is asked for: samples, and whether to go on (a `SampleQueue`).
+    """Asks the scheduler for samples, and whether to go on (a `SampleQueue`).
 
     `leaving` is called before this worker takes no more turns.
     """
@@ -25,7 +25,7 @@ class LockstepSampleQueue:
         self.clock = 0
         self.open = False  # an epoch is under way
         self.paused = False
-        self._had = 0  # letters that came last
+        self._had = 0  # how many letters came last
 
     def begin(self, epoch: int, first: int, sizes: Sequence[int]) -> None:
         """Deal these global batches, from number `first` of the epoch on. All workers call it."""
@@ -35,7 +35,7 @@ class LockstepSampleQueue:
         self.clock, self.open = found.body["clock"], True
 
     def take(self, most: int) -> tuple[int, int, int] | None:
-        """My next samples, at most so many: the number of their global batch, the first, and the one after the last; None: no more."""
+        """Return my next samples, at most so many: the number of their global batch, first, and last + 1; None if there are no more."""
         link = self._link
         began = time.perf_counter()
         sent = link.callers[0].send("take", body={"most": most}, seconds=link.seconds)
@@ -47,11 +47,11 @@ class LockstepSampleQueue:
         """Let nobody in, as no loss is survived here."""
 
     def leave(self) -> None:
-        """I take no more turns in this epoch: nobody waits for me."""
+        """Take no more turns in this epoch, so that no worker waits for this one."""
         link = self._link
         if self.open and link.callers:
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
-                self._leaving()  # or what I had pushed last might be in no step
+                self._leaving()  # else the last push might be in no step
                 link.callers[0].call("leave", seconds=link.seconds)
 
     def together(self) -> AbstractContextManager[None]:

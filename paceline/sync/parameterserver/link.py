@@ -1,11 +1,4 @@
-"""One worker's way to the servers: gradients go there unit by unit, parameters come back, and all servers can be told the same.
-
-client           begins, ends, takes in other workers     |
-consistency      makes steps, by whichever workers        |     ServerLink      connections: which servers, and their copies
-sample queue     asks for samples                         |---> push, settle    codec:       how gradients are written on the way
-transfer         fills servers, and reads them            |     ask_for         pulls:       what is still on its way here
-table rows       step with the rest                       |     take_in         layout:      which unit lies where
-"""
+"""A worker's link to the servers: gradients go there unit by unit, parameters come back, and all servers can be sent the same."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ from paceline.sync.parameterserver.units import TransferUnit, UnitLayout
 
 
 class ServerLink:
-    """What the parts of a client share. Optimizers are known by their numbers, in the order of `optimizers`."""
+    """Connections, layout and codec that a client's parts share. Optimizers are known by their numbers, in the order of `optimizers`."""
 
     def __init__(self, context: SyncContext, options: ServerOptions) -> None:
         self.context, self.options = context, options
@@ -40,20 +33,20 @@ class ServerLink:
         self.drops = options.backup_workers > 0  # servers leave out what is pushed too late
         self.alone = options.staleness == math.inf  # each gradient is a step of its own
         self.pulls_later = options.pull == "forward"  # parameters come while the next forward runs
-        self.workers = list(range(context.group.size))  # their numbers, by rank
+        self.workers = list(range(context.group.size))  # numbers of the workers, by rank
         self.slots: list[Slot] = []
         self.optimizers: list[Optimizer] = []
         self.steps_taken: list[int] = []
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
-        self.clips: dict[int, PendingClip] = {}  # what was asked for, of those
+        self.clips: dict[int, PendingClip] = {}  # the clips that these optimizers wait for
         self.layout = UnitLayout([], [], 1, 1)
         self.connections = ReplicaConnections()
         self.codec = PushPullCodec(context, options.codec, apart=not self.lockstep)
         self.pulls = PendingPulls(context, self.connections, self.codec)
         self._dense = 0  # the first of the optimizers have parameters on servers, the others nothing but sparse tables
         self._replicated = False  # servers are replaced where they are lost
-        self._share = 0.0  # what my gradients count for in the step that they are for
-        self._lost: PacelineError | None = None  # in a backward of this turn
+        self._share = 0.0  # this worker's part of the step that its gradients are for
+        self._lost: PacelineError | None = None  # the loss of a server in a backward of this turn
         context.extra_groups.append(ServerTraffic(self.connections))
 
     @property
@@ -63,17 +56,17 @@ class ServerLink:
 
     @property
     def callers(self) -> list[RpcClient]:
-        """The ends towards those servers that are asked, by shard."""
+        """Connections to the servers that answer, by shard."""
         return self.connections.primaries
 
     @property
     def plans(self) -> list[ShardPlan]:
-        """What is kept in each shard."""
+        """The contents of each shard."""
         return self.layout.plans
 
     @property
     def seconds(self) -> float:
-        """How long anything is waited for."""
+        """How many seconds anything is waited for."""
         return self.context.deadline
 
     # ---- what lies where
@@ -109,24 +102,24 @@ class ServerLink:
     # ---- gradients go
 
     def weigh(self) -> float:
-        """Let what is pushed from now on count for my share of the step that is under way; gives it."""
+        """Let what is pushed from now on count for my share of the step under way, and return that share."""
         self._share = self.context.step_state.share_of_step
         return self._share
 
     def push_early(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
-        """Push a unit while backward runs. After a loss this backward won't be whole, and nothing is pushed until it comes again."""
+        """Push a unit while backward runs. After a loss nothing more is pushed until the turn is dealt again."""
         try:
             if self._lost is None:
                 self._push(unit, grads)
         except LOSSES as error:
             self._lost = error
             if self.lockstep or not self.context.survives:
-                raise  # elsewhere it is pushed again when the optimizer steps
+                raise  # otherwise it is pushed again when the optimizer steps
 
     def _push(self, unit: TransferUnit, grads: Mapping[int, Tensor | None]) -> None:
         """Send these gradients, weighted, in place of what was pushed before."""
         self.pulls.arrive(unit.optimizer)
-        self._await([unit])  # its memory may be on its way still
+        self._await([unit])  # its memory may still be on its way
         weight = self._share if not self.alone else 1.0 if self._share else 0.0  # alone: servers step by the share instead
         used = unit.pack(self.slots, grads, weight)
         sent = self.codec.encode(unit, used, counts=weight > 0 or self.lockstep)
@@ -145,10 +138,9 @@ class ServerLink:
                 caller.wait(message, self.seconds)
 
     def settle(self, optimizer: int, *, wait: bool = True) -> list[TransferUnit]:
-        """Push all that p.grad is now: what was changed since it was pushed, again. Gives the units of the optimizer.
+        """Push all that p.grad is now; what was changed since it was pushed, again. Returns the units of the optimizer.
 
-        `wait`: until it has arrived, on all servers but the first, where it comes before what that is asked for after it; on all, where
-        losses are survived.
+        `wait` until it has arrived on all servers but the first, where messages stay in order; on all, where losses are survived.
         """
         if self._lost is not None:
             raise self._lost
@@ -174,9 +166,9 @@ class ServerLink:
     # ---- servers are told, and asked
 
     def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[RpcClient, int]]:
-        """Send this to the servers that keep parameters of an optimizer; gives the end to each of them, with the number of the message.
+        """Send this to the servers that keep parameters of an optimizer; return each connection with the number of the message.
 
-        `ask`: of the copies of a shard to one alone.
+        `ask`: send it to only one of the copies of a shard.
         """
         body = {"optimizer": optimizer, "step": step, "turn": self.context.step_state.step, **body}
         shards = sorted({unit.server for unit in self.units(optimizer)})
@@ -184,7 +176,7 @@ class ServerLink:
         return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
 
     def wait(self, caller: RpcClient, message: int, what: str, who: tuple[str, dict[str, Any]]) -> RpcMessage:
-        """Give the answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
+        """Return the answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
 
         `who`: the message that is answered at once with the workers that are missing.
         """
@@ -196,7 +188,7 @@ class ServerLink:
     # ---- parameters come
 
     def ask_for(self, units: Sequence[TransferUnit], step: int) -> list[int]:
-        """Ask for the parameters in these units, as they are once `step` has been taken; gives the numbers of the messages."""
+        """Ask for the parameters in these units, as they are once `step` has been made; return the numbers of the messages."""
         messages = dict[int, int]()
         for place, unit in sorted(enumerate(units), key=lambda found: found[1].first):  # forward uses the first layers first
             body = {"unit": unit.number, "step": step, "copy": not self.lockstep, **self.codec.asked(unit)}
@@ -204,7 +196,7 @@ class ServerLink:
         return [messages[place] for place in range(len(units))]
 
     def take_in(self, units: Sequence[TransferUnit], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
-        """Set parameters to what was asked for. `stepped`: with what I had pushed of them. `soon`: when they are used, perhaps."""
+        """Set parameters to the answers. `stepped`: they include what I pushed. `soon`: they may be awaited when they are used."""
         pulls = list(zip(units, messages, strict=True))
         self._give(self.pulls.expect(pulls) if soon and self.pulls_later else pulls)
         for unit in units:
@@ -218,15 +210,15 @@ class ServerLink:
                 unit.give(self.slots, self.codec.decode(unit, self.callers[unit.server].wait(message, self.seconds)))
 
     def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
-        """Take in what servers have now, or once they have taken so many `steps` of an optimizer. `exactly`: not through a codec."""
+        """Take in the servers' parameters of now, or after so many `steps` of an optimizer. `exactly`: not through a codec."""
         self.pulls.arrive()
         self.codec.unlearn(self.layout.units if exactly else ())
         reads = [self.ask_for([unit], steps.get(unit.optimizer, 0))[0] for unit in self.layout.units]
         self.take_in(self.layout.units, reads, stepped=False, soon=False)
 
     def level(self) -> None:
-        """Have, and go on from, exactly what servers have: in lockstep, through a codec. Collective."""
-        self.context.agreement.meet("servers are read")  # nobody waits for what was told before
+        """Make the parameters of all workers and servers exactly equal, in lockstep with a codec. Collective."""
+        self.context.agreement.meet("servers are read")  # no worker waits for an earlier announcement
         for caller in self.connections.callers if self.context.group.rank == 0 else ():
             caller.call("level", seconds=self.seconds)
         self.context.agreement.meet("servers tell all")
@@ -236,11 +228,11 @@ class ServerLink:
     # ---- clipping
 
     def norm(self, numbers: Sequence[int], kind: float) -> float:
-        """The norm of my own gradients, of the parameters of these optimizers."""
+        """Return the norm of my own gradients of the parameters of these optimizers."""
         return own_norm([slot for slot, (owner, _) in zip(self.slots, self.layout.owners, strict=True) if owner in numbers], kind)
 
     def clip_by(self, asked: PendingClip, norms: Sequence[float]) -> float:
-        """Let the steps that are still to come be clipped by these norms, of all its parts; gives that of the whole."""
+        """Let the steps still to come be clipped by these norms of all parts, and return the norm of the whole."""
         total, factor = asked.shrink(norms)
         self.factors |= {number: factor for number in asked.numbers if self.clips.get(number) is asked}
         return total

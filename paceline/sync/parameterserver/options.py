@@ -1,4 +1,4 @@
-"""What the parts of a parameter server's client read of the strategy as it is written (`ParameterServer` says what each means)."""
+"""Options of the parameter server's client, as the strategy is written (`ParameterServer` says what each means)."""
 
 from __future__ import annotations
 

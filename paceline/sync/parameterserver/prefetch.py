@@ -1,13 +1,14 @@
-"""Parameters that are on their way from servers: whoever uses one first waits for it there.
+"""Parameters that are still on their way from servers: the first use of one waits for it.
 
     step       close | ask for units 2, 1, 0                    parameters are `PendingParameter` now, in the order of forward
     forward    p0 ............ p1 ............. p2 ....         the first use of each takes in its units: it is a plain one again
     pull       -- unit 2 --|-- unit 1 --|-- unit 0 --|
-    backward   what nobody has used is taken in before the first push
+    backward   what has not been used is taken in before the first push
 
-Awaited, a parameter is of a class of its own, and torch asks that class before it does anything with it (`__torch_function__`), whoever
-does, by whatever name: its module, a module that borrows it, state_dict, a copy, the user's own lines. What asks for no values (p.grad,
-p.shape) goes on at once. Nothing is written into a parameter that has been used since the step, so graphs stay valid.
+While it is awaited, a parameter has a class of its own, which torch asks before it does anything with the parameter
+(`__torch_function__`), whatever uses it, by whatever name: its module, a module that borrows it, state_dict, a copy, the user's own lines.
+Calls that need no values (p.grad, p.shape) go on at once. Nothing is written into a parameter that has been used since the step, so
+graphs stay valid.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from paceline.sync.parameterserver.compression import PushPullCodec
 from paceline.sync.parameterserver.connections import ReplicaConnections
 from paceline.sync.parameterserver.units import TransferUnit, version
 
-LAST_SECONDS = 1.0  # that the end of a run which fails waits for what is on its way
-_COMING = "_paceline_coming"  # what an awaited parameter is taken in by
+LAST_SECONDS = 1.0  # how long a run that fails waits for what is on its way
+_COMING = "_paceline_coming"  # the attribute by which an awaited parameter is taken in
 _READ = ("requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse", "is_cuda")
 _ASKED = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex")
 _GRAD: Any = Tensor.grad
@@ -68,7 +69,7 @@ class PendingParameter(nn.Parameter):
 
 
 def awaited(found: Any) -> list[PendingParameter]:
-    """Those among the arguments of a call."""
+    """Return the pending parameters among the arguments of a call."""
     if type(found) is PendingParameter:
         return [found]
     parts = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
@@ -76,7 +77,7 @@ def awaited(found: Any) -> list[PendingParameter]:
 
 
 def land(parameter: PendingParameter) -> None:
-    """Wait for it."""
+    """Wait for a parameter."""
     coming: PendingPulls | None = vars(parameter).get(_COMING)
     if coming is not None:
         coming.land(parameter)
@@ -84,14 +85,14 @@ def land(parameter: PendingParameter) -> None:
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Torch does what it is told, whatever stands around a forward: transformations, modes, inference."""
+    """Let torch compute plainly inside of the block, whatever surrounds a forward: transformations, modes, inference."""
     outside = torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), _disable_current_modes()
     with outside[0], outside[1], outside[2], torch.inference_mode(False), torch.no_grad():
         yield
 
 
 class PendingPull(NamedTuple):
-    """A unit that was asked for."""
+    """A unit that was asked for, and has not been taken in."""
 
     unit: TransferUnit
     caller: RpcClient
@@ -100,7 +101,7 @@ class PendingPull(NamedTuple):
 
 
 class PendingPulls:
-    """What one worker has asked for and not taken in yet. From any thread."""
+    """Units that one worker has asked for and not taken in yet. Any thread may use it."""
 
     def __init__(self, context: SyncContext, connections: ReplicaConnections, codec: PushPullCodec) -> None:
         self._context, self._connections, self._codec = context, connections, codec
@@ -108,8 +109,8 @@ class PendingPulls:
         self._lock = threading.RLock()
         self._home = os.getpid()
         self._able: list[bool] = []  # by slot: whether its parameter can be awaited
-        self._pulls: dict[tuple[int, int], PendingPull] = {}  # by server and unit, in the order that they were asked for
-        self._units: dict[int, set[tuple[int, int]]] = {}  # by slot: those that are still to come
+        self._pulls: dict[tuple[int, int], PendingPull] = {}  # by server and unit, in the order in which they were asked for
+        self._units: dict[int, set[tuple[int, int]]] = {}  # by slot: its units that are still to come
         self._grads: dict[int, tuple[Tensor | None, int]] = {}  # what p.grad was when the parameter began to be awaited
         self._numbers: dict[int, int] = {}  # slots, by id of their parameters
         self._needed: float | None = None  # when the first step began whose parameters are awaited
@@ -130,7 +131,7 @@ class PendingPulls:
     # ---- what comes
 
     def expect(self, pulls: Iterable[tuple[TransferUnit, int]]) -> list[tuple[TransferUnit, int]]:
-        """Units that have been asked for, and the messages; gives those that have to be taken in at once."""
+        """Await these units and their messages; return those that can't be awaited and have to be taken in at once."""
         callers, rest, new = self._connections.primaries, list[tuple[TransferUnit, int]](), set[int]()
         for unit, message in pulls:
             slots = frozenset(piece.slot for piece, _ in unit.members)
@@ -146,13 +147,13 @@ class PendingPulls:
         for slot in new:
             parameter = self._slots[slot].parameter
             self._grads[slot] = parameter.grad, version(parameter.grad)
-            increment_version(parameter)  # what was computed with it before has been overtaken, as by any step
+            increment_version(parameter)  # graphs that used its old values are invalid, as after any step
             setattr(parameter, _COMING, self)
             parameter.__class__ = PendingParameter
         return rest
 
     def land(self, parameter: Tensor) -> None:
-        """This parameter is used now: take it in."""
+        """Take in this parameter, which is being used."""
         if os.getpid() != self._home:
             raise UsageError(
                 "a parameter that was on its way from a server when this process was forked is used in it: let the process that trains "
@@ -163,20 +164,20 @@ class PendingPulls:
                 self._take(key, self._context.deadline)
 
     def use(self, parameters: Collection[Any] | None = None) -> None:
-        """These parameters (None: all) are about to be used where torch may not ask them."""
+        """Take in these parameters (None: all), which are about to be used where torch doesn't ask for them."""
         if self._pulls:
             for parameter in awaited([slot.parameter for slot in self._slots] if parameters is None else list(parameters)):
                 land(parameter)
 
     def arrive(self, optimizer: int | None = None) -> None:
-        """All that is on its way (to parameters of one optimizer) is taken in."""
+        """Take in all that is on its way (to parameters of one optimizer)."""
         with self._lock:
             for key, pull in list(self._pulls.items()):
                 if optimizer is None or pull.unit.optimizer == optimizer:
                     self._take(key, self._context.deadline)
 
     def check(self, optimizer: int) -> None:
-        """Raise `UsageError` where p.grad was made with a parameter that nobody has waited for."""
+        """Raise `UsageError` where p.grad was computed with a parameter that had not arrived."""
         for slot in {slot for pull in list(self._pulls.values()) if pull.unit.optimizer == optimizer for slot in pull.slots}:
             name, parameter = self._slots[slot].name, self._slots[slot].parameter
             if _new(parameter.grad, *self._grads[slot]):
@@ -207,7 +208,7 @@ class PendingPulls:
         self._conclude()
 
     def _free(self, slot: int) -> None:
-        """It is a plain parameter."""
+        """Make it a plain parameter again."""
         parameter = self._slots[slot].parameter
         del self._units[slot], self._grads[slot]
         parameter.__class__ = nn.Parameter
@@ -216,26 +217,26 @@ class PendingPulls:
     # ---- steps, and the end
 
     def step(self, optimizer: int, act: Callable[[int], None]) -> None:
-        """A step of an optimizer: `act`, once what its last one has left on its way is there."""
+        """Make a step of an optimizer by `act`, once what its last step asked for has arrived."""
         context = self._context
         pulling = context.pulling
         self.check(optimizer)
         self.arrive(optimizer)
         began = time.perf_counter()
         act(optimizer)
-        context.pulling = pulling  # whoever asked for the step counts its time
+        context.pulling = pulling  # the caller of the step counts its time
         self._needed = began if self._needed is None else self._needed
         self._shown += time.perf_counter() - began
         self._conclude()
 
     def _conclude(self) -> None:
-        """Once all is there: what the steps were waited for."""
+        """Count how long the steps were waited for, once all has arrived."""
         if self._needed is not None and not self._pulls:
             self._codec.waited(self._needed, self._shown, len(self._connections.primaries))
             self._needed, self._shown = None, 0.0
 
     def end(self) -> None:
-        """The run is over, here at least: what can still be had is waited for, and parameters are plain ones."""
+        """Make all parameters plain as the run ends on this worker, after a short wait for what can still arrive."""
         with self._lock:
             until = time.monotonic() + LAST_SECONDS
             with contextlib.suppress(PacelineError):
@@ -258,7 +259,7 @@ def _new(grad: Tensor | None, before: Tensor | None, as_of: int) -> bool:
 
 
 def _able(slot: Slot) -> bool:
-    """Whether torch asks this parameter whenever anybody uses it: not if it is used in a scripted module, or lies in shared memory."""
+    """Whether torch asks this parameter at each use: not if it is used in a scripted module, or lies in shared memory."""
     parameter = slot.parameter
     storage = parameter.untyped_storage()
     return (

@@ -1,9 +1,9 @@
-"""Where copies of lost servers that have begun are filled and taken in, in lockstep: between two turns, when nobody tells servers anything.
+"""Fills new copies of servers and takes them in, in lockstep: between two turns, when no worker sends servers anything.
 
     first worker    gives a copy what others have ... on ... on ... filled
     the others      wait, and meet with it now and then, as long as that takes
 
-Who starts them is decided in `replacing`.
+`replication` decides which worker starts them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ SLICE_SECONDS = 1.0  # between two meetings while copies are filled
 
 
 def renew(copies: ServerReplication) -> None:
-    """Take in the copies that have begun since. Collective, if there are any about to be."""
+    """Take in the copies that have begun since. Collective, if any are being started."""
     if copies.waits:
         copies.take_in(*copies.context.agreement.repeat(lambda: _begun(copies), what=f"{copies.kind}s begin"))
 
 
 def _begun(copies: ServerReplication) -> tuple[list[Any], list[int]]:
-    """Those that have begun, with what all have to know of them, and the numbers of those that were filled."""
+    """Return the copies that have begun, with what all workers need to know, and the numbers of those that were filled."""
     answers = copies.context.agreement.meet(f"{copies.kind}s begin", json.dumps(copies.begun()).encode())
     told = sorted(found for answer in answers for found in json.loads(answer))
     return told, [number for number, found in told if found and _filled(copies, found)]
 
 
 def _filled(copies: ServerReplication, told: Any) -> bool:
-    """Whether the first worker could give this one what it is to keep. Collective."""
+    """Whether the first worker could fill this copy. Collective."""
     first = copies.context.group.rank == 0
     filling = copies.filling(told) if first else iter(())
     while True:
@@ -43,7 +43,7 @@ def _filled(copies: ServerReplication, told: Any) -> bool:
 
 
 def _slice(filling: Iterator[bool], deadline: float) -> bytes:
-    """Fill for a while: "on" if there is more to do."""
+    """Fill for a while. Returns b"on" if there is more to do."""
     end = time.monotonic() + min(SLICE_SECONDS, deadline / 4)
     for alive in filling:
         if not alive:

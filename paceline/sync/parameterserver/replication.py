@@ -1,13 +1,13 @@
-"""Servers that are lost, or leave, and copies that are started in their place: who is lost, who starts what where, who counts.
+"""Replacement of servers that are lost, or leave: which are lost, which worker starts a copy where, and from when on it counts.
 
-    a server is lost      all say whom they miss: its copies go on; a worker begins to start another, on a host that has none of that shard
-    some turns later      it has begun: where nobody tells servers anything, the first worker gives it what others have, piece by piece
+    a server is lost      all say which they miss: its copies go on; a worker begins to start another, on a host without one of that shard
+    some turns later      it has begun: while no worker sends servers anything, the first worker fills it, piece by piece
     then                  it counts
-    a host leaves         the same for what nobody else keeps; once those copies count, its servers don't any more, and it goes
+    a host leaves         the same for what only its servers keep; once those copies count, its servers don't any more, and it goes
 
 When that is, and what the others do meanwhile, differs: between two turns (`renewal`), or in a meeting (`consistency_elastic`).
-Some workers may have come further than others when the next is lost: so all say with whom they are missing which copies they start, which
-have been taken in, and which servers have left.
+Some workers may have come further than others when the next server is lost: so all also say which copies they start, which have been
+taken in, and which servers have left.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from paceline.server.endpoints import ServerEndpoints, ServerPool
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.connections import ReplicaConnections
 
-ALIVE_SECONDS = 10.0  # for a server that is busy to say that it lives; one whose connection breaks is known sooner
+ALIVE_SECONDS = 10.0  # for a busy server to say that it lives; a broken connection is noticed sooner
 
 
 class StartingReplica(NamedTuple):
-    """A copy that is being started: of which shard, and by which worker."""
+    """A copy that is being started: its shard, and the worker that starts it."""
 
     shard: int
     starter: int
 
 
-Fill = Callable[[int, RpcClient], Iterator[None]]  # gives a copy of this shard what it is to keep, a piece at a time
+Fill = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of this shard, a piece at a time
 
 
 def gone(names: Collection[str]) -> StateLost:
-    """The error where nobody has what these servers kept."""
+    """Return the error for servers of whose data no copy is left."""
     return StateLost(
         f"{' and '.join(names)}: gone, and nobody else has what was kept there; resume from a checkpoint (with replicas=2 a copy "
         "on another host goes on)"
@@ -45,9 +45,9 @@ def gone(names: Collection[str]) -> StateLost:
 
 
 class ServerReplication:
-    """One worker's part in that. `pool` is where servers are, `connections` the ends towards them; each ought to be there `copies` times.
+    """One worker's part in keeping `copies` of each shard. `pool` starts servers, `connections` reach them.
 
-    `kind`: what one is called in messages.
+    `kind`: what a server is called in messages.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class ServerReplication:
     ) -> None:
         self.context, self.pool, self.kind = context, pool, kind
         self._connections, self._copies, self._fill = connections, copies, fill
-        self._lost: list[str] = []  # servers, as they are called
+        self._lost: list[str] = []  # names of servers
         self._left: set[int] = set()  # servers that went with their hosts
-        self._taken: list[Any] = []  # what was told of the copies that were taken in last
-        self._anew: dict[int, StartingReplica] = {}  # by number
-        self._early: dict[int, RpcClient] = {}  # my ends to copies that are about to be
-        self._seen: set[int] = set()  # numbers of copies that have been taken in here
+        self._taken: list[Any] = []  # descriptions of the copies that were taken in last
+        self._anew: dict[int, StartingReplica] = {}  # copies being started, by number
+        self._early: dict[int, RpcClient] = {}  # connections to copies that don't count yet
+        self._seen: set[int] = set()  # numbers of copies that this worker has taken in
 
     @property
     def workers(self) -> list[int]:
-        """What workers are called, by rank."""
+        """Numbers of the workers, by rank."""
         return list(self.context.agreement.origins)
 
     @property
     def me(self) -> int:
-        """What I am called."""
+        """Number of this worker."""
         return self.workers[self.context.group.rank]
 
     @property
@@ -80,9 +80,9 @@ class ServerReplication:
     # ---- who is left
 
     def survey(self, context: SyncContext) -> None:
-        """The workers are others, or servers were lost: go on with those that are left, and begin to start what is missing. Collective.
+        """Go on with the workers and servers that are left, and begin to start what is missing. Collective.
 
-        Raises `StateLost` where nobody has a shard any more.
+        Raises `StateLost` where no copy of a shard is left.
         """
         self.context, connections, pool = context, self._connections, self.pool
         anew = [[number, list(found)] for number, found in sorted(self._anew.items()) if found.starter == self.me]
@@ -110,7 +110,7 @@ class ServerReplication:
         self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, endpoints)
 
     def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
-        """Begin to start what is missing; `hosts` of the workers that live."""
+        """Begin to start missing copies. `hosts`: of the living workers."""
         wanted = [shard for shard in range(len(self._connections.of)) for _ in range(self._copies - endpoints.shards.count(shard))]
         for _, found in sorted(self._anew.items()):
             if found.shard in wanted:
@@ -118,7 +118,7 @@ class ServerReplication:
         self._start(wanted, hosts)
 
     def _start(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
-        """Begin to start copies of these: on hosts that have none of the shard, those with the fewest servers first."""
+        """Begin to start copies of these shards, on hosts that have none of the shard, those with the fewest servers first."""
         homes, all_of_them = self.pool.homes(), [*hosts.values()]
         homes += [(hosts[found.starter], found.shard) for _, found in sorted(self._anew.items()) if found.starter in hosts]
         for shard in shards:
@@ -133,9 +133,9 @@ class ServerReplication:
     # ---- who leaves
 
     def relieve(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
-        """Begin to start copies of what only hosts keep that are `leaving`; whether there is nothing of that kind (any more).
+        """Begin to copy what only `leaving` hosts keep; return whether nothing (more) is kept by them alone.
 
-        `hosts` of all workers, of which some stay. Within a call of all.
+        `hosts`: of all workers, some of which stay. Collective.
         """
         staying = {worker: host for worker, host in hosts.items() if host not in leaving}
         kept = {shard for home, shard in self.pool.homes() if home not in leaving}
@@ -144,7 +144,7 @@ class ServerReplication:
         return not bare
 
     def part(self, leaving: Collection[str]) -> None:
-        """The servers on these hosts, which go, don't count any more. On all workers, when nobody tells servers anything."""
+        """Let the servers on leaving hosts count no more. On all workers, while none sends servers anything."""
         numbers = self.pool.on(leaving)
         self._left |= {*numbers}
         self._connections.reach(self.pool.lose(numbers), self.me)
@@ -152,12 +152,12 @@ class ServerReplication:
     # ---- who comes
 
     def begun(self) -> list[Any]:
-        """Of those that I start: which have begun, or failed to, with what the others have to know of them."""
+        """Return which of my copies have begun, or failed to, with what the others need to know of them."""
         mine = {number: self.pool.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
         return [[number, found] for number, found in mine.items() if found is not None]
 
     def filling(self, told: Any) -> Iterator[bool]:
-        """Give one that has begun what the others of its shard have; gives True after each piece, False where it is lost already."""
+        """Fill a new copy from the others of its shard. Yields True after each piece, False if it is lost already."""
         endpoints = self.pool.at(told)
         number, shard = endpoints.numbers[0], endpoints.shards[0]
         caller = self._early.get(number) or self._connections.call(endpoints, self.me)
@@ -169,11 +169,11 @@ class ServerReplication:
             yield False
 
     def fill(self, told: Iterable[Any]) -> list[int]:
-        """Give those that have begun what they are to keep, at once; the numbers of those that live."""
+        """Fill these new copies at once, and return the numbers of those that live."""
         return [number for number, found in told if found and all(self.filling(found))]
 
     def take_in(self, told: Iterable[Any], filled: Collection[int]) -> list[str]:
-        """Those that were filled count from now on; gives their names."""
+        """Let the filled copies count from now on, and return their names."""
         self._taken = [[number, found] for number, found in told if found and number in filled]
         for number, found in self._taken:
             self._count(number, found)
@@ -185,9 +185,9 @@ class ServerReplication:
         return self._connections.names(filled)
 
     def _count(self, number: int, found: Any) -> None:
-        """It counts, if it doesn't yet, nor has been lost since."""
+        """Let a copy count, unless it does already, or has been lost since."""
         self._anew.pop(number, None)
-        known = self._seen | {*self.pool.lose(()).numbers}  # who has just come was told where servers are
+        known = self._seen | {*self.pool.lose(()).numbers}  # a worker that has just joined was told where servers are
         self._seen.add(number)
         if number not in known:
             self._connections.know(number, self._early.pop(number, None))
@@ -196,12 +196,12 @@ class ServerReplication:
     # ---- for others
 
     def take_lost(self) -> list[str]:
-        """What those servers are called that were lost since this was asked last."""
+        """Return the names of the servers that were lost since the last call."""
         found, self._lost = self._lost, []
         return found
 
     def close(self) -> None:
-        """Hang up with copies that are about to be."""
+        """Hang up on copies that don't count yet."""
         for caller in self._early.values():
             with contextlib.suppress(*LOSSES):
                 caller.close()

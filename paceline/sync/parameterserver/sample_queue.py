@@ -1,4 +1,4 @@
-"""What a worker asks the scheduler for where losses are survived: samples, and whether to go on. It outlives the scheduler.
+"""The sample queue of workers out of lockstep, where losses are survived: it asks the scheduler, and outlives it.
 
     taken     | piece 4 | piece 6 | piece 7 |     the oldest is that of the turn under way; a tick takes it away
     carried   | piece 1 | piece 3 |               turns that are over, whose gradients are in no step yet (accumulated by hand)
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class SampleQueueClient:
-    """One worker's. `bound`: how many turns it may be ahead of the slowest."""
+    """Asks the scheduler for samples, and whether to go on. `bound`: how many turns this worker may be ahead of the slowest."""
 
     def __init__(self, link: ServerLink, bound: float) -> None:
         self._link, self._bound = link, bound
@@ -39,17 +39,17 @@ class SampleQueueClient:
         self.part: Part = NONE
         self.sizes: list[int] = []  # of the batches in it
         self.taken: deque[SampleSpan] = deque()
-        self.times = 0  # how often it was gone on with, when all had come together
-        self.paused = False  # all have stopped taking pieces, and come together
-        self._asked: Part = NONE  # the part in which I have wished that
+        self.times = 0  # how many times this part of an epoch was resumed after all had paused
+        self.paused = False  # all workers have stopped taking pieces, to meet
+        self._asked: Part = NONE  # the part in which this worker asked for a pause
         self._carried: list[SampleSpan] = []
-        self._stepped = False  # an optimizer has, in this turn
+        self._stepped = False  # an optimizer has stepped in this turn
         self._left = self._stopped = False
-        self._owes = False  # a turn is over, and I have not been told that I may begin the next
+        self._owes = False  # a turn is over, and this worker may not begin the next yet
         self._tick: dict[str, Any] = {}
-        self._going: int | None = None  # the message that is answered then
+        self._going: int | None = None  # the message that is answered when it may
         self._scheduler: RpcClient | None = None
-        self._had = self._letters = 0  # letters that came last; that I have sent
+        self._had = self._letters = 0  # how many letters came last, and how many were sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
         return self._link.context.agreement.lasting(act)
@@ -108,18 +108,18 @@ class SampleQueueClient:
             self._call("pause", {})
 
     def pieces(self) -> list[list[int]]:
-        """The samples in the gradients that an optimizer steps with now; of several in a turn those of the first, whose step counts."""
+        """Return the samples in the gradients of the next step; for several steps in a turn, those of the first, which counts."""
         return [] if self._stepped else [list(piece) for piece in [*self._carried, *[*self.taken][:1]]]
 
     def stepped(self) -> None:
-        """They are in a step, or were left out."""
+        """Note that the samples of `pieces` are in a step, or were left out."""
         self._carried.clear()
         self._stepped = True
 
     # ---- turns
 
     def tick(self, dropped: str) -> None:
-        """My turn is over."""
+        """End my turn."""
         self.go()
         piece = self.taken.popleft()
         self._carried += [] if self._stepped else [piece]
@@ -130,7 +130,7 @@ class SampleQueueClient:
         self._lasting(self._send)
 
     def _send(self) -> None:
-        """Tell that my turn is over, if that is not under way."""
+        """Tell the scheduler that my turn is over, unless that message is under way."""
         link = self._link
         if self._owes and self._going is None:
             self._going = link.callers[0].send("tick", body=self._tick, seconds=link.seconds)
@@ -169,14 +169,14 @@ class SampleQueueClient:
     # ---- losses
 
     def report(self) -> WorkerReport:
-        """Where I stand."""
+        """Return where this worker is."""
         taken, carried = ([list(piece) for piece in pieces] for pieces in (self.taken, self._carried))
         return WorkerReport(
             self.part, self.times, self.open, self._left, self.clock, self._owes, taken, carried, self._stopped, self.paused
         )
 
     def resume(self, clock: int) -> None:
-        """The keeper knows where all stand, me at this clock: go on."""
+        """Go on at this clock, as the scheduler knows where all workers are."""
         if self._scheduler is not self._link.callers[0]:
             self._scheduler, self._had = self._link.callers[0], 0
         self.clock, self._going = clock, None

@@ -1,11 +1,11 @@
-"""In lockstep, where losses are survived: a step is settled once the gradients of all are where they have to be, and is made then.
+"""Bulk-synchronous steps where losses are survived: a step is settled once all gradients are on all copies, and is made then.
 
     push all  |  settled: all workers' pushes are on all copies  |  close, read       by each worker; the first to close makes the step
       a worker is lost here: none of it counts,                     lost here: the step is made, with what
       the turn is dealt again                                       the lost one had pushed
       a server is lost here: the same                               lost here: its copies have all of it
 
-A copy that was lost is started anew in the background, and is given what the others have between two steps.
+A lost copy is started anew in the background, and is filled between two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.sync.parameterserver.replication import ServerReplication
 
 
 class ElasticBulkSynchronous:
-    """Bulk synchronous, where losses are survived."""
+    """Bulk-synchronous, where losses are survived."""
 
     def __init__(self, link: ServerLink, copies: ServerReplication) -> None:
         self._link, self.copies = link, copies
@@ -37,7 +37,7 @@ class ElasticBulkSynchronous:
     def pushing(self, number: int) -> None: ...
 
     def _settle(self, number: int) -> None:
-        """What this step is made of is on all servers, for all workers. Raises `CallDiscarded`, on all, if that can't be any more."""
+        """Make sure that all gradients of this step are on all servers. Raises `CallDiscarded`, on all, if they can't be any more."""
         link = self._link
         if number in self._makers:
             link.settle(number)  # raises if p.grad has been changed since
@@ -52,7 +52,7 @@ class ElasticBulkSynchronous:
         self._makers[number] = link.context.agreement.settle(act, "optimizer.step", apart=True)
 
     def step(self, number: int) -> None:
-        """See `Consistency`. Raises `CallDiscarded` where the turn comes again."""
+        """Make a step of an optimizer. Raises `CallDiscarded` where the turn is dealt again."""
         link = self._link
         self._settle(number)
         units = link.units(number)
@@ -77,12 +77,12 @@ class ElasticBulkSynchronous:
         renew(self.copies)
 
     def _quieten(self) -> None:
-        """What I have pushed for other optimizers has come, too: who is given what servers have, has that then."""
+        """Wait until my pushes for other optimizers have arrived, too, so that a new copy is filled with them."""
         for caller in self._link.connections.callers:
-            caller.call("alive", seconds=self._link.seconds)  # answered after it
+            caller.call("alive", seconds=self._link.seconds)  # answered after the pushes before it
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """See `Consistency`. Raises `CallDiscarded` where the turn comes again."""
+        """Return the norms of the gradients that make these steps. Raises `CallDiscarded` where the turn is dealt again."""
         link = self._link
         for number in numbers:
             self._settle(number)
@@ -100,7 +100,7 @@ class ElasticBulkSynchronous:
         self._made.clear()
 
     def abort(self) -> None:
-        """The turn comes again: nothing of it has happened on servers. Raises `StateLost` where one optimizer steps twice in it."""
+        """Undo the turn on servers, as it is dealt again. Raises `StateLost` where one optimizer steps twice in it."""
         link, made = self._link, self._made
         self._makers.clear()
         link.factors.clear()
@@ -111,7 +111,7 @@ class ElasticBulkSynchronous:
             )
         back = [[number, link.steps_taken[number]] for number in made]
         for caller in link.connections.callers:
-            with contextlib.suppress(*LOSSES):  # one that is lost now shows it in the next call
+            with contextlib.suppress(*LOSSES):  # the loss of one shows in the next call
                 caller.call("back", body={"steps": back}, seconds=link.seconds)
         for number in made:
             link.steps_taken[number] -= 1
@@ -121,5 +121,5 @@ class ElasticBulkSynchronous:
     # ---- other workers, other servers
 
     def regroup(self) -> None:
-        """The workers are others, or servers were lost. Collective. Raises `StateLost` where nobody has a shard any more."""
+        """Go on with the workers and servers that are left. Collective. Raises `StateLost` where no copy of a shard is left."""
         self.copies.survey(self._link.context)

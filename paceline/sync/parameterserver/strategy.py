@@ -1,4 +1,4 @@
-"""The parameter server as it is written."""
+"""The parameter server as a user writes it."""
 
 from __future__ import annotations
 

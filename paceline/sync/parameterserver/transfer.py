@@ -1,4 +1,4 @@
-"""What servers begin with, and what they give back to be saved, or to a copy: parameters, and what optimizers remember of them."""
+"""Transfer of whole states: filling servers, reading them to be saved, and filling copies; parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.sync.parameterserver.units import packed, part, rows, whole
 
 
 def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
-    """Servers begin with my parameters, and with what optimizers remember of them."""
+    """Fill servers with my parameters, and with the state of their optimizers."""
     for unit in link.layout.units:
         for piece, view in unit.members:
             view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
@@ -27,7 +27,7 @@ def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
 
 
 def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
-    """A copy of this shard, at the other end, becomes what those are that live."""
+    """Fill a copy of this shard, at the other end of `caller`, from a living one. Yields after each piece."""
     state = link.connections.ask(shard, "state", link.seconds)
     caller.call("plan", tensors=[packed(write(link.plans[shard]))], seconds=link.seconds)
     yield
@@ -38,7 +38,7 @@ def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
 
 
 def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
-    """What optimizers on servers remember of each parameter."""
+    """Return the state of optimizers on servers, for each parameter."""
     found: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
     for server, plan in enumerate(link.plans):
         body = link.connections.ask(server, "memories", link.seconds).tensors[0].numpy().tobytes()
@@ -48,7 +48,7 @@ def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
 
 
 def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
-    """That, from the states of all workers in a checkpoint. Raises `UsageError` for one of another strategy, or model."""
+    """Return the `memories` in the states of all workers in a checkpoint. Raises `UsageError` for another strategy, or model."""
     check_strategy("ParameterServer", states, "memories")
     found = next((state["memories"] for state in states if state["memories"] is not None), None)
     if found is not None and len(found) != slots:

@@ -1,4 +1,4 @@
-"""What travels to servers and back: the units in which they keep parameters, as a worker has them."""
+"""Transfer units: what travels to servers and back in one message, as a worker has it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TransferUnit:
     number: int  # on that server
     optimizer: int
     flat: Tensor
-    members: list[tuple[RowRange, Tensor]]  # and where each lies
+    members: list[tuple[RowRange, Tensor]]  # parts of parameters, and where each lies
     sent: list[tuple[RpcClient, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
@@ -39,21 +39,21 @@ class TransferUnit:
 
     @property
     def first(self) -> int:
-        """The first slot of which there is something in it."""
+        """The first slot that has a part in this unit."""
         return min(piece.slot for piece, _ in self.members)
 
     def forget(self) -> None:
-        """What was pushed of it is void."""
+        """Discard what was pushed of this unit."""
         self.pushed = {}
         self.sent.clear()
 
     def over(self, flat: Tensor) -> list[Tensor]:
-        """Where its members lie in another flat tensor of the same length."""
+        """Return where the members lie in another flat tensor of the same length."""
         start = self.flat.storage_offset()
         return [flat.as_strided(view.size(), view.stride(), view.storage_offset() - start) for _, view in self.members]
 
     def pack(self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float) -> bytes:
-        """Lay these gradients, times `factor`, into the memory that travels; gives which of its parts there are."""
+        """Lay these gradients, times `factor`, into the memory that travels; return a flag for each member: whether it has a gradient."""
         used = bytearray()
         for piece, view in self.members:
             grad = grads[piece.slot]
@@ -70,19 +70,19 @@ class TransferUnit:
         return bytes(used)
 
     def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
-        """Whether these are others than those that were pushed."""
+        """Whether these gradients differ from those that were pushed."""
         return not self.pushed or any(
             grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1] for slot, grad in grads.items()
         )
 
     def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
-        """Let the parameters be what has come."""
+        """Copy what has come into the parameters."""
         for (piece, _), values in zip(self.members, self.over(flat), strict=True):
             rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
 
 
 class UnitLayout:
-    """What each server is to keep (`plans`), and the same units here (`units`; `of`: by slot). `ways`: the codings of each slot."""
+    """The layout of parameters: each server's part (`plans`), and its units here (`units`; `of`: by slot). `ways`: codings of each slot."""
 
     def __init__(
         self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
@@ -112,12 +112,12 @@ class UnitLayout:
 
 
 class ServerLinks:
-    """What goes to servers, as a part of what the worker sends (`SideGroup`)."""
+    """Connections to servers, as a part of what the worker sends (a `SideGroup`)."""
 
     def __init__(self) -> None:
         self.waited = 0.0  # seconds, for workers that closed a step later
         self.callers: list[RpcClient] = []
-        self.left = False  # this worker goes, and others may go on
+        self.left = False  # this worker leaves, and others may go on
         self._past = Traffic()  # on connections that were closed
 
     @property
@@ -125,7 +125,7 @@ class ServerLinks:
         return sum((_sent(caller) for caller in self.callers), self._past)
 
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
-        """Reach these servers, as the worker of this number; whatever waits ends when one of them is lost."""
+        """Connect to these servers, as worker `me`; all waits end when one of them is lost."""
         self.callers = [
             RpcClient(address, endpoints.keys, sender=me, who=name)
             for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
@@ -146,18 +146,18 @@ class ServerLinks:
         self.end(WorkerLost("this worker leaves"))
 
     def end(self, error: PacelineError) -> None:
-        """Nothing can be waited for any more. From any thread."""
+        """End all waits with this error. Any thread may call it."""
         for caller in self.callers:
             caller.end(error)
 
 
 def packed(body: bytes) -> Tensor:
-    """Bytes as they travel."""
+    """Return bytes as a tensor, to be sent."""
     return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
 
 
 def letters(found: RpcMessage) -> list[tuple[int, bytes]]:
-    """Those that a keeper has passed on: whose, and what is in them."""
+    """Return the letters that the scheduler has passed on: the sender's number, and the contents."""
     return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
 
 
@@ -178,17 +178,17 @@ def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rows(x: Tensor, piece: RowRange) -> Tensor:
-    """The part of a parameter, or of what has its shape, that a piece is."""
+    """Return the rows `piece` of a parameter, or of a tensor with its shape."""
     return x if piece.whole else x[piece.start : piece.stop]
 
 
 def version(grad: Tensor | None) -> int:
-    """A number that tells whether it was changed in place."""
+    """Return a number that grows when a gradient is changed in place."""
     return 0 if grad is None else grad._version
 
 
 def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer remembers of some rows, from what it remembers of all."""
+    """Return an optimizer's state for some rows, from that for all rows."""
     return {
         name: rows(value, piece).contiguous() if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in memory.items()
@@ -196,7 +196,7 @@ def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[
 
 
 def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What is remembered of a parameter, from what is remembered of its pieces."""
+    """Return an optimizer's state for a parameter, from those for its pieces."""
     first, memory = parts[0]
     if first.whole:
         return dict(memory)

@@ -1,9 +1,9 @@
-"""Sparse tables, seen from a worker: a batch pulls the rows that it uses, and what it adds to their gradients is given back.
+"""Sparse tables, seen from a worker: a batch pulls the rows that it uses, and sends their gradients back.
 
     forward   pull(ids) ------ rows as of my last step ------>   | loss, backward | give(ids, gradients) ... the servers step
     prefetch       pull(ids of the next batch), answered as soon as that step has been taken
 
-Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are survived, see `rowsteps`.
+Any number of tables share the servers of a run; row r lies on server r % servers. Where losses are survived, see `steps`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class PendingRows(NamedTuple):
 
 
 class TableGradient(NamedTuple):
-    """What this worker adds to the gradient of a table: rows (in order, each once), and theirs; `used`: whether a backward reached it."""
+    """A gradient of a table from this worker: rows (in order, each once), and their values. `used`: whether a backward reached it."""
 
     ids: Tensor
     values: Tensor
     used: bool
 
 
-Step = tuple["TableClient", TableGradient, dict[str, Any]]  # of one table, with the settings that it is taken with
+Step = tuple["TableClient", TableGradient, dict[str, Any]]  # a step of one table, with its settings
 
 
 class TableServers:
-    """The servers of all tables of a run, as this worker reaches them: each shard of rows on a primary, and copies of it perhaps."""
+    """The servers of all tables of a run, as this worker reaches them: each shard of rows on a primary, and perhaps on copies."""
 
     def __init__(self, context: SyncContext, servers: int | None, replicas: int = 1) -> None:
         if context.table_servers is None:
@@ -71,25 +71,27 @@ class TableServers:
                 f"SparseEmbedding(replicas={replicas}) is for runs that go on when a server is lost: start them with `paceline run "
                 "--min-workers N`, or leave it out"
             )
-        self.waiting = self.endpoints.pool is not None and not self.endpoints.addresses  # to be told where servers are
+        self.waiting = (
+            self.endpoints.pool is not None and not self.endpoints.addresses
+        )  # this worker hasn't been told yet where servers are
         if not self.waiting:
             self.wires.open(self.endpoints, self.me)
-        self.free = ""  # workers are not in lockstep: each steps tables "alone", or "together" with those who make a step (`freerows`)
-        self._given: list[SentMessage] = []  # what was not acknowledged yet
+        self.free = ""  # out of lockstep: each worker steps tables "alone", or "together" with those that make a step (`freerows`)
+        self._given: list[SentMessage] = []  # messages that were not acknowledged yet
         self.tables: list[TableClient] = []
 
     @property
     def me(self) -> int:
-        """What this worker is called."""
+        """Number of this worker."""
         return self.context.agreement.origins[self.context.group.rank]
 
     @property
     def shards(self) -> int:
-        """How many parts rows are dealt to; as many as there are servers, but for copies."""
+        """How many shards rows are dealt to: as many as there are servers, not counting copies."""
         return len(self.wires.of)
 
     def open(self, name: str, spec: TableSpec, settings: dict[str, Any]) -> TableClient:
-        """Another table, which all workers open."""
+        """Open another table. All workers call it."""
         number = len(self.tables)
         for shard in range(self.shards):
             body = {"table": number, "spec": spec.plain(), "settings": settings, "server": shard, "servers": self.shards}
@@ -98,7 +100,7 @@ class TableServers:
         return self.tables[-1]
 
     def send(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> SentMessage:
-        """A message to the one of its copies that is asked. Raises `StateLost` where none is left."""
+        """Send a message to the copy of a shard that answers. Raises `StateLost` where none is left."""
         for caller in self.wires.of[shard]:
             try:
                 return SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.context.deadline))
@@ -108,11 +110,11 @@ class TableServers:
         raise gone([caller.who for caller in self.wires.of[shard]])
 
     def wait(self, sent: SentMessage) -> RpcMessage:
-        """The answer to this one."""
+        """Return the answer to this message."""
         return sent.caller.wait(sent.number, self.context.deadline)
 
     def answer(self, sent: SentMessage, again: Callable[[], SentMessage]) -> RpcMessage:
-        """The answer to this question; where who was asked is lost, another is asked `again`."""
+        """Return the answer to this question. If the server is lost, `again` asks another."""
         while True:
             try:
                 return self.wait(sent)
@@ -122,15 +124,15 @@ class TableServers:
             sent = again()
 
     def call(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> RpcMessage:
-        """Ask a shard, whichever of its copies answers."""
+        """Ask a shard, and return the answer of the first copy that is alive."""
         return self.answer(self.send(shard, kind, body, tensors), lambda: self.send(shard, kind, body, tensors))
 
     def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Tell all copies of a shard."""
+        """Send to all copies of a shard."""
         self.wires.tell(shard, kind, body, tensors, self.context.deadline)
 
     def split(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each shard that has some of these rows, and which."""
+        """Yield each shard that has some of these rows, and which of them."""
         if self.shards == 1:
             yield from [(0, torch.arange(len(ids)))] if len(ids) else []
             return
@@ -139,14 +141,14 @@ class TableServers:
         yield from ((shard, where) for shard, where in found if len(where))
 
     def give(self, found: Sequence[Step]) -> None:
-        """My part of the next step of these tables, which is made once all have given theirs. Waits for nobody."""
+        """Send my part of the next step of these tables, without waiting. The step is made once all workers have sent theirs."""
         self.settle()
         self._given = self.spread("rows.give", found, {"workers": list(range(self.context.group.size))})
         for lookup, _, _ in found:
             lookup.advance()
 
     def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[SentMessage]:
-        """Send this to all servers, with my part of the next step of these tables."""
+        """Send a message to all servers, with my part of the next step of these tables."""
         parts = [dict(self.split(gradient.ids)) for _, gradient, _ in found]
         nothing = torch.empty(0, dtype=torch.int64)
         body = {**body, "tables": [lookup.entry(gradient, settings) for lookup, gradient, settings in found]}
@@ -161,7 +163,7 @@ class TableServers:
         return sent
 
     def settle(self) -> None:
-        """What was given has arrived."""
+        """Wait until what was given has arrived."""
         while self._given:
             self.wait(self._given.pop())
 
@@ -176,7 +178,7 @@ class TableServers:
 
 
 class TableClient:
-    """One table. `waits` counts the times that rows had to be waited for from the asking on, `steps` what this worker has given."""
+    """One table. `waits` counts pulls that were not prefetched, `steps` the steps that this worker has given."""
 
     def __init__(self, library: TableServers, name: str, number: int, spec: TableSpec, settings: dict[str, Any]) -> None:
         self.name, self.number, self.spec, self.steps, self.waits = name, number, spec, 0, 0
@@ -186,7 +188,7 @@ class TableClient:
         self._trained = False  # rows were pulled for training since the last step
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
-        """The rows of these ids (1-D, int64, in order, each once), as they are after my last step; in memory of their own."""
+        """Return the rows of these ids (1-D, int64, in order, each once), as they are after my last step; in memory of their own."""
         self._check()
         self._trained = self._trained or train
         began = time.perf_counter()
@@ -211,7 +213,7 @@ class TableClient:
             )
 
     def _of(self, asked: PendingRows, ids: Tensor) -> Tensor | None:
-        """These rows, if all of them were asked for and are of this step."""
+        """Return these rows, if all of them were asked for and are of this step; else None."""
         if asked.step != self.steps or not len(asked.ids):
             return None
         same = torch.equal(asked.ids, ids)
@@ -229,7 +231,7 @@ class TableClient:
         return self._library.send(shard, "rows.pull", self._at(step), [ids])
 
     def _at(self, step: int) -> dict[str, Any]:
-        """For a message that waits for this step."""
+        """Return the body of a message that waits for this step."""
         return {"table": self.number, "step": step, "free": self._library.free}
 
     def _take(self, asked: PendingRows) -> Tensor:
@@ -252,7 +254,7 @@ class TableClient:
         return values
 
     def _named(self, error: DeadlineExceeded, shard: int) -> DeadlineExceeded:
-        """The error with the names of those who are waited for."""
+        """Return the error with the names of the workers that are waited for."""
         given = self._library.call(shard, "rows.given", {"table": self.number}).body["workers"]
         missing = tuple(rank for rank in range(self._library.context.group.size) if rank not in given)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -261,19 +263,22 @@ class TableClient:
     # ---- steps
 
     def entry(self, gradient: TableGradient, settings: dict[str, Any]) -> dict[str, Any]:
-        """What is told of the next step, beside the gradient. What was told may be void where losses are survived, or workers not in
-        lockstep: so all of it again."""
+        """Return what servers are told of the next step beside the gradient.
+
+        Settings are sent when they have changed; always where losses are survived or workers out of lockstep, as servers may have discarded
+        them.
+        """
         changed = settings != self._told or self._library.endpoints.pool is not None or bool(self._library.free)
         self._told = settings
         return {"table": self.number, "step": self.steps + 1, "used": gradient.used, "settings": settings if changed else None}
 
     def advance(self, step: int | None = None) -> None:
-        """The next step has been given, or `step` is the last one that I know of."""
+        """Note that the next step has been given, or that `step` is the last one that I know of."""
         self.steps = self.steps + 1 if step is None else step
         self._trained = False
         old = [asked for asked in self._ahead if asked.step < self.steps]
         self._ahead = [asked for asked in self._ahead if asked.step >= self.steps]
-        for asked in old:  # nobody wants it any more, and it would be kept
+        for asked in old:  # not needed any more, and the connection would keep the answer
             self._drop(asked)
 
     def _drop(self, asked: PendingRows) -> None:
@@ -282,30 +287,30 @@ class TableClient:
                 self._library.wait(sent)
 
     def void(self) -> None:
-        """A turn comes again, or workers are others: answers to what was asked for before are not waited for."""
+        """Discard what was asked for ahead without waiting for answers, as a turn is dealt again, or workers have changed."""
         self._ahead.clear()
         self._trained = False
 
     def place(self, steps: int, seed: int) -> None:
-        """Stand where the others do."""
+        """Go to where the others are."""
         self.steps, self.spec = steps, replace(self.spec, seed=seed)
 
     # ---- state: everything here is done by one worker for all
 
     def facts(self) -> dict[str, Any]:
-        """A digest of the rows in use, how many they are, and how many steps there were, over all servers."""
+        """Return a digest of the rows in use, how many there are, and how many steps were made, over all servers."""
         found = [self._library.call(shard, "rows.digest", self._at(self.steps)).body for shard in range(self._library.shards)]
         digest = sum(int(answer["digest"], 16) for answer in found) % (1 << 64)
         return {"digest": f"{digest:016x}", "rows": sum(answer["rows"] for answer in found), "count": found[0]["count"]}
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """All rows in use and what is remembered of them, some at a time."""
+        """Yield all rows in use, with their optimizer state, some at a time."""
         for shard in range(self._library.shards):
             for answer in self.pieces(shard):
                 yield dict(zip(answer.body["names"], answer.tensors, strict=True))
 
     def pieces(self, shard: int) -> Iterator[RpcMessage]:
-        """The same of one shard, as it is sent: copies have their rows in the same order, so another may go on where one is lost."""
+        """Yield the `parts` of one shard, as they are sent. Copies have their rows in the same order, so another can replace a lost one."""
         each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
         for start in itertools.count(0, each):
             answer = self._library.call(shard, "rows.part", {**self._at(self.steps), "start": start, "stop": start + each})
@@ -314,18 +319,18 @@ class TableClient:
             yield answer
 
     def clear(self, seed: int, count: int) -> None:
-        """Nothing is in use any more; so many steps have been taken."""
+        """Drop all rows, and set the count of steps."""
         for shard in range(self._library.shards):
             self._library.tell(shard, "rows.clear", {**self._at(self.steps), "seed": seed, "count": count})
 
     def put(self, part: dict[str, Tensor]) -> None:
-        """Take up what `parts` gave."""
+        """Load what `parts` has yielded."""
         for shard, where in self._library.split(part["ids"]):
             tensors = [values[where] for values in part.values()]
             self._library.tell(shard, "rows.put", {"table": self.number, "names": list(part)}, tensors)
 
     def forget(self, seed: int) -> None:
-        """What was asked for ahead is void: the table has become another, whose rows begin by this seed. On all workers."""
+        """Discard what was asked for ahead, as the table has been replaced. Its rows begin by this seed. On all workers."""
         self.spec = replace(self.spec, seed=seed)
         old, self._ahead = self._ahead, []
         for asked in old:
@@ -334,7 +339,7 @@ class TableClient:
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Several gradients of some rows each, as one."""
+    """Merge several gradients of some rows each into one."""
     if not found:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dim, dtype=dtype)
     return row_optimizers.summed(found, dim, dtype)

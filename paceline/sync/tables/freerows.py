@@ -1,11 +1,11 @@
-"""Sparse tables where workers are not in lockstep: their rows are stepped with the optimizers on the servers of `ParameterServer`.
+"""Sparse tables where workers are not in lockstep: their rows step with the optimizers on the servers of `ParameterServer`.
 
-    Eager           rows.apply                          each gradient is a step of its own, as it is for everything else
-    Stale, Backup   rows.hold | decided | rows.close    what workers have come with lies on all servers before it is decided who makes a
-                                                        step, and a row's step is made by the same workers as that of everything else
+    Asynchronous      rows.apply                          each gradient is a step of its own, as it is for everything else
+    StaleSynchronous, rows.hold | decided | rows.close    gradients of rows lie on all servers before it is decided which workers make
+    BackupWorkers                                         a step, and the same workers step rows and everything else
 
-A pull is answered once the last step has been made that its worker knows of: its own, with Eager. There may be later ones in it.
-An optimizer that has nothing but tables takes part in who makes which step, like any other.
+A pull is answered once the last step that its worker knows of has been made (its own, if asynchronous). There may be later ones in it.
+An optimizer that has nothing but tables takes part in the decision like any other.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class OwnedTable(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its group says now."""
+        """Settings of the table's parameter group as they are now."""
         ...
 
     def gradient(self) -> TableGradient:
-        """What I give for the next step."""
+        """Return this worker's gradient for the next step."""
         ...
 
 
 class UnlockedRows:
-    """The tables that are stepped with a strategy's optimizers, which are known by their numbers; none before `open`."""
+    """The tables that step with a strategy's optimizers, which are known by their numbers; none before `open`."""
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
         self._library: TableServers | None = None
         self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
-        self._found: dict[int, list[TableGradient]] = {}  # by optimizer: what I come with to its next step
-        self._held: set[int] = set()  # of those, whose are on the servers already
+        self._found: dict[int, list[TableGradient]] = {}  # by optimizer: this worker's gradients for its next step
+        self._held: set[int] = set()  # optimizers whose gradients are on the servers already
 
     def open(self, library: TableServers, owned: Callable[[Any], Sequence[OwnedTable]], optimizers: Sequence[Any]) -> None:
-        """From now on these are stepped here; `owned` tells which tables an optimizer has. Again when there are more."""
+        """Step these optimizers' tables from now on; `owned` returns the tables of an optimizer. Called again when there are more."""
         link = self._link
         self._library, self._owned = library, owned
         library.free = "alone" if link.alone else "together"
@@ -65,7 +65,7 @@ class UnlockedRows:
                 )
 
     def has(self, optimizer: Any) -> bool:
-        """Whether it steps any."""
+        """Whether this optimizer steps any table."""
         return bool(self._owned(optimizer))
 
     def _tables(self, number: int) -> Sequence[OwnedTable]:
@@ -74,7 +74,7 @@ class UnlockedRows:
     # ---- what I come with
 
     def offer(self, optimizer: Any) -> None:
-        """It is about to step, with the gradients that its tables have now. Raises `UsageError` where it has been clipped with others."""
+        """Take the tables' gradients for a step of the optimizer. Raises `UsageError` where others were clipped with it."""
         number = next(number for number, known in enumerate(self._link.optimizers) if known is optimizer)
         now = [table.gradient() for table in self._tables(number)]
         if number in self._held and any(_other(one, two) for one, two in zip(self._found[number], now, strict=True)):
@@ -84,7 +84,7 @@ class UnlockedRows:
         self._found[number] = now
 
     def hold(self, number: int) -> None:
-        """What I come with to the next step of this optimizer is on all servers."""
+        """Make sure that my gradients for the next step of this optimizer are on all servers."""
         tables, library = self._tables(number), self._library
         if not tables or library is None or number in self._held:
             return
@@ -100,7 +100,7 @@ class UnlockedRows:
     # ---- steps
 
     def apply(self, number: int) -> list[tuple[RpcClient, int]]:
-        """Step with what I come with alone, by my part of the learning rate; gives the messages."""
+        """Make a step with my gradients alone, by my part of the learning rate; return the messages."""
         tables, library, part = self._tables(number), self._library, self._link.context.step_state.share_of_step
         if not tables or library is None:
             return []
@@ -112,7 +112,7 @@ class UnlockedRows:
         return [*sent]
 
     def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[RpcClient, int]]:
-        """This step is made by those who were `found`, with the mean of their gradients, by so much of the learning rate."""
+        """Let the `found` workers make this step, with the mean of their gradients, by `part` of the learning rate."""
         tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
             return []
@@ -123,7 +123,7 @@ class UnlockedRows:
         return sent
 
     def go(self, number: int, step: int) -> None:
-        """This worker goes on from this step of an optimizer; what it had come with is in that, or in a later one, or void."""
+        """Go on from this step of an optimizer. What I had given is in it, or in a later one, or discarded."""
         if number in self._held:  # else it has been offered for a step that is still to come
             self._held.remove(number)
             del self._found[number]

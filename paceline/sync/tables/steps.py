@@ -1,11 +1,11 @@
-"""Sparse tables where losses are survived: what a step is made of is on all copies before it is made, on all workers or on none.
+"""Steps of sparse tables where losses are survived: all gradients are on all copies before a step is made, on all workers or on none.
 
     give to all copies |  settled: all workers' gradients are on all copies  |  the dense part steps  |  make
       a worker or a server is lost here: none of it counts,                    the same, if it can       lost here: the step is made, as
       the turn is dealt again                                                                             each of the living says so
 
-The dense part steps between the two, as it may be what fails. Where a turn comes again after a step of it was made (by one of two
-optimizers), that goes back on the servers, too. Rows are read from a copy where their primary is lost, without anyone waiting for it.
+The dense part steps between the two, as it may be what fails. Where a turn is dealt again after a step of it was made (by one of two
+optimizers), that step is undone on the servers, too. Rows are read from a copy where their primary is lost, without any wait for it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from paceline.sync.tables.client import SentMessage, Step, TableClient, TableSer
 
 
 class RowSteps:
-    """The steps of a library's tables, and what becomes of its servers. `pool` is where they are."""
+    """Steps of all tables of a run, and replacement of their servers. `pool` starts servers."""
 
     def __init__(self, library: TableServers, pool: ServerPool) -> None:
         self._library = library
         self.copies = ServerReplication(library.context, pool, library.wires, library.replicas, fill=self._fill, kind="table server")
-        self._workers: list[int] = []  # whose gradients make the next step
+        self._workers: list[int] = []  # the workers whose gradients make the next step
         self._floors: dict[int, int] = {}  # by number of a table: how many steps it had taken when the turn began, if it has stepped since
-        self._me = -1 if library.waiting else library.me  # what servers know me by
-        self.within = False  # a turn of training
+        self._me = -1 if library.waiting else library.me  # the number by which servers know this worker
+        self.within = False  # a turn of training is under way
 
     # ---- a step
 
     def settle(self, found: Sequence[Step]) -> None:
-        """Tell all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
+        """Send all servers what the next step of these tables is made of. Raises `CallDiscarded`, on all workers, if it can't be made."""
         library, agreement = self._library, self._library.context.agreement
         if library.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
@@ -52,7 +52,7 @@ class RowSteps:
         self._workers = agreement.settle(act, "optimizer.step", apart=True)
 
     def make(self, tables: Sequence[TableClient]) -> None:
-        """The step that was settled is made."""
+        """Make the step that was settled."""
         if not self.within:
             self._floors.clear()
         entries = []
@@ -64,7 +64,7 @@ class RowSteps:
             lookup.advance()
 
     def _everywhere(self, kind: str, body: dict[str, Any]) -> None:
-        """Tell all servers; one that is lost shows it in the next call of all workers, or when nobody else is there to be asked."""
+        """Send to all servers. A lost one shows in the next collective call, or when no other copy can answer."""
         library, sent = self._library, list[SentMessage]()
         agreement, seconds = library.context.agreement, library.context.deadline
         body = {**body, "calls": agreement.calls}
@@ -80,18 +80,18 @@ class RowSteps:
         agreement.wait(act, "optimizer.step")
 
     def begin(self) -> None:
-        """A turn begins."""
+        """Begin a turn."""
         self.within = True
         self._floors.clear()
 
     def commit(self) -> None:
-        """It is over."""
+        """End a turn, and take in copies of servers that have begun. Collective, if any are being started."""
         self.within = False
         self._floors.clear()
         renew(self.copies)
 
     def back(self) -> None:
-        """It comes again: nothing of it has happened on servers."""
+        """Undo the turn on the servers, as it is dealt again."""
         library, floors = self._library, self._floors
         if floors:
             self._everywhere("rows.back", {"tables": list(floors.items())})
@@ -105,11 +105,11 @@ class RowSteps:
     # ---- other workers, other servers
 
     def layout(self) -> Any:
-        """What who has just come has to know: JSON."""
+        """Return what a joining worker has to know, as JSON values."""
         return {"room": self.copies.pool.join_info(), "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables]}
 
     def regroup(self, context: SyncContext, layout: Any) -> None:
-        """The workers are others now. Collective; see `Sync.regroup`."""
+        """Go on with the context's new group of workers. Collective. Raises `StateLost` where no copy of a shard is left."""
         library = self._library
         context.extra_groups.append(ServerTraffic(library.wires))
         if layout is not None:
@@ -119,7 +119,7 @@ class RowSteps:
             lookup.void()
 
     def _enter(self, layout: Any) -> None:
-        """Somebody has come, I perhaps: stand where all do. Who came in vain before may be called otherwise now."""
+        """Go to where all workers are, as one has joined, perhaps this one. A worker that tried to join before may have a new number."""
         library = self._library
         library.endpoints = self.copies.pool.join(layout["room"])
         if library.me != self._me:
