@@ -24,7 +24,7 @@ def scripted(file: str) -> bool:
 
 
 def place() -> str:
-    """The innermost line of the user's on this thread's stack, as ` (train.py:12)`; empty where there is none."""
+    """Return the innermost line of the user's on this thread's stack, as ` (train.py:12)`; empty where there is none."""
     frame = sys._getframe(1)
     while foreign(frame.f_code.co_filename):
         if frame.f_back is None:

@@ -263,7 +263,7 @@ def report(
 
 
 def main() -> None:
-    """The command `paceline`: a mistake of the user ends it with 2, any other error of ours with 1."""
+    """Run the command `paceline`: a mistake of the user ends it with 2, any other error of ours with 1."""
     output.stand_in()
     try:
         app()

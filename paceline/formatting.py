@@ -31,7 +31,7 @@ def spell(value: object) -> str:
 
 
 def _arguments(value: Any) -> Iterator[str]:
-    """The arguments between the brackets: positional while every argument before it was required, by name after."""
+    """Yield the arguments between the brackets: positional while every argument before it was required, by name after."""
     factories = {f.name: f.default_factory for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
     positional = True
     for name, parameter in inspect.signature(type(value)).parameters.items():

@@ -54,5 +54,5 @@ class Trace:
             self.record(name, kind, start, time.perf_counter_ns())
 
     def spans(self) -> list[Span]:
-        """The spans kept, oldest first."""
+        """Return the spans kept, oldest first."""
         return list(self._spans)

@@ -31,6 +31,11 @@ DANGLING = {  # first words that need a sentence before them
     *("And", "Or", "But", "Nor", "So", "Else", "Otherwise"),
 }
 LEFT: dict[str, int] = {}
+VALUES = {  # first words of a function that names its value, or an event, in place of saying what it does
+    *("A", "An", "The", "All", "Another", "Each", "Every", "My", "Nothing", "One", "Some"),
+    *("As", "At", "After", "Before", "By", "For", "From", "In", "Of", "On", "To", "With"),
+    *("How", "What", "When", "Where", "Why"),
+}
 
 
 def public(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
@@ -45,6 +50,21 @@ def public(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 def dangles(text: str) -> bool:
     return text.split(maxsplit=1)[0].rstrip(",.:;") in DANGLING or "See `" in text
+
+
+def functions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """The docstrings of the functions of a module, private and nested ones too, but not of properties."""
+    for child in ast.iter_child_nodes(node):
+        place = f"{name}:{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else name
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(child)):
+            is_property = any("property" in ast.unparse(decorator) for decorator in child.decorator_list)
+            yield from [] if is_property else [(place, text)]
+        yield from functions(child, place)
+
+
+def names_a_value(text: str) -> bool:
+    first = text.lstrip("*").split(maxsplit=1)[0].rstrip(",.:;")
+    return first in VALUES or first in DANGLING or not first[0].isalpha()
 
 
 def found() -> list[str]:
@@ -64,3 +84,18 @@ def test_what_dangles_is_found() -> None:
     assert dangles("And when, for the timeline.")
     assert dangles("See `Group.empty`: ordinary memory.")
     assert not dangles("Discard residuals encoded since the last commit.")
+
+
+def test_functions_say_what_they_do() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    texts = [text for file in files for text in functions(ast.parse(file.read_text()), file.relative_to(PACKAGE).as_posix())]
+    assert len(texts) > 1000  # else they were not found
+    assert [name for name, text in texts if names_a_value(text)] == [], "begin with a verb, such as Return; or with Whether"
+
+
+def test_what_names_a_value_is_found() -> None:
+    assert names_a_value("The workers are others now.")
+    assert names_a_value("What each server has done so far.")
+    assert names_a_value("`offsets` of this job's ranks.")
+    assert not names_a_value("Return what each server has done so far.")
+    assert not names_a_value("Whether replicas may differ.")

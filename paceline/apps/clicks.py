@@ -95,7 +95,7 @@ def _uniform(words: Any) -> Any:
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:
-    """The area under the ROC curve: how often a clicked sample scores higher than one that isn't; ties count half."""
+    """Return the area under the ROC curve: how often a clicked sample scores higher than one that isn't; ties count half."""
     _, places, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0) - (counts - 1) / 2.0)[places]
     hits, misses = float(clicked.sum()), float((1 - clicked).sum())

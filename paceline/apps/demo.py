@@ -55,7 +55,7 @@ class DemoOutcome:
 
 
 def demo(plan: DemoPlan, launch: Launch, console: Console, clocks: Callable[[], load.ClockReading | None] = load.read) -> int:
-    """Train alone and together, print the table; gives the exit code of the first run that failed, else 0."""
+    """Train alone and together, print the table; return the exit code of the first run that failed, else 0."""
     share = max(1, cores() // plan.workers)  # threads of each worker, and of the one that is compared with them
     whole = share * plan.workers
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -89,7 +89,7 @@ def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
 
 
 def busy(outcomes: Sequence[DemoOutcome]) -> str:
-    """The remark for speeds that can't be compared."""
+    """Return the remark for speeds that can't be compared."""
     most = max(outcomes, key=lambda outcome: outcome.others)
     used = f"beside '{most.title}' other programs used {most.others:.1f} of {counted(allowed(), 'core')}"
     return f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. Try again when nothing else runs.\n"
@@ -131,20 +131,20 @@ def table(outcomes: Sequence[DemoOutcome]) -> Table:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest difference between two curves, over the steps that both have."""
+    """Return the largest difference between two curves, over the steps that both have."""
     return max(abs(a - b) for a, b in zip(one, other, strict=False))
 
 
 def milliseconds(outcome: DemoOutcome, part: str) -> str:
-    """The time of a part of a step, in words."""
+    """Return the time of a part of a step, in words."""
     return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
 
 
 def megabytes(outcome: DemoOutcome, where: str) -> str:
-    """The bytes that one step sent, in words."""
+    """Return the bytes that one step sent, in words."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"

@@ -18,7 +18,7 @@ def picture(text: str) -> str:
 
 
 def hosts(numbers: str, text: str) -> list[int]:
-    """The host of each worker: `2+3` is [0, 0, 1, 1, 1]; `text` is what messages show."""
+    """Return the host of each worker: `2+3` is [0, 0, 1, 1, 1]; `text` is what messages show."""
     parts = numbers.split("+")
     if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= WIDEST for part in parts) or sum(map(int, parts)) > WIDEST:
         raise UsageError(

@@ -64,12 +64,12 @@ class Place:
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
 def discover(environ: Environ | None = None) -> Place:
-    """The place of this process, from what its launcher left in the environment; `PlaceError` where that makes no sense."""
+    """Return the place of this process, from what its launcher left in the environment; `PlaceError` where that makes no sense."""
     surroundings = environment() if environ is None else environ
     recognised = (recognise(surroundings) for recognise in _LAUNCHERS)
     place = next((found for found in recognised if found is not None), None) or _alone(surroundings)
@@ -185,7 +185,7 @@ def _slurm(environ: Environ) -> Place | None:
 
 
 def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
-    """The number of tasks of this node, from `2(x3),1`."""
+    """Return the number of tasks of this node, from `2(x3),1`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -235,7 +235,7 @@ def _mpi(environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs
 
 
 def _meeting(environ: Environ, place: Place, first: str | None, job: tuple[object, ...]) -> tuple[str, int] | None:
-    """The meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this one if alone), and the job's own port."""
+    """Return the meeting point: MASTER_ADDR and MASTER_PORT if set; else the first host (this one if alone), and the job's own port."""
     if place.size == 1:
         return None
     host = environ.get("MASTER_ADDR") or ("127.0.0.1" if place.hosts == 1 else first)

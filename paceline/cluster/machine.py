@@ -27,7 +27,7 @@ def allowed() -> int:
 
 
 def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:
-    """The smallest CPU quota that holds for this process, in cores; None where nothing limits it."""
+    """Return the smallest CPU quota that holds for this process, in cores; None where nothing limits it."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def memory(source: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def fingerprint() -> str:
-    """The fingerprint of the machine, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
+    """Return the fingerprint of the machine, as far as sharing memory goes; equal for processes of one user that see the same /dev/shm."""
     parts = [str(os.geteuid())]
     if sys.platform.startswith("linux"):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -78,7 +78,7 @@ def allow_descriptors(needed: int) -> None:
 
 
 def _enclosing(root: Path, path: str) -> list[Path]:
-    """The cgroup and all that enclose it. In a container the path may not exist below the mount: the root is looked at anyway."""
+    """Return the cgroup and all that enclose it. In a container the path may not exist below the mount: the root is looked at anyway."""
     inner = Path(path.lstrip("/"))
     return [root / inner, *(root / parent for parent in inner.parents)]
 

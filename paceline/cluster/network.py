@@ -18,7 +18,7 @@ _MOST_INTERFACES = 256
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each interface of this machine that is up; empty where the kernel can't be asked (not Linux)."""
+    """Return the IPv4 address of each interface of this machine that is up; empty where the kernel can't be asked (not Linux)."""
     if not sys.platform.startswith("linux"):
         return {}
     room = array.array("B", bytes(_MOST_INTERFACES * _IFREQ_BYTES))
@@ -35,7 +35,7 @@ def interfaces() -> dict[str, str]:
 
 
 def resolve(host: str) -> list[str]:
-    """The IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means nothing here."""
+    """Return the IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means nothing here."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -80,7 +80,7 @@ def family(address: str) -> socket.AddressFamily:
 
 
 def route(address: str) -> str:
-    """The local IP address that packets to this IP address would leave from; nothing is sent."""
+    """Return the local IP address that packets to this IP address would leave from; nothing is sent."""
     with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
@@ -90,7 +90,7 @@ def route(address: str) -> str:
 
 
 def override(interface: str) -> str:
-    """The IP address that an override means: an interface's name, or an address of this machine."""
+    """Return the IP address that an override means: an interface's name, or an address of this machine."""
     known = interfaces()
     if interface in known:
         return known[interface]
@@ -104,7 +104,7 @@ def override(interface: str) -> str:
 
 
 def carrier(address: str) -> str | None:
-    """The name of the interface that has this address, if known."""
+    """Return the name of the interface that has this address, if known."""
     if loopback(address):
         address = "127.0.0.1"
     return next((name for name, known in interfaces().items() if known == address), None)

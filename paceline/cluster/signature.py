@@ -25,11 +25,11 @@ class Signer:
     start: str = ""
 
     def sub(self, prefix: str) -> Signer:
-        """The signer of keys that begin with `prefix`, too."""
+        """Return the signer of keys that begin with `prefix`, too."""
         return replace(self, path=f"{self.path}/{prefix}" if self.path else prefix)
 
     def bound(self, start: str) -> Signer:
-        """The signer of one start of the job: it refuses values that were signed in another."""
+        """Return the signer of one start of the job: it refuses values that were signed in another."""
         return replace(self, start=start)
 
     def close(self, key: str, value: Any) -> str:

@@ -74,7 +74,7 @@ class Store:
         return self._seal.open(key, raw)
 
     def first(self, key: str, value: Any) -> Any:
-        """Set `key` to a JSON value unless it is set; gives what it is then. Of several workers that do so one wins.
+        """Set `key` to a JSON value unless it is set; return what it is then. Of several workers that do so one wins.
 
         Errors are those of `take`.
         """
@@ -104,7 +104,7 @@ class Store:
             raise _gone(error) from error
 
     def sub(self, prefix: str) -> Store:
-        """The part of this store whose keys start with `prefix`."""
+        """Return the part of this store whose keys start with `prefix`."""
         seal = self._seal.sub(prefix)
         return Store(self._base, seal.secret, path=seal.path, deadline=self._deadline, start=seal.start)
 
@@ -145,7 +145,7 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
 
 
 def address(place: Place) -> str:
-    """The IP address at which other workers reach this process: the local end of the route to the meeting point."""
+    """Return the IP address at which other workers reach this process: the local end of the route to the meeting point."""
     if place.interface is not None:
         return network.override(place.interface)
     if place.meeting is None:
@@ -285,7 +285,7 @@ def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
 
 
 def _bindable(place: Place) -> str:
-    """The address of this machine on which rank 0 serves the store."""
+    """Return the address of this machine on which rank 0 serves the store."""
     assert place.meeting is not None
     host = place.meeting[0]
     found = network.resolve(host)
@@ -370,7 +370,7 @@ def _follow(place: Place, deadline: float) -> tuple[TorchStore, int]:
 
 
 def _claim(store: TorchStore, place: Place) -> TorchStore:
-    """The part of the store where ranks are claimed; raises if another process has claimed this one."""
+    """Return the part of the store where ranks are claimed; raises if another process has claimed this one."""
     me = f"{fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
     owner = claims.compare_set(str(place.rank), "", me).decode(errors="replace")

@@ -49,14 +49,14 @@ class Topology:
         return sum(len(host.ranks) for host in self.hosts)
 
     def where(self) -> tuple[int, ...]:
-        """The index of the host of each rank."""
+        """Return the index of the host of each rank."""
         placed = {rank: index for index, host in enumerate(self.hosts) for rank in host.ranks}
         return tuple(placed[rank] for rank in range(len(placed)))
 
     def names(self) -> tuple[str, ...]:
-        """The name of the host of each rank, for messages."""
+        """Return the name of the host of each rank, for messages."""
         return tuple(self.hosts[index].name for index in self.where())
 
     def of(self, rank: int) -> HostRanks:
-        """The host that `rank` runs on."""
+        """Return the host that `rank` runs on."""
         return self.hosts[self.where()[rank]]

@@ -333,7 +333,7 @@ def keeps(state: State) -> bool:
 
 
 def residuals(state: State) -> State:
-    """The residuals of a state, which this rank alone keeps: all else is the same on all ranks."""
+    """Return the residuals of a state, which this rank alone keeps: all else is the same on all ranks."""
     return {
         key: residuals(value) if isinstance(value, dict) else value
         for key, value in state.items()

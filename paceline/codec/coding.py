@@ -46,7 +46,7 @@ class Coding(Protocol):
     """A way to write a tensor in fewer bytes. All tensors are contiguous, 1-D and float32, on any device."""
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        """The parts of the message of a tensor of `numel` elements, widest dtype first."""
+        """Return the parts of the message of a tensor of `numel` elements, widest dtype first."""
         ...
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
@@ -74,7 +74,7 @@ def room(coding: Coding, numel: int, device: torch.device | str = "cpu") -> tupl
 
 
 def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
-    """The parts of a message whose bytes are `whole`."""
+    """Return the parts of a message whose bytes are `whole`."""
     found, start = [], 0
     for part in coding.layout(numel):
         start = _aligned(start, part)
@@ -149,7 +149,7 @@ class compose:
         self.outer.add(self._opened(message, out.numel()), out, minus=minus)
 
     def _between(self, numel: int, message: Message) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
-        """(values, the parts of `message` that hold them in the end) of each part with values; and a message of `outer`."""
+        """Return (values, the parts of `message` that hold them in the end) of each part with values; and a message of `outer`."""
         given: list[tuple[Tensor, Message]] = []
         between, at = [], 0
         for part in self.outer.layout(numel):

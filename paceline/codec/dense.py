@@ -216,7 +216,7 @@ class sign(_Blocks):
 
 @cache
 def _signs(device: str) -> Tensor:
-    """For each byte its eight signs, lowest bit first: -1 where the bit is set."""
+    """Return the eight signs of each byte, lowest bit first: -1 where the bit is set."""
     bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
     return (1 - 2 * bits).to(torch.float32).to(device)
 

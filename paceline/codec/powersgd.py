@@ -106,7 +106,7 @@ class powersgd:
         return found
 
     def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
-        """The shapes of the tensors that travel: P with the tensors that are no matrices (side 0), or Q (side 1)."""
+        """Return the shapes of the tensors that travel: P with the tensors that are no matrices (side 0), or Q (side 1)."""
         found = []
         for cut in cuts:
             if cut.matrix:
@@ -116,7 +116,7 @@ class powersgd:
         return found
 
     def _views(self, cuts: Sequence[_Matrices], flat: Tensor, side: int) -> dict[_Matrices, Tensor]:
-        """The thin matrices in `flat`."""
+        """Return the thin matrices in `flat`."""
         found, at = {}, 0
         for cut in cuts:
             if cut.matrix:

@@ -197,7 +197,7 @@ class Agreement:
         self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
-        """Every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
+        """Return every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
 
         `where` is not compared; it says in messages how this rank got here.
         """
@@ -286,7 +286,7 @@ class Agreement:
         return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
 
     def _places(self) -> list[str]:
-        """Where in its script each rank is; all ranks know that they have come apart, and ask each other."""
+        """Return where in its script each rank is; all ranks know that they have come apart, and ask each other."""
         mine = callsite.place()
         try:
             return [answer.decode() for answer in self.group.agree(mine.encode())]

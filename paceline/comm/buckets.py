@@ -26,7 +26,7 @@ class BucketShape(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor) -> BucketShape:
-        """The shape and strides of a parameter; contiguous strides where its own overlap or have holes."""
+        """Return the shape and strides of a parameter; contiguous strides where its own overlap or have holes."""
         dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
         return cls(tuple(parameter.shape), tuple(dense.stride()), parameter.dtype, parameter.device)
 
@@ -58,7 +58,7 @@ class Bucket(NamedTuple):
     views: tuple[Tensor, ...]
 
     def over(self, flat: Tensor) -> list[Tensor]:
-        """The views of the members in another flat tensor of the same length."""
+        """Return the views of the members in another flat tensor of the same length."""
         start = self.flat.storage_offset()
         return [flat.as_strided(view.size(), view.stride(), flat.storage_offset() + view.storage_offset() - start) for view in self.views]
 
@@ -113,7 +113,7 @@ def put(view: Tensor, x: Tensor, scale: float) -> None:
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:
-    """A gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is nan)."""
+    """Return a gradient times its weight, as a tensor of our own; zeros for weight 0 (0 x nan is nan)."""
     if scale == 0.0:
         return torch.zeros_like(grad)
     return grad if scale == 1.0 else grad.mul_(scale)

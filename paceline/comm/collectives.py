@@ -180,7 +180,7 @@ class _ScheduleBuffers(NamedTuple):
     size: int
 
     def part(self, message: ChunkMessage) -> Tensor:
-        """The elements that `message` carries away, or where they are kept."""
+        """Return the elements that `message` carries away, or where they are kept."""
         return (self.held if message.wide else self.flat)[self.edges[message.start] : self.edges[message.stop]]
 
     def complete(self, start: int, stop: int) -> None:
@@ -236,7 +236,7 @@ Round: TypeAlias = tuple[list[ChunkMessage], dict[int, list[int]]]  # the messag
 
 
 def edges(chunks: Sequence[float], numel: int) -> list[int]:
-    """Where each chunk of `numel` elements begins and ends."""
+    """Return where each chunk of `numel` elements begins and ends."""
     return [0, *(min(numel, round(total * numel)) for total in list(accumulate(chunks))[:-1]), numel]
 
 

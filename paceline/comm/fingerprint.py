@@ -42,7 +42,7 @@ class CallFingerprint(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def digest(call: CallFingerprint) -> bytes:
-    """The fingerprint of `call`, flaw and place included; cached, as the same calls come back at every step."""
+    """Return the fingerprint of `call`, flaw and place included; cached, as the same calls come back at every step."""
     return blake2b(f"{call}\0{call.flaw}\0{call.place}".encode(), digest_size=DIGEST).digest()
 
 
@@ -81,7 +81,7 @@ def compare(calls: Sequence[tuple[str, str]], names: Sequence[int] | None = None
 
 
 def on_device(x: Tensor) -> str:
-    """The part of a call's detail that says where the tensor is; empty on CPU."""
+    """Return the part of a call's detail that says where the tensor is; empty on CPU."""
     return "" if x.device.type == "cpu" else f" on {x.device.type}"
 
 
@@ -164,7 +164,7 @@ def objects(obj: Any, name: str | None) -> tuple[str, CallFingerprint]:
 
 
 def dense_flaw(x: Tensor) -> str:
-    """What keeps `x` from being exchanged, if anything does."""
+    """Return what keeps `x` from being exchanged, if anything does."""
     if x.layout is not torch.strided:
         return f"a tensor of layout {x.layout} can't be exchanged; exchange its values and indices, or x.to_dense()"
     return "a quantized tensor can't be exchanged; exchange x.int_repr()" if x.is_quantized else ""

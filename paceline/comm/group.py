@@ -40,7 +40,7 @@ class Work(Protocol[T_co]):
         ...
 
     def exception(self) -> BaseException | None:
-        """The error that ended the operation, if one has."""
+        """Return the error that ended the operation, if one has."""
         ...
 
 
@@ -93,7 +93,7 @@ class Group(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; gives the reduction of piece `rank` (1-D)."""
+        """Reduce `x`, flattened and cut as `pieces(numel, size)` says; return the reduction of piece `rank` (1-D)."""
         ...
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
@@ -101,11 +101,11 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: Tensor, *, root: int = 0, name: str | None = None) -> Work[Tensor]:
-        """Fill `x` on every rank with the root's values, in place; gives `x`."""
+        """Fill `x` on every rank with the root's values, in place; return `x`."""
         ...
 
     def all_to_all(self, xs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
-        """Send xs[r] to rank r; gives what every rank sent here, in rank order. Shapes may differ in the first dim."""
+        """Send xs[r] to rank r; return what every rank sent here, in rank order. Shapes may differ in the first dim."""
         ...
 
     def barrier(self, *, name: str | None = None) -> Work[None]:
@@ -128,7 +128,7 @@ class Group(Protocol):
         ...
 
     def global_rank(self, rank: int) -> int:
-        """The rank, in the group of all workers, of `rank` in this group."""
+        """Return the rank, in the group of all workers, of `rank` in this group."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: dtype) -> Tensor:

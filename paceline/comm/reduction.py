@@ -30,7 +30,7 @@ DTYPES: tuple[dtype, ...] = (
 
 
 def admit(op: str, kind: dtype) -> Op:
-    """`op`, if tensors of `kind` have it; else UsageError."""
+    """Return `op`, if tensors of `kind` have it; else UsageError."""
     if op not in OPS:
         raise UsageError(f"op={op!r} is unknown; there are {', '.join(OPS)}")
     if kind not in DTYPES:
@@ -45,7 +45,7 @@ def admit(op: str, kind: dtype) -> Op:
 
 
 def wide(kind: dtype, op: str) -> dtype:
-    """The dtype in which partial results of `kind` are held: float32 for the halves where they are added or multiplied."""
+    """Return the dtype in which partial results of `kind` are held: float32 for the halves where they are added or multiplied."""
     return torch.float32 if kind in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product") else kind
 
 
@@ -61,12 +61,12 @@ def combine(op: str, total: Tensor, x: Tensor) -> Tensor:
 
 
 def finish(op: str, total: Tensor, size: int) -> Tensor:
-    """The result, in place, once all `size` contributions are in `total`."""
+    """Return the result, in place, once all `size` contributions are in `total`."""
     return total.div_(size) if op == "mean" else total
 
 
 def reduce(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """The reduction of `parts` in their order, as a new contiguous tensor of their dtype: the plain version, oracle of the others."""
+    """Return the reduction of `parts` in their order, as a new contiguous tensor of their dtype: the plain version, oracle of others."""
     first = parts[0].detach()
     total = torch.empty(first.shape, dtype=wide(first.dtype, op), device=first.device).copy_(first)
     for part in parts[1:]:

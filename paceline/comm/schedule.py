@@ -79,7 +79,7 @@ def ring(size: int) -> Schedule:
 
 
 def owners(size: int) -> Schedule:
-    """Every rank owns a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
+    """Return every rank owns a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
 
     1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
     0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
@@ -125,7 +125,7 @@ def halving_doubling(size: int) -> Schedule:
 
 
 def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
-    """Each host adds up at its first rank, those exchange by the schedule `between`, and hand the result out: one copy per host.
+    """Return each host adds up at its first rank, those exchange by the schedule `between`, and hand the result out: one copy per host.
 
         hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
                               3 +> 1                    1 -> 3
@@ -167,7 +167,7 @@ def build(name: str, hosts: Sequence[int]) -> Schedule:
 
 
 def carried(schedule: Schedule) -> list[list[frozenset[int]]]:
-    """For each move of each round: the ranks whose contributions it carries."""
+    """Return, for each move of each round, the ranks whose contributions it carries."""
     state = [[frozenset((rank,))] * len(schedule.chunks) for rank in range(schedule.size)]
     loads = []
     for moves in schedule.rounds:

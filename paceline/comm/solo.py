@@ -43,7 +43,7 @@ class SoloGroup:
         return Finished(out if out is x else out.copy_(x.detach()))
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        """Give all of `x`, flattened."""
+        """Return all of `x`, flattened."""
         _check(reducing("reduce_scatter", x, op, name).flaw)
         admit(op, x.dtype)
         return Finished(x.detach().reshape(-1).clone())

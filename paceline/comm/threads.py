@@ -281,7 +281,7 @@ class ThreadGroup:
         self.end(ViewChanged(f"the group was aborted by rank {self.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; return that."""
         self.segment.fail(error)
         assert isinstance(self.segment.broken, PacelineError)
         return self.segment.broken
@@ -365,7 +365,7 @@ def _deliver(parts: list[tuple[Sequence[tuple[int, Tensor]], Sequence[tuple[int,
 
 
 def _matching(source: int, to: int, sent: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Give True; raise Mismatch if what `source` sends is not what `to` expects."""
+    """Return True; raise Mismatch if what `source` sends is not what `to` expects."""
     left = [fingerprint.parcel(x) for x in sent]
     right = [fingerprint.parcel(x) for x in wanted]
     if left != right:

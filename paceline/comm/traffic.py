@@ -37,5 +37,5 @@ class TrafficMeter:
         self.sent((self._rank + 1) % self._size, laps * (self._size - 1) * nbytes // self._size)
 
     def choose(self, ranks: Sequence[int]) -> list[int]:
-        """The hosts of `ranks`, for a subgroup."""
+        """Return the hosts of `ranks`, for a subgroup."""
         return [self.hosts[rank] for rank in ranks]

@@ -29,13 +29,13 @@ class RankWait(NamedTuple):
 
 
 def missing(wait: RankWait, waits: Mapping[int, RankWait], rank: int, size: int) -> tuple[int, ...]:
-    """The ranks that have not come to `wait` of `rank`: those that are behind, or that are not waiting anywhere."""
+    """Return the ranks that have not come to `wait` of `rank`: those that are behind, or that are not waiting anywhere."""
     others = (other for other in range(size) if other != rank)
     return tuple(other for other in others if other not in waits or _behind(waits[other], wait))
 
 
 def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
-    """The waits that can never end, as their ranks wait for each other; empty when there are none."""
+    """Return the waits that can never end, as their ranks wait for each other; empty when there are none."""
     stuck = {rank: wait for rank, wait in waits.items() if wait.channel != LOOSE}
     while True:
         left = {rank: wait for rank, wait in stuck.items() if any(_behind(other, wait) for q, other in stuck.items() if q != rank)}
@@ -45,13 +45,13 @@ def apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
 
 
 def describe(stuck: Mapping[int, RankWait], names: Sequence[int]) -> Mismatch:
-    """The error that ranks which have come apart raise."""
+    """Return the error that ranks which have come apart raise."""
     texts = [stuck[rank].text if rank in stuck else "" for rank in range(max(stuck) + 1)]
     return Mismatch(f"workers have come apart: {sides(texts, names)}. Every worker has to make the same collective calls in the same order")
 
 
 def late(what: str, seconds: float, absent: Mapping[int, RankWait | None]) -> str:
-    """The message of a deadline that has passed; `absent`: where the ranks are that are missing."""
+    """Return the message of a deadline that has passed; `absent`: where the ranks are that are missing."""
     places = "; ".join(f"rank {rank} is {'in no call' if wait is None else f'at {wait.text}'}" for rank, wait in absent.items())
     return f"{what}: {seconds:.1f} s have passed and ranks {list(absent)} are missing ({places})"
 

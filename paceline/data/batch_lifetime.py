@@ -33,12 +33,12 @@ def alive(batch: Lent) -> bool:
 
 
 def places(batch: Lent) -> set[int]:
-    """The addresses of the batch's tensors that are still held."""
+    """Return the addresses of the batch's tensors that are still held."""
     return set(memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor)))
 
 
 def memory(values: Iterable[Any]) -> Iterator[int]:
-    """The addresses of the tensors among these values, and of those in dicts, lists and tuples of them."""
+    """Yield the addresses of the tensors among these values, and of those in dicts, lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):  # what vmap makes has none

@@ -16,7 +16,7 @@ ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or data
 
 
 def rows(batch: Any, *, missing: int | None = None) -> int:
-    """The size of dim 0 that all tensors of `batch` have; where there is none or they differ, `missing`, or else `DataError` is raised."""
+    """Return the size of dim 0 that all tensors of `batch` share; if there is none, `missing`. Raises `DataError` without that."""
     found = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
     if len(found) != 1:
         if missing is not None:
@@ -45,7 +45,7 @@ def _is_column(value: Any) -> bool:
 
 
 def attributes(batch: Any) -> dict[str, Any] | None:
-    """The attributes of an object of a class of the user's; None where it is not one."""
+    """Return the attributes of an object of a class of the user's; None where it is not one."""
     if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
         return None
     return {name: value for name, value in vars(batch).items() if not callable(value)}

@@ -188,7 +188,7 @@ class IndexedPipeline(Pipeline):
         return self._indices
 
     def _depth(self) -> int:
-        """How many batches the deepest DataLoader of all workers reads ahead, and one for `peek`."""
+        """Return how many batches the deepest DataLoader of all workers reads ahead, and one for `peek`."""
         mine = self.terms.loader.num_workers * (self.terms.loader.prefetch_factor or 0)
         depths: list[int] = [msgpack.unpackb(depth) for depth in self.terms.agreement.meet("read ahead", msgpack.packb(mine))]
         return max(depths) + 1

@@ -71,7 +71,7 @@ class NoObserver:
         """Do nothing."""
 
     def generation(self, loader: ShareLoader) -> int:
-        """Give 0: the workers stay."""
+        """Return 0: the workers stay."""
         return 0
 
     def epoch_begins(self, loader: ShareLoader) -> None:
@@ -246,10 +246,7 @@ class ShareLoader:
         return found
 
     def peek(self) -> Any:
-        """In the loop body: this worker's part of the next batch (or micro-batch) as it was read, for early use; it stays the next.
-
-        None at the end of an epoch, and for streams, which are not known ahead. Waits for no other worker.
-        """
+        """Return, in the loop body, this worker's part of the next (micro-)batch as it was read, for early use; it stays the next."""
         return self._pipeline.peek() if self._open and self.turn is not None and not self._ending else None
 
     def finish(self) -> None:
@@ -257,7 +254,7 @@ class ShareLoader:
         self._ending = self._open
 
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
-        """The position of this loader, the same on every worker: numbers, text and tensors.
+        """Return the position of this loader, the same on every worker: numbers, text and tensors.
 
         Inside the loop body the present step counts as done once its last turn has been reached; `redo=True` if it is to be done again.
         """
@@ -357,7 +354,7 @@ class ShareLoader:
             self._index = 0
 
     def _weighed(self, step: GlobalBatch) -> GlobalBatch:
-        """The step with the weights of its parts, which are read for it, and of all workers together."""
+        """Return the step with the weights of its parts, which are read for it, and of all workers together."""
         assert self.terms.weigh is not None
         parts = list(step.parts)
         weights = [_weight(self.terms.weigh, part) for part in parts]
@@ -366,7 +363,7 @@ class ShareLoader:
         return GlobalBatch(step.global_batch, step.micros, drained(parts), weights, total, step.sources)
 
     def _turn(self, step: GlobalBatch, micro: int) -> tuple[Turn, list[Any]]:
-        """The turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
+        """Return the turn of a micro-batch, and a list of its batch: what takes it out holds it alone."""
         part, terms, whole = next(step.parts), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
         weight, total = (share, whole) if step.weights is None else (step.weights[micro], step.total)

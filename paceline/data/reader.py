@@ -149,7 +149,7 @@ class ReadState:
         return True
 
     def _state(self) -> Any:
-        """The stream's own state; None where it has none."""
+        """Return the stream's own state; None where it has none."""
         sources: list[tuple[Any, bool]] = [(self._samples, True), (self.stream, False)]
         for source, of_iterator in sources:
             if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
@@ -176,7 +176,7 @@ def recut(cuts: Cuts, count: int) -> Cuts:
 
 
 def _marked(sample: Any, count: int, before: int) -> int:
-    """A number that tells one stream from another: of how many samples a batch has and of the first one, as far as possible."""
+    """Return a number that tells one stream from another: of how many samples a batch has and of the first one, as far as possible."""
     try:
         body = pack(_brief(sample))
     except DataError:

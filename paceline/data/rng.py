@@ -19,7 +19,7 @@ DEPTH = 4
 
 
 def shared_state() -> State:
-    """The state of the generators that the whole process shares: torch's, Python's and numpy's."""
+    """Return the state of the generators that the whole process shares: torch's, Python's and numpy's."""
     return {"torch": torch.get_rng_state(), "python": _python(random.getstate()), "numpy": _listed(np.random.get_state(legacy=False))}
 
 
@@ -34,7 +34,7 @@ def put_shared(state: State) -> None:
 
 
 def own_state(loader: DataLoader[Any]) -> State:
-    """The state of every generator that `loader` and its samplers hold, and of samplers that have a `state_dict`."""
+    """Return the state of every generator that `loader` and its samplers hold, and of samplers that have a `state_dict`."""
     state: State = {}
     for path, source in _sources(loader):
         if isinstance(source, torch.Generator):
@@ -84,7 +84,7 @@ def draw_seed(generator: torch.Generator | None) -> None:
 
 
 def mark(state: Any) -> int:
-    """A number that tells one state from another."""
+    """Return a number that tells one state from another."""
     return zlib.crc32(pack(state, what="the state of a sampler"))
 
 

@@ -95,7 +95,7 @@ class EpochIndices:
         self._due = step + self._chunk
 
     def batch(self, step: int) -> Any | None:
-        """The global batch of a step: what the user's batch sampler gave. None where the epoch has ended before it. Never waits."""
+        """Return the global batch of a step: what the user's batch sampler gave. None where the epoch has ended before it. Never waits."""
         while step >= self._high and self._end is None:
             if self.agreement.group.size > 1:
                 raise AssertionError(f"step {step} was asked for, and indices are here up to {self._high} only")
@@ -113,11 +113,11 @@ class EpochIndices:
         return min(self._batches, default=self._high)
 
     def sizes(self) -> list[int]:
-        """The numbers of samples of the batches that are here."""
+        """Return the numbers of samples of the batches that are here."""
         return [len(self._batches[step]) for step in sorted(self._batches)]
 
     def mark(self, step: int) -> int:
-        """A number that identifies the order of all batches before `step`, to be compared on resume."""
+        """Return a number that identifies the order of all batches before `step`, to be compared on resume."""
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
@@ -260,14 +260,14 @@ def _ordered(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _sliceable(batch: Any, *, of_samples: bool) -> Any:
-    """A batch whose samples can be counted and cut: what a batch sampler gave, or a list of it."""
+    """Return a batch whose samples can be counted and cut: what a batch sampler gave, or a list of it."""
     if not of_samples or isinstance(batch, list | tuple | range | np.ndarray | Tensor):
         return batch
     return list(batch)
 
 
 def _words(batch: Any) -> bytes | None:
-    """A list of integers as 8 bytes each; None for anything else."""
+    """Return a list of integers as 8 bytes each; None for anything else."""
     if type(batch) is not list or any(type(index) is not int for index in batch):
         return None
     try:

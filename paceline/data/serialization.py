@@ -74,7 +74,7 @@ def unpack(data: bytes, apart: list[Tensor] | None = None) -> Any:
 
 
 def flatten(tensors: list[Tensor]) -> tuple[list[tuple[str, list[int]]], Tensor]:
-    """The (dtype, shape) of each tensor, and all their bytes one after the other in one uint8 tensor, each at a multiple of 64."""
+    """Return the (dtype, shape) of each tensor, and all their bytes one after the other in one uint8 tensor, each at a multiple of 64."""
     heads = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     buffer = torch.empty(sum(_padded(size) for size in sizes), dtype=torch.uint8)
@@ -86,7 +86,7 @@ def flatten(tensors: list[Tensor]) -> tuple[list[tuple[str, list[int]]], Tensor]
 
 
 def unflatten(heads: list[tuple[str, list[int]]], buffer: Tensor) -> list[Tensor]:
-    """The tensors that `flatten` made `buffer` of: views of it."""
+    """Return the tensors that `flatten` made `buffer` of: views of it."""
     tensors, start = [], 0
     for kind, shape in heads:
         dtype = DTYPES[kind]

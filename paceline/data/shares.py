@@ -17,7 +17,7 @@ PROBES = (1, 2, 3, 7, 43, 64, 1000)
 
 
 def equal(batch: int, size: int) -> tuple[int, ...]:
-    """The shares of `size` workers in `batch` samples: they differ by at most one, and the first ones are larger."""
+    """Return the shares of `size` workers in `batch` samples: they differ by at most one, and the first ones are larger."""
     return tuple(stop - start for start, stop in pieces(batch, size))
 
 
@@ -55,7 +55,7 @@ def policy(shares: Shares | Sequence[float] | None, size: int) -> Shares:
 
 
 def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
+    """Return (start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
     stops = [0]
     for share in shares:
         stops.append(stops[-1] + share)

@@ -58,22 +58,22 @@ class LoaderSpec:
         return (self.training and not self.idle) or self.pad
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
+        """Return (first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""
         count = self.turns(batch)
         if count == 1:
             return [(0, self.shares(batch))]
         return [(start, self.shares(stop - start)) for start, stop in pieces(batch, count)]
 
     def turns(self, batch: int) -> int:
-        """How many micro-batches a global batch is cut into: none of them is empty."""
+        """Return how many micro-batches a global batch is cut into: none of them is empty."""
         return max(1, min(self.accumulate, batch)) if self.training else 1
 
     def source(self, batch: int, micro: int) -> int | None:
-        """The first worker that has samples of a micro-batch, where another has none; None where all have some."""
+        """Return the first worker that has samples of a micro-batch, where another has none; None where all have some."""
         return None if self.alone else source(self.micros(batch)[micro][1])
 
     def reshared(self) -> Shares | Sequence[float] | None:
-        """The requested shares, for the present workers: ratios go with their workers, and newcomers get the mean."""
+        """Return the requested shares, for the present workers: ratios go with their workers, and newcomers get the mean."""
         size, asked = self.agreement.group.size, self.asked
         if asked is None or callable(asked):
             if asked is not None and len(asked(self.loader.batch_size or size)) != size:
@@ -91,7 +91,7 @@ class LoaderSpec:
 
 
 def source(shares: Sequence[int]) -> int | None:
-    """The first worker that has samples, where another has none."""
+    """Return the first worker that has samples, where another has none."""
     return next((rank for rank, share in enumerate(shares) if share), None) if 0 in shares else None
 
 
@@ -139,19 +139,19 @@ class Pipeline(Protocol):
         return False
 
     def place(self, index: int) -> int:
-        """The name of step `index` where workers compare where they are."""
+        """Return the name of step `index` where workers compare where they are."""
         return index
 
     def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
-        """*Begin an epoch, where `state` says (None: at its start); gives the first step."""
+        """*Begin an epoch, where `state` says (None: at its start); return the first step."""
         ...
 
     def step(self, index: int) -> GlobalBatch | None:
-        """*The global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
+        """*Return the global batch of a step, None where the epoch has ended. Steps are asked for in order, except after `redeal`."""
         ...
 
     def peek(self) -> Any:
-        """Give this worker's next batch of this epoch, read already; None where there is no more, or it can't be known yet."""
+        """Return this worker's next batch of this epoch, read already; None where there is no more, or it can't be known yet."""
         ...
 
     def redeal(self, index: int) -> None:
@@ -159,15 +159,15 @@ class Pipeline(Protocol):
         ...
 
     def regroup(self, index: int) -> None:
-        """*As `redeal`, in the group that the terms have now."""
+        """*Deal anew as `redeal` does, in the group that the terms have now."""
         ...
 
     def state(self, index: int) -> dict[str, Any]:
-        """The position of the data before step `index`, which is the last one asked for or the one after it."""
+        """Return the position of the data before step `index`, which is the last one asked for or the one after it."""
         ...
 
     def next_epoch(self) -> dict[str, Any]:
-        """The position of the data before the next epoch."""
+        """Return the position of the data before the next epoch."""
         ...
 
     def end(self) -> None:

@@ -249,7 +249,7 @@ def _hands(terms: LoaderSpec) -> StreamAccess:
 
 
 def _self_sharding(value: Any, depth: int) -> str | None:
-    """The sign that a stream cuts itself by rank; None where there is none."""
+    """Return the sign that a stream cuts itself by rank; None where there is none."""
     called = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
     if called in {"split_by_node", "split_dataset_by_node"}:
         return called

@@ -76,15 +76,15 @@ class StreamAccess(Protocol):
         ...
 
     def asked(self) -> tuple[int | None, Cuts]:
-        """The samples to be read at a time (None: whole batches come), and how they are cut."""
+        """Return the samples to be read at a time (None: whole batches come), and how they are cut."""
         ...
 
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
-        """Give the next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
+        """Return the next step, which moves `cursor`; None where the stream has ended for all. `fetch` is called where `reads`."""
         ...
 
     def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
-        """The cursors that a state holds."""
+        """Return the cursors that a state holds."""
         ...
 
     def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
@@ -284,7 +284,7 @@ class SelfSharded:
 
 
 def _sources(asked: tuple[int | None, Cuts], count: int) -> list[int | None] | None:
-    """The workers that have samples where others have none, in a last batch that is cut as the others are; None in these."""
+    """Return the workers that have samples where others have none, in a last batch that is cut as the others are; None in these."""
     batch, cuts = asked
     return None if batch is None or batch == count else [source(shares) for _, shares in recut(cuts, count)]
 

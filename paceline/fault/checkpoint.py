@@ -97,7 +97,7 @@ class _CheckpointEntry:
 
 
 def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snapshot] | None = None, keep: int = 3) -> Path:
-    """Write the checkpoint of `step` under `folder`, as `write` does, and remove all but the `keep` newest; gives its path."""
+    """Write the checkpoint of `step` under `folder`, as `write` does, and remove all but the `keep` newest; return its path."""
     return write(folder, image(snapshot), step, own={rank: image(state) for rank, state in (own or {}).items()}, keep=keep)
 
 
@@ -112,7 +112,7 @@ def write(
     target: Path | None = None,
     moved: Callable[[int], None] = lambda nbytes: None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; gives its path.
+    """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; return its path.
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
     there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
@@ -217,7 +217,7 @@ def _write(folder: Path, images: Iterable[tuple[str, FileLayout]], head: dict[st
 
 
 def _names(state: str) -> tuple[str, str]:
-    """The two files of a state: of all ("") or of one rank."""
+    """Return the two files of a state: of all ("") or of one rank."""
     return (f"{state}.json", f"{state}.safetensors") if state else ("state.json", "tensors.safetensors")
 
 

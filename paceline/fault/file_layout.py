@@ -52,14 +52,14 @@ class FileLayout:
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
 
     def parts(self) -> Iterator[Tensor]:
-        """The bytes of the second file, in order (1-D, uint8); tensors come from their device one by one."""
+        """Yield the bytes of the second file, in order (1-D, uint8); tensors come from their device one by one."""
         if self.head:
             yield block(self.head)
         for tensor in self.tensors:
             yield raw(tensor)
 
     def hold(self, room: CopyMemory, number: int) -> FileLayout:
-        """Copy all bytes into `room`, at the place `number`, in place of what it held; gives the layout of the copy."""
+        """Copy all bytes into `room`, at the place `number`, in place of what it held; return the layout of the copy."""
         whole = room.place(number, self.nbytes)
         end = len(self.head)
         whole[:end].copy_(block(self.head))
@@ -120,7 +120,7 @@ class CopyMemory:
         self._places: dict[int, Tensor] = {}
 
     def place(self, number: int, nbytes: int) -> Tensor:
-        """Give so many bytes at a place, with arbitrary content."""
+        """Return so many bytes at a place, with arbitrary content."""
         if number not in self._places or self._places[number].nbytes < nbytes:
             self._places.pop(number, None)  # before there are two
             self._places[number] = _pinned(nbytes) if self.pinned else _mapped(nbytes)

@@ -71,7 +71,7 @@ def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
 
 
 def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
-    """The hash that most have, and the ranks that have another. In a tie that of the lowest rank counts."""
+    """Return the hash that most have, and the ranks that have another. In a tie that of the lowest rank counts."""
     counts = Counter(hashes.values())
     most = max(counts.values())
     right = next(found for _, found in sorted(hashes.items()) if counts[found] == most)

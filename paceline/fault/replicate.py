@@ -41,7 +41,7 @@ def check(replicate: Replicate) -> None:
 
 
 def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
-    """The keeper of each owner's copy; `hosts` are the hosts of the owners, by rank. None where there is one owner only."""
+    """Return the keeper of each owner's copy; `hosts` are the hosts of the owners, by rank. None where there is one owner only."""
     by_host: dict[int, list[int]] = {}
     for rank in sorted(hosts):
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -54,7 +54,7 @@ def keepers(hosts: Mapping[int, int]) -> dict[int, int]:
 
 
 def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, int | None]:
-    """The rank with the newest copy of each owner that is gone, the first of several; None where no rank has one.
+    """Return the rank with the newest copy of each owner that is gone, the first of several; None where no rank has one.
 
     `held`: of each rank, the steps of the copies that it keeps, by owner.
     """
@@ -113,7 +113,7 @@ class CopyLabel(NamedTuple):
         return sum(-(-length // ALIGNED) * ALIGNED for length in self._lengths)
 
     def pieces(self, room: Tensor) -> list[Tensor]:
-        """The bytes of each tensor within `room`."""
+        """Return the bytes of each tensor within `room`."""
         found, at = [], 0
         for length in self._lengths:
             found.append(room[at : at + length])

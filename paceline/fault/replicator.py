@@ -150,7 +150,7 @@ class Replicator:
             self.whole = job.step
 
     def _receive(self, sends: list[tuple[int, Tensor]], labels: dict[int, CopyLabel]) -> list[str]:
-        """Send this worker's copy, and put the one that comes on the shelf; gives why copies were refused."""
+        """Send this worker's copy, and put the one that comes on the shelf; return why copies were refused."""
         ends = {owner: torch.zeros_like(label.end) for owner, label in labels.items()}
         comes = [(owner, piece) for owner, label in labels.items() for piece in (*self._shelf.room(self._names[owner], label), ends[owner])]
         exchange = self._group.exchange_agreed if isinstance(self._group, UncheckedExchange) else self._group.exchange

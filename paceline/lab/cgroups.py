@@ -109,7 +109,7 @@ class Cgroup:
                 _write(folder / "memory.memsw.limit_in_bytes", str(nbytes))
 
     def entrances(self, controllers: Container[str] = ("cpu", "memory")) -> tuple[Path, ...]:
-        """The files to which a process writes its number so that these controllers limit it."""
+        """Return the files to which a process writes its number so that these controllers limit it."""
         wanted = [folder for controller, folder in self._folders.items() if controller in controllers]
         return tuple(folder / "cgroup.procs" for folder in dict.fromkeys(wanted))
 
@@ -173,7 +173,7 @@ def _mount(line: str) -> tuple[str, frozenset[str], str, Path]:
 
 
 def _below(point: Path, root: str, path: str) -> Path:
-    """The folder of a group whose hierarchy is mounted at `point`, from its group `root` on (in containers that isn't the first)."""
+    """Return the folder of a group whose hierarchy is mounted at `point`, from its group `root` on (in containers that isn't the first)."""
     inner = Path(path)
     if inner.is_relative_to(root):
         return point / inner.relative_to(root)
@@ -181,7 +181,7 @@ def _below(point: Path, root: str, path: str) -> Path:
 
 
 def _delegating(point: Path, folder: Path, controller: str) -> Path:
-    """The nearest group of version 2, from here up, whose children have this controller, or may be given it (then they are)."""
+    """Return the nearest group of version 2, from here up, whose children have this controller, or may be given it (then they are)."""
     candidate = folder
     while True:
         switch = candidate / "cgroup.subtree_control"

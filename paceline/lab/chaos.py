@@ -114,7 +114,7 @@ class Link(_Written):
                 rate(getattr(self, name), f"{self!r}: {name}")
 
     def sides(self) -> tuple[Rate | None, Rate | None]:
-        """The new limits of sending and receiving in bits per second; None: as before."""
+        """Return the new limits of sending and receiving in bits per second; None: as before."""
         up, down = (side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down))
         return None if up is None else rate(up), None if down is None else rate(down)
 
@@ -248,7 +248,7 @@ def script(given: Any, cluster: Description) -> list[Fault]:
 
 
 def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
-    """The hosts that the job starts without, since they join later: all that join, but for those that had crashed before."""
+    """Return the hosts that the job starts without, since they join later: all that join, but for those that had crashed before."""
     found = list(faults)
     crashed = {fault.host: fault.step for fault in found if isinstance(fault, Crash)}
     return frozenset(f.host for f in found if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step)

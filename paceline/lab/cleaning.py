@@ -9,7 +9,7 @@ from paceline.lab import cgroups, remains
 
 
 def clean() -> list[str]:
-    """Remove all leftovers of this user's dead labs; gives a line for each lab and group. Labs that run are left alone."""
+    """Remove all leftovers of this user's dead labs; return a line for each lab and group. Labs that run are left alone."""
     done = []
     try:
         records = remains.read_all()

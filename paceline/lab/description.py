@@ -82,7 +82,7 @@ class Description:
         return sum(host.workers for host in self.hosts)
 
     def find(self, name: str) -> int:
-        """The number of the host with this name, or of this number."""
+        """Return the number of the host with this name, or of this number."""
         names = [host.name for host in self.hosts]
         if name in names:
             return names.index(name)
@@ -133,7 +133,7 @@ def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **e
 
 
 def names() -> list[str]:
-    """The clusters that ship with paceline."""
+    """Return the clusters that ship with paceline."""
     return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
 
 
@@ -214,7 +214,7 @@ class _Reader:
         self._known(table, self._HOST, prefix)
 
     def host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields of `Host` that the table gives, its name left out."""
+        """Return the fields of `Host` that the table gives, its name left out."""
         fields: dict[str, Any] = self._sides(table, where)
         if "workers" in table:
             fields["workers"] = workers = table["workers"]

@@ -111,7 +111,7 @@ class Cluster:
         return self.folder / "job.secret"
 
     def pages(self, run: int) -> Path:
-        """The folder of the workers' progress pages, in this run (counted from 1)."""
+        """Return the folder of the workers' progress pages, in this run (counted from 1)."""
         return self.folder / f"run.{run}"
 
     def spawn(
@@ -128,14 +128,14 @@ class Cluster:
         )
 
     def door(self, host: int) -> list[str]:
-        """The words before a command that make it run on this host; its namespaces have to be inherited (`spawn` does it)."""
+        """Return the words before a command that make it run on this host; its namespaces have to be inherited (`spawn` does it)."""
         seat = self._seat(host)
         namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
         entrances = seat.group.entrances(("cpu", "memory") if host in self._limited else ("memory",))
         return [sys.executable, "-I", "-S", str(Path(enter.__file__)), namespaces, ",".join(map(str, entrances)) or "-"]
 
     def processes(self, host: int) -> list[int]:
-        """The processes that run on a host."""
+        """Return the processes that run on a host."""
         return remains.inside([self._seat(host).network])
 
     def cut(self, host: int) -> None:
@@ -167,7 +167,7 @@ class Cluster:
             seat.group.admit("cpu", lambda: self.processes(host))
 
     def quota_of(self, host: int) -> float | None:
-        """The number of cores that the host may use (None: all)."""
+        """Return the number of cores that the host may use (None: all)."""
         self._seat(host)
         return self._processors.get(host)
 

@@ -61,7 +61,7 @@ class FaultTarget(Protocol):
         ...
 
     def quota_of(self, host: int) -> float | None:
-        """The number of cores that a host may use."""
+        """Return the number of cores that a host may use."""
         ...
 
     def start(self, host: int) -> None:
@@ -150,7 +150,7 @@ class Chaos:
         return [{"time": round(when - began, 6), **event} for when, event in sorted(self._noted, key=lambda noted: noted[0])]
 
     def _first_joined(self) -> float | None:
-        """When the run began: workers that are started again later write to the same page."""
+        """Return when the run began: workers that are started again later write to the same page."""
         self._joined = self._pages[0].began if self._joined is None else self._joined
         return self._joined
 
@@ -182,7 +182,7 @@ class Chaos:
             self._try(self._end, lasting)
 
     def _holder(self, fault: Fault) -> int:
-        """The rank that waits for the fault: the one it names, or the first of its host; for a host that joins, the first of the others."""
+        """Return the rank that waits for the fault: the one named, or the first of its host; for a host that joins, of the others."""
         if isinstance(fault, Kill | Stop):
             return fault.rank
         if self._seats[fault.host] and not isinstance(fault, Join):
@@ -253,7 +253,7 @@ class Chaos:
         return [lasting.fault for lasting in self._lasting if isinstance(lasting.fault, kind)]
 
     def _cores(self, host: int) -> float:
-        """The number of cores that a factor of the host's processors multiplies."""
+        """Return the number of cores that a factor of the host's processors multiplies."""
         quota = self._quotas[host]
         if quota is not None:
             return quota
@@ -277,7 +277,7 @@ class Chaos:
 
 
 def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
-    """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Gives the file."""
+    """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Returns the file."""
     run, found = RunFolder(folder), list(events)
     if not run.summary.exists():
         write_whole(folder / _EVENTS, json.dumps(tame(found), indent=2) + "\n")

@@ -40,7 +40,7 @@ def abilities() -> list[Ability]:
 
 
 def missing() -> str:
-    """Why no lab can run here, in one line; empty if one can."""
+    """Return why no lab can run here, in one line; empty if one can."""
     return "; ".join(f"{ability.name}: {ability.reason}" for ability in abilities() if ability.needed and ability.reason)
 
 
@@ -56,7 +56,7 @@ def check_rights() -> None:
 
 
 def seek_rights() -> str:
-    """Enter a user namespace, for good, unless this process is root, so that it may build a lab. Gives the outcome in words.
+    """Enter a user namespace, for good, unless this process is root, so that it may build a lab. Returns the outcome in words.
 
     The process must have one thread. Raises `ResourceError` if it can't be done.
     """
@@ -75,7 +75,7 @@ def seek_rights() -> str:
 
 
 def ready_for(description: Description) -> list[str]:
-    """Raise `ResourceError` for missing abilities that this description needs; gives what is left out, where it allows that."""
+    """Raise `ResourceError` for missing abilities that this description needs; return what is left out, where it allows that."""
     if all(host.delay is None for host in description.hosts):
         return []
     try:

@@ -37,7 +37,7 @@ _MOST_BYTES: Final = 2**32 - 1  # of a queue
 
 
 def address(number: int) -> str:
-    """The address of a host: private, and routed nowhere."""
+    """Return the address of a host: private, and routed nowhere."""
     return f"10.77.{(number + 1) // 256}.{(number + 1) % 256}"
 
 

@@ -51,7 +51,7 @@ class OutputSorter:
         return any(screen.full for screen in self.screens.values())
 
     def pending(self) -> dict[int, Screen]:
-        """The screens that have something to write, by descriptor."""
+        """Return the screens that have something to write, by descriptor."""
         return {screen.descriptor: screen for screen in self.screens.values() if screen.pending}
 
     def drop(self) -> None:

@@ -30,7 +30,7 @@ _ROUND_SECONDS = 0.005
 
 
 def records() -> Path:
-    """The folder of records: one place for each user, whatever TMPDIR says, so that labs find each other's."""
+    """Return the folder of records: one place for each user, whatever TMPDIR says, so that labs find each other's."""
     user = outer_user()
     if user == 0 and os.access("/run", os.W_OK):
         return Path("/run/paceline-lab")
@@ -39,7 +39,7 @@ def records() -> Path:
 
 
 def outer_user() -> int:
-    """The number of this user outside of the user namespace that a lab may have entered."""
+    """Return the number of this user outside of the user namespace that a lab may have entered."""
     for line in (_PROC / "self/uid_map").read_text().splitlines():
         inner, outer, count = map(int, line.split())
         if inner <= os.geteuid() < inner + count:
@@ -48,7 +48,7 @@ def outer_user() -> int:
 
 
 def write(record: dict[str, Any]) -> Path:
-    """Write the record of a lab, in full or not at all; gives its path. `PermissionError` if the place isn't ours alone."""
+    """Write the record of a lab, in full or not at all; return its path. `PermissionError` if the place isn't ours alone."""
     folder = records()
     path = folder / f"{record['identity']}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
@@ -98,7 +98,7 @@ def forget(identity: str) -> None:
 
 
 def began(process: int) -> str:
-    """When a process began, in ticks since the machine did; empty if there is none. Numbers are used again, these pairs are not."""
+    """Return when a process began, in ticks since the machine did; empty if there is none. Numbers are used again, these pairs are not."""
     try:
         fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -143,7 +143,7 @@ def grouped(folders: Iterable[str]) -> list[int]:
 
 
 def end(find: Any) -> list[int]:
-    """Send SIGKILL to all processes that `find()` gives, until it gives none; gives those that don't end."""
+    """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that don't end."""
     late = time.monotonic() + _END_SECONDS
     while found := [process for process in find() if process != os.getpid()]:
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
@@ -157,7 +157,7 @@ def end(find: Any) -> list[int]:
 
 
 def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
-    """Remove all that the lab of this record has left; gives what couldn't be removed.
+    """Remove all that the lab of this record has left; return what couldn't be removed.
 
     `trusted` says that the networks of the record are still this lab's (the caller holds them): their numbers are used again.
     """

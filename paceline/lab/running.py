@@ -259,7 +259,7 @@ class _Run:
         return any(launcher.host == host for launcher in self._launchers)
 
     def _environ(self) -> dict[str, str]:
-        """The environment as here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
+        """Return the environment as here, but for what belongs to this machine; all hosts share its cores, so threads are dealt once."""
         kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
         if all(host.processors is None for host in self._cluster.description.hosts):
             kept.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers)))
@@ -342,7 +342,7 @@ class _Run:
                 writing[descriptor].write()
 
     def _code(self) -> int:
-        """The exit code of the launchers; those of hosts that crashed don't count, unless all did."""
+        """Return the exit code of the launchers; those of hosts that crashed don't count, unless all did."""
         codes = [launcher.process.returncode for launcher in sorted(self._launchers, key=lambda launcher: launcher.host)]
         spoken = [code for code in codes if code >= 0] or [128 - code for code in codes]
         return next((code for code in spoken if code != 0), 0)

@@ -75,7 +75,7 @@ class RunFacts:
         return sum(self.step_seconds.values())
 
     def share(self, part: str) -> float:
-        """The share of a step that `part` takes."""
+        """Return the share of a step that `part` takes."""
         return self.step_seconds[part] / self.step if self.step > 0 else 0.0
 
 
@@ -176,7 +176,7 @@ def _lines(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _steps(folder: RunFolder, lines: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """The seconds of the parts of each step."""
+    """Return the seconds of the parts of each step."""
     try:
         return [{part: float(line["seconds"][part]) for part in PARTS} for line in lines if "seconds" in line]
     except (KeyError, ValueError, TypeError) as error:

@@ -37,7 +37,7 @@ def synchronise(
     scale: Callable[[], float],
     copies: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Let every BatchNorm layer of `model` take its statistics from the batches of all workers of `group`; gives the number of layers.
+    """Let every BatchNorm layer of `model` take its statistics from the batches of all workers of `group`; return the number of layers.
 
     `ghost()`: this worker's batch is not part of the global one: it adds nothing forward, nothing backward, and gets zero gradients.
     `scale()`: what this worker's gradients will be multiplied by when they are summed over the workers (its share of the loss's weight
@@ -73,7 +73,7 @@ def synchronise(
 
 
 def desynchronise(model: nn.Module) -> int:
-    """Give every synchronised layer its class's own forward back; gives the number of layers changed."""
+    """Give every synchronised layer its class's own forward back; return the number of layers changed."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and "forward" in module.__dict__]
     changed = [layer for layer in layers if _replaceable(layer, layer.__dict__["forward"])]
     for layer in changed:

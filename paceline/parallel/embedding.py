@@ -33,7 +33,7 @@ class RowSource(Protocol):
         ...
 
     def weigh(self) -> float:
-        """Report a backward; gives the weight of this worker's gradients in the mean over all workers (0: its share is empty)."""
+        """Report a backward; return the weight of this worker's gradients in the mean over all workers (0: its share is empty)."""
         ...
 
 
@@ -107,7 +107,7 @@ class SparseEmbedding(nn.Module):
     # ---- forward
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Look up bags of rows: `input` (bags, ids) or, with `offsets` (bags), ids one after the other. Gives (bags, dim).
+        """Look up bags of rows: `input` (bags, ids) or, with `offsets` (bags), ids one after the other. Returns (bags, dim).
 
         Raises `UsageError` for an id that is no row, and for per_sample_weights.
         """
@@ -150,7 +150,7 @@ class SparseEmbedding(nn.Module):
         return self.source
 
     def _unique(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids in `input`, on the CPU, in order, each once; and the index of each place among them."""
+        """Return the ids in `input`, on the CPU, in order, each once; and the index of each place among them."""
         if input.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"SparseEmbedding got ids of {input.dtype}; give int64")
         ids, places = torch.unique(input.cpu().to(torch.int64), return_inverse=True)
@@ -190,7 +190,7 @@ class SparseEmbedding(nn.Module):
             )
 
     def kept(self) -> Any:
-        """The present gradients, for `keep`."""
+        """Return the present gradients, for `keep`."""
         return list(self._found), self.weight.grad, self._shown
 
     def keep(self, kept: Any) -> None:
@@ -199,7 +199,7 @@ class SparseEmbedding(nn.Module):
         self._found = list(found)
 
     def gradient(self) -> list[tuple[Tensor, Tensor]] | None:
-        """The weighted sum that backward passes have added since `zero_grad`: rows (in order, each once), gradients; None without any."""
+        """Return the weighted sum that backward passes have added since `zero_grad`: rows (in order, each once), gradients; or None."""
         self._check()
         if self.weight.grad is None:
             self._found = []

@@ -54,7 +54,7 @@ def _leaves(codec: Any) -> Iterator[Any]:
 
 
 def _plainly(leaf: Any) -> Coding | None:
-    """The coding of a leaf; None for exact."""
+    """Return the coding of a leaf; None for exact."""
     if leaf is None or isinstance(leaf, exact | plain):
         return None
     if isinstance(leaf, auto) or leaf == "auto":
@@ -74,7 +74,7 @@ def _plainly(leaf: Any) -> Coding | None:
 
 
 def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
-    """The phases of a parameter with this name and shape. Raises `UsageError` as `check` does."""
+    """Return the phases of a parameter with this name and shape. Raises `UsageError` as `check` does."""
     found = _phases(codec, name, shape)
     return found if any(phase.coding is not None for phase in found) else ()
 
@@ -96,7 +96,7 @@ def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
 
 
 def at(found: Phases, turn: int) -> CodingPhase:
-    """The phase of this turn."""
+    """Return the phase of this turn."""
     return next((phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None))
 
 

@@ -91,7 +91,7 @@ class DeltaEncoder:
         self._number += 1
 
     def read(self, has: int | None) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """Give what a worker with number `has` (None: nothing) lacks: the number, the turn if it is coded; and the tensors, if any."""
+        """Return what a worker with number `has` (None: nothing) lacks: the number, the turn if it is coded; and the tensors, if any."""
         if self._sent is not None:
             self.settle()
         if has == self._number:
@@ -126,7 +126,7 @@ class DeltaEncoder:
         return sum(x.nbytes for x in kept if x is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a replica needs."""
+        """Return the state that a replica needs."""
         if self._sent is not None:
             self.settle()
         return {"told": self._sent, "number": self._number, "message": self._message, "turn": self._turn}

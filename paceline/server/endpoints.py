@@ -15,7 +15,7 @@ class ServerPool(Protocol):
     next: int
 
     def join_info(self) -> Any:
-        """The facts that a newcomer needs for `join`, as JSON."""
+        """Return the facts that a newcomer needs for `join`, as JSON."""
         ...
 
     def join(self, told: Any) -> ServerEndpoints:
@@ -32,11 +32,11 @@ class ServerPool(Protocol):
         ...
 
     def spawn(self, shard: int, *, mine: bool) -> int:
-        """Begin to start a server that keeps a copy of this shard, if it is this worker's task; gives its number. On all workers."""
+        """Begin to start a server that keeps a copy of this shard, if it is this worker's task; return its number. On all workers."""
         ...
 
     def spawned(self, number: int) -> Any:
-        """The facts of a started server that all need for `add`, once it has begun (JSON); None before; False if it couldn't begin."""
+        """Return the facts of a started server that all need for `add`, once it has begun (JSON); None before; False if it failed."""
         ...
 
     def add(self, told: Any) -> ServerEndpoints:
@@ -44,15 +44,15 @@ class ServerPool(Protocol):
         ...
 
     def at(self, told: Any) -> ServerEndpoints:
-        """The endpoints of one server that has begun and isn't added yet."""
+        """Return the endpoints of one server that has begun and isn't added yet."""
         ...
 
     def homes(self) -> list[tuple[str, int]]:
-        """The host of each server, and its shard."""
+        """Return the host of each server, and its shard."""
         ...
 
     def on(self, hosts: Collection[str]) -> list[int]:
-        """The numbers of the servers on these hosts."""
+        """Return the numbers of the servers on these hosts."""
         ...
 
     def leave(self) -> None:

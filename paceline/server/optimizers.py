@@ -22,7 +22,7 @@ Settings = list[dict[str, Any]]  # of each group
 
 
 def describe(optimizer: Optimizer) -> str:
-    """The name of an optimizer for `make`. Raises `UsageError` for an optimizer that can't be made again elsewhere."""
+    """Return the name of an optimizer for `make`. Raises `UsageError` for an optimizer that can't be made again elsewhere."""
     kind = type(optimizer)
     name = kind.__name__
     if name not in NAMES or getattr(torch.optim, name, None) is not kind:
@@ -39,7 +39,7 @@ def describe(optimizer: Optimizer) -> str:
 
 
 def settings(optimizer: Optimizer) -> Settings:
-    """The present settings of the groups, all but their parameters."""
+    """Return the present settings of the groups, all but their parameters."""
     return [{name: _plain(name, value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
@@ -72,7 +72,7 @@ def put(optimizer: Optimizer, found: Settings) -> None:
 
 
 def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
-    """The settings that differ between `before` and `now`, by group."""
+    """Return the settings that differ between `before` and `now`, by group."""
     pairs = enumerate(zip(before, now, strict=True))
     found = {number: {name: value for name, value in new.items() if name not in old or old[name] != value} for number, (old, new) in pairs}
     return {number: values for number, values in found.items() if values}

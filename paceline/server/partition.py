@@ -32,7 +32,7 @@ class RowRange(NamedTuple):
 
 
 def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -> list[RowRange]:
-    """All parameters, cut where one is more than the `PARTS`-th part of what a server keeps; those that are `whole` are not."""
+    """Return all parameters, cut where one is more than the `PARTS`-th part of what a server keeps; those that are `whole` are not."""
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
     limit = max(int(share / PARTS), SMALLEST)
     return [piece for number, shape in enumerate(shapes) for piece in _cut(number, shape, limit, whole=whole[number])]

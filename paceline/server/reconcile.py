@@ -86,7 +86,7 @@ class RecoveryState:
 
 
 def latest(told: Mapping[int, WorkerReport]) -> tuple[Part, int]:
-    """The latest part of an epoch that any worker has begun, and all begin; and how often it was resumed."""
+    """Return the latest part of an epoch that any worker has begun, and all begin; and how often it was resumed."""
     return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
 
 

@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 
 
 def mix(words: Any) -> Any:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on an array of uint64: each bit depends on all bits."""
+    """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014), on an array of uint64: each bit depends on all bits."""
     words = words + np.uint64(_ODD)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ def mix(words: Any) -> Any:
 
 
 def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float) -> Tensor:
-    """The initial values of these rows (1-D, int64): normal numbers around 0 with this deviation, which depend on seed and row alone."""
+    """Return the initial values of these rows (1-D, int64): normal numbers around 0 with this deviation, by seed and row alone."""
     values = torch.empty(len(ids), dim, dtype=dtype)
     for start in range(0, len(ids), AT_ONCE):
         values[start : start + AT_ONCE] = _normal(ids[start : start + AT_ONCE].numpy(), dim, seed).mul_(std)
@@ -97,7 +97,7 @@ _USED: Final = {"lr", "lr_decay", "eps", "betas", "initial_accumulator_value"}  
 
 
 def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[str, Any]]:
-    """The rule and the settings for the table `name`, which is in this group.
+    """Return the rule and the settings for the table `name`, which is in this group.
 
     Raises `UsageError` for what servers can't do to single rows.
     """
@@ -112,7 +112,7 @@ def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[st
 
 
 def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
-    """The present settings of the group, as the rule reads them. Raises `UsageError` for a value that can't be honoured."""
+    """Return the present settings of the group, as the rule reads them. Raises `UsageError` for a value that can't be honoured."""
     found = optimizers.settings(optimizer)[group]
     for setting, wanted in RULES[type(optimizer).__name__].plain.items():
         if found.get(setting, wanted) != wanted:

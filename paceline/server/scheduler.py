@@ -224,7 +224,7 @@ class SampleScheduler:
         return min((self._whole(worker) for worker in self._active - self._parked), default=max(self.clocks.values(), default=0))
 
     def _whole(self, worker: int) -> int:
-        """The completed turns of a worker of which all is in steps."""
+        """Return the completed turns of a worker of which all is in steps."""
         open_ones = [before for (_, other), before in self._apart.items() if other == worker]
         return min([self.clocks[worker], *open_ones])
 
@@ -247,7 +247,7 @@ class SampleScheduler:
             gathering.begin(worker, now)
 
     def behind(self, worker: int) -> list[tuple[int, int]]:
-        """The workers that this one waits for, and the turns that those have completed."""
+        """Return the workers that this one waits for, and the turns that those have completed."""
         slowest = self.slowest
         found = [(other, self._whole(other)) for other in sorted(self._active - self._parked) if other != worker]
         return [(other, clock) for other, clock in found if clock == slowest]
@@ -284,11 +284,11 @@ class SampleScheduler:
         return decision
 
     def decided(self, optimizer: int) -> int:
-        """The last step that was decided."""
+        """Return the last step that was decided."""
         return self._decided.get(optimizer, 0)
 
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
-        """The workers that have not come to a step yet, and the turns that those have completed."""
+        """Return the workers that have not come to a step yet, and the turns that those have completed."""
         gathering = self._gatherings.get(optimizer)
         came = self._decisions.get((optimizer, step), StepDecision()).came if gathering is None else gathering.came
         return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
@@ -346,12 +346,12 @@ class SampleScheduler:
             self._posted[worker] = number
 
     def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
-        """All notes that have come, but for the first `had`: those have arrived."""
+        """Return all notes that have come, but for the first `had`: those have arrived."""
         del self._posts[:had]
         return list(self._posts)
 
     def facts(self) -> dict[str, Any]:
-        """The statistics for the summary."""
+        """Return the statistics for the summary."""
         tally, gatherings = self.tally, self._gatherings.values()
         return {
             "staleness": _counted([tally.leads]),

@@ -114,7 +114,7 @@ class SchedulerRpc:
         return self._answer(message, {**facts, **_came([*made.came], told), "slowest": slowest}, ())
 
     def patience(self, most: float) -> float:
-        """How long to wait for a message, `most` seconds at most, before delayed answers are tried again."""
+        """Return how long to wait for a message, `most` seconds at most, before delayed answers are tried again."""
         return min(max(self.scheduler.due - time.monotonic(), 0.001), most)
 
     def _missing(self, message: RpcMessage) -> bool:
@@ -146,7 +146,7 @@ def _said(found: Any) -> Any:
 
 
 def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:
-    """Of each worker in a step: which of its gradients, and the samples in it; where losses are survived."""
+    """Return, for each worker in a step, the number of its gradient and the samples in it; where losses are survived."""
     if any("pieces" not in said for said in told):
         return {}
     return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, told, strict=True)]}

@@ -112,7 +112,7 @@ class Shard:
             unit.coded.level()
 
     def read(self, unit: int) -> Tensor:
-        """The parameters of a unit as they are now: the memory itself, which the next step changes."""
+        """Return the parameters of a unit as they are now: the memory itself, which the next step changes."""
         return self._unit(unit).bucket.flat
 
     def _unit(self, number: int) -> ShardUnit:
@@ -149,12 +149,12 @@ class Shard:
         unit.pushed[worker] = flat, used
 
     def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
-        """The workers, of these, that have not pushed everything yet."""
+        """Return the workers, of these, that have not pushed everything yet."""
         units = [unit for unit in self.units if unit.optimizer == optimizer and unit.total is None]
         return [worker for worker in workers if any(worker not in unit.pushed for unit in units)]
 
     def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
-        """The norm of these workers' pushed gradients, over all units of an optimizer; nothing may be pushed any more."""
+        """Return the norm of these workers' pushed gradients, over all units of an optimizer; nothing may be pushed any more."""
         found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
         norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
         if not kind > 0:
@@ -274,7 +274,7 @@ class Shard:
         return True
 
     def _total(self, unit: ShardUnit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
-        """The sum, in the order of the workers, whichever came first."""
+        """Return the sum, in the order of the workers, whichever came first."""
         if unit.total is None:
             absent = [worker for worker in workers if worker not in unit.pushed]
             if absent or not workers:
@@ -338,7 +338,7 @@ class Shard:
     # ---- state
 
     def memories(self) -> list[dict[str, Any]]:
-        """The optimizers' state of each piece, in the order of the pieces."""
+        """Return the optimizers' state of each piece, in the order of the pieces."""
         found: list[dict[str, Any]] = [{} for _ in self.plan.pieces]
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
@@ -358,7 +358,7 @@ class Shard:
             self.optimizers[optimizer].state.pop(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a replica needs: values, the optimizers' state and settings, steps, and pushes."""
+        """Return the state that a replica needs: values, the optimizers' state and settings, steps, and pushes."""
         return {
             "values": [unit.bucket.flat for unit in self.units],
             "versions": [unit.version for unit in self.units],

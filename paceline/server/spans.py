@@ -36,11 +36,11 @@ class SampleSpans:
             self._of[batch] = sorted([*apart, whole])
 
     def rows(self) -> Rows:
-        """All spans, in order."""
+        """Return all spans, in order."""
         return [[batch, start, stop] for batch in sorted(self._of) for start, stop in self._of[batch]]
 
     def holes(self, first: int, sizes: Sequence[int]) -> Rows:
-        """The samples outside these spans, of batches of these sizes, which have the numbers from `first` on."""
+        """Return the samples outside these spans, of batches of these sizes, which have the numbers from `first` on."""
         found: Rows = []
         for batch, size in enumerate(sizes, first):
             place = 0

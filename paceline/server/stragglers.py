@@ -85,7 +85,7 @@ class PartialSteps:
         self._seen = {worker: min(self._seen.get(worker, steps), steps) for worker in numbers}
 
     def come(self, worker: int, number: int, said: Any, now: float) -> StepMade | None:
-        """Note that a worker has pushed all of gradient `number`, from 1 on; gives its step, once that has been made."""
+        """Note that a worker has pushed all of gradient `number`, from 1 on; return its step, once that has been made."""
         before, made = self._made.get(worker, (0, None))
         if number == before:
             return made
@@ -121,7 +121,7 @@ class PartialSteps:
             self._prompt.append(span)
 
     def leave(self, absent: int) -> float:
-        """How long a turn may take before it is late, with so many workers absent.
+        """Return how long a turn may take before it is late, with so many workers absent.
 
         The median turn, and some times the median distance from it, within bounds. When all are slow at once (another program has the
         processors), nobody is late: it is up to `TOGETHER` times that, by the one of those on time in this step with whom half have come,

@@ -53,7 +53,7 @@ class TableSpec:
         return asdict(self)
 
     def initial(self, ids: Tensor) -> Tensor:
-        """The initial values of these rows."""
+        """Return the initial values of these rows."""
         return row_optimizers.initial(ids, self.dim, self.kind, seed=self.seed, std=self.std)
 
 
@@ -176,7 +176,7 @@ class TableShard:
     # ---- rows
 
     def read(self, ids: Tensor) -> Tensor:
-        """The values of these rows as they are now; no row is made."""
+        """Return the values of these rows as they are now; no row is made."""
         slots = torch.from_numpy(self._index.find(self._mine(ids)))
         if not self.used:
             return self.spec.initial(ids)
@@ -197,7 +197,7 @@ class TableShard:
     ) -> RowsBefore:
         """Step with the sum of the `pushed`, each some rows (every id once) and their gradients; the sum is in their order.
 
-        The sum is multiplied by `factor`, the learning rate by `part`. Gives what `back` takes, with `undo`; without it that has no rows.
+        The sum is multiplied by `factor`, the learning rate by `part`. Returns what `back` takes, with `undo`; without it that has no rows.
         """
         before = self.change(settings)
         for ids, grad in pushed:
@@ -219,7 +219,7 @@ class TableShard:
         return before
 
     def change(self, settings: Settings | None) -> RowsBefore:
-        """Step without a gradient: other settings count from now on, if there are any. Gives what `back` takes."""
+        """Step without a gradient: other settings count from now on, if there are any. Returns what `back` takes."""
         nothing = [kept.new_empty(0, self.spec.dim) for kept in self._kept]
         before = RowsBefore(self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), nothing)
         if settings:
@@ -236,7 +236,7 @@ class TableShard:
             self._index, self.used = self._indexed(before.used), before.used
 
     def _mine(self, ids: Tensor) -> Any:
-        """The numbers of these rows on this server."""
+        """Return the numbers of these rows on this server."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
             raise Mismatch(f"rows are named by one int64 each, and not by {_form(ids)}")
         found = ids.numpy()
@@ -245,7 +245,7 @@ class TableShard:
         return found // self._servers
 
     def _slots(self, ids: Tensor) -> Tensor:
-        """The slots of these rows; new ones are made."""
+        """Return the slots of these rows; new ones are made."""
         mine = self._mine(ids)
         slots = self._index.find(mine)
         new = np.flatnonzero(slots < 0)

@@ -107,7 +107,7 @@ class TableService:
         return sum(shelf.table.nbytes for shelf in self._shelves.values()) + sum(tensor.nbytes for tensor in given)
 
     def facts(self) -> dict[str, Any]:
-        """The statistics for the summary: how many rows are in use."""
+        """Return the statistics for the summary: how many rows are in use."""
         return {"rows": sum(len(shelf.table) for shelf in self._shelves.values())} if self._shelves else {}
 
     def _shelf(self, number: int) -> ServedTable:
@@ -116,7 +116,7 @@ class TableService:
         return self._shelves[number]
 
     def _stands(self, message: RpcMessage) -> ServedTable | None:
-        """The table of this message if it is at the step that the message waits for, and workers are in lockstep."""
+        """Return the table of this message if it is at the step that the message waits for, and workers are in lockstep."""
         shelf, step, free = self._shelf(message.body["table"]), message.body["step"], message.body.get("free")
         if shelf.broken:
             raise UsageError(shelf.broken)
@@ -142,7 +142,7 @@ class TableService:
     # ---- steps
 
     def _entries(self, message: RpcMessage) -> list[tuple[ServedTable, RowGradient]]:
-        """The gradients in a worker's message, for each of its tables."""
+        """Return the gradients in a worker's message, for each of its tables."""
         found = []
         for number, entry in enumerate(message.body["tables"]):
             ids, grad = message.tensors[2 * number : 2 * number + 2]

@@ -288,7 +288,7 @@ class Run:
             self._log.log(self.steps + (self._loop.led is not None), values, self.weight)  # a ghost's weight is 0: ignored
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on the first worker alone."""
+        """Call `print` on the first worker alone."""
         if self.is_first:
             builtins.print(*values, **options)
 

@@ -51,7 +51,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The bytes of a dense tensor in order, 1-D uint8, on its device; not copied if they lie so already."""
+    """Return the bytes of a dense tensor in order, 1-D uint8, on its device; not copied if they lie so already."""
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a view keeps the stride of a single element, whatever it is
 

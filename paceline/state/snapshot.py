@@ -109,7 +109,7 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of any dense tensor, as a 1-D uint8 tensor on the CPU."""
+    """Return the bytes of any dense tensor, as a 1-D uint8 tensor on the CPU."""
     return flat(tensor.detach().cpu())
 
 

@@ -22,7 +22,7 @@ class Stateful(Protocol):
     """Any object that can give its state, and take it back."""
 
     def state_dict(self) -> Any:
-        """The whole state, as nested dicts, lists, tensors, numbers and text."""
+        """Return the whole state, as nested dicts, lists, tensors, numbers and text."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
@@ -64,7 +64,7 @@ class Versioned:
         return tuple(self._parts.values())
 
     def advance(self) -> int:
-        """Count a change of the whole state; gives the new version."""
+        """Count a change of the whole state; return the new version."""
         self.version += 1
         return self.version
 
@@ -73,7 +73,7 @@ class Versioned:
         return pack({name: part.state_dict() for name, part in self._parts.items()}, self.version, copy=copy)
 
     def hash(self) -> str:
-        """The SHA-256 of the state, equal where every bit is equal."""
+        """Return the SHA-256 of the state, equal where every bit is equal."""
         return self.snapshot(copy=False).sha256()
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -125,7 +125,7 @@ class Randomness:
         self._device = device if device is not None and device.type == "cuda" else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each generator."""
+        """Return the state of each generator."""
         state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
         return state if self._device is None else {**state, "cuda": torch.cuda.get_rng_state(self._device)}
 

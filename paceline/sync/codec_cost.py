@@ -52,7 +52,7 @@ def measure(group: Group, device: torch.device, send: Callable[[Tensor], Work[An
     """
 
     def seconds(numel: int) -> float:
-        """The slowest rank's, of the better of two tries."""
+        """Return the slowest rank's, of the better of two tries."""
         x, tries = torch.zeros(numel, dtype=torch.float32, device=device), []
         for _ in range(2):
             group.barrier().wait()

@@ -108,7 +108,7 @@ class CommandPipe:
         return max(self._rosters, default=0)
 
     def roster(self, number: int) -> Roster:
-        """The view with this number, which has come before."""
+        """Return the view with this number, which has come before."""
         return self._rosters[number]
 
     def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
@@ -123,13 +123,13 @@ class CommandPipe:
         return roster.number > self._since and (roster.broken or not self._needed <= {*roster.workers})
 
     def newer(self, number: int, seconds: float) -> Roster | None:
-        """The newest view, once there is one after `number`; None when none has come in time."""
+        """Return the newest view, once there is one after `number`; None when none has come in time."""
         with self._changed:
             self._changed.wait_for(lambda: self.latest > number, seconds)
             return self._rosters[self.latest] if self.latest > number else None
 
     def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
-        """The newest view, once one has come since `arm` that breaks the groups; None when none has come in time.
+        """Return the newest view, once one has come since `arm` that breaks the groups; None when none has come in time.
 
         `known`: None also once any view has come after that one.
         """

@@ -26,12 +26,12 @@ _NBYTES: Final = 8 * 9
 
 
 def path(folder: str | Path, rank: int) -> Path:
-    """The file of the page of this rank's worker."""
+    """Return the file of the page of this rank's worker."""
     return Path(folder) / f"rank-{rank}"
 
 
 def birth(pid: int) -> int | None:
-    """When a process was started, in the kernel's ticks since boot: with its number that names a process for ever. None: it is gone."""
+    """Return when a process was started, in the kernel's ticks since boot: with its number unique for ever. None: it is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (FileNotFoundError, ProcessLookupError):
@@ -48,7 +48,7 @@ def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
 
 
 def wrote_to(file: Path) -> Path | None:
-    """The run folder of the worker with this page; None if it had none."""
+    """Return the run folder of the worker with this page; None if it had none."""
     return Path(_beside(file).read_text(encoding="utf-8")) if _beside(file).exists() else None
 
 
@@ -109,7 +109,7 @@ class Page:
         _beside(self.file).write_text(str(folder.absolute()), encoding="utf-8")
 
     def reach(self, step: int) -> float:
-        """Write that this many steps are taken and the next is about to begin; wait here if asked to. Gives the seconds spent waiting.
+        """Write that this many steps are taken and the next is about to begin; wait here if asked to. Returns the seconds spent waiting.
 
         Raises `DeadlineExceeded` when nobody lets the worker go on.
         """

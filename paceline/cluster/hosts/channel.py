@@ -38,7 +38,7 @@ class HungUp(ChannelBroken):
 
 
 def ready(reading: Iterable[int], seconds: float, *, writing: Iterable[int] = ()) -> set[int]:
-    """Wait at most so long until some of the descriptors are ready; gives those. Unlike with `select`, their numbers may be any."""
+    """Wait at most so long until some of the descriptors are ready; return those. Unlike with `select`, their numbers may be any."""
     poll = select.poll()
     for descriptor in reading:
         poll.register(descriptor, select.POLLIN)
@@ -100,7 +100,7 @@ class Channel:
                 self._out = b""
 
     def hear(self) -> dict[str, Any] | None:
-        """Give the next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
+        """Return the next message, if it has come whole. Raises `ChannelBroken` when there won't be any."""
         if not self._lines:
             self._read()
         if not self._lines:
@@ -161,7 +161,7 @@ class Channel:
 def hear_from(
     channels: dict[int, Channel], descriptor: int, take: Callable[[int, dict[str, Any]], None]
 ) -> tuple[int, ChannelBroken] | None:
-    """Hand on messages from the channel with this descriptor; gives the host at its other end, and why, if that one has hung up."""
+    """Hand on messages from the channel with this descriptor; return the host at its other end, and why, if that one has hung up."""
     for host, channel in list(channels.items()):
         if channel.fileno() != descriptor:
             continue

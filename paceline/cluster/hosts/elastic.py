@@ -141,7 +141,7 @@ class ElasticPeers:
         return self.membership.view
 
     def roster(self, view: View, *, broken: bool = False) -> Roster:
-        """The view as workers get it."""
+        """Return the view as workers get it."""
         members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
         return Roster(view.number, tuple(members), broken)
 
@@ -376,7 +376,7 @@ class ElasticPeers:
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
-    """Give the message if what it says of hosts can be used, perhaps much later; else raise one of `channel.SENSELESS`."""
+    """Return the message if what it says of hosts can be used, perhaps much later; else raise one of `channel.SENSELESS`."""
     views = [View.load(value) for value in (message.get("view"), message.get("value")) if value]
     facts = [seat.facts for view in views for seat in view.seats]
     facts += [found for _, found in message.get("wishes", {}).get("joining", {}).values()]

@@ -35,7 +35,7 @@ class Handshakes:
         self._callers: dict[int, Introduction] = {}  # by descriptor, in the order in which they came
 
     def descriptors(self) -> list[int]:
-        """The descriptors on which callers may send."""
+        """Return the descriptors on which callers may send."""
         return [*self._callers]
 
     def let_in(self, listening: socket.socket) -> None:
@@ -54,7 +54,7 @@ class Handshakes:
             self._make_room(MOST)
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
-        """Give this caller's first message once it has proved itself, with its channel, which is no longer held here."""
+        """Return this caller's first message once it has proved itself, with its channel, which is no longer held here."""
         caller = self._callers.get(descriptor)
         if caller is None:
             return None
@@ -81,7 +81,7 @@ class Handshakes:
             self._drop(caller)
 
     def trusted(self) -> list[Channel]:
-        """The channels of callers that have proved themselves, and have said nothing yet."""
+        """Return the channels of callers that have proved themselves, and have said nothing yet."""
         return [caller.channel for caller in self._callers.values() if caller.trusted]
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class View:
         return tuple(worker for seat in self.seats for worker in seat.workers)
 
     def seat(self, host: int) -> HostSeat | None:
-        """The seat of a host, None if the host is not one of the living."""
+        """Return the seat of a host, None if the host is not one of the living."""
         return next((seat for seat in self.seats if seat.host == host), None)
 
     def carried(self, hosts: Collection[int]) -> bool:

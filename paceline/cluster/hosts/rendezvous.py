@@ -187,7 +187,7 @@ class FixedPeers:
 
 
 def assemble(meeting: Meeting) -> FixedPeers | Admission:
-    """Meet the other hosts; gives the table of all, this host's number in it, and the connections to the others.
+    """Meet the other hosts; return the table of all, this host's number in it, and the connections to the others.
 
     Where a job that survives losses runs already, gives this host's place in it.
 
@@ -241,7 +241,7 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
 
 
 def _own(meeting: Meeting) -> str | None:
-    """The address to listen on, if the meeting point is on this machine."""
+    """Return the address to listen on, if the meeting point is on this machine."""
     host = meeting.point[0]
     mine = [address for address in network.resolve(host) if network.local(address)]
     if not mine:
@@ -333,7 +333,7 @@ class _Listener:
     def gather(self) -> FixedPeers | list[tuple[str, int]]:
         """Wait for all hosts, and tell each its place; when that fails, tell all that came why.
 
-        Gives the points of a job that runs already, where its launchers have called.
+        Returns the points of a job that runs already, where its launchers have called.
         """
         try:
             while (len(self._guests) < self._meeting.hosts - 1 or time.monotonic() < self._alone) and not self._invited:
@@ -376,7 +376,7 @@ class _Listener:
             self._reminder.turn(self._awaited)
 
     def _awaited(self) -> str:
-        """The missing hosts, in words."""
+        """Return the missing hosts, in words."""
         here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
         left = counted(self._meeting.hosts - 1 - len(self._guests), "host")
         return (

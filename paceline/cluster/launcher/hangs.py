@@ -44,7 +44,7 @@ class _Whereabouts:
         return cls(int(str(record["call"])), str(record["what"]), float(str(record["seconds"])), bool(record["waits"]))
 
     def line(self) -> str:
-        """The whereabouts in words."""
+        """Return the whereabouts in words."""
         if self.waits:
             return f"it waits itself, in {self.what}"
         return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
@@ -133,6 +133,6 @@ def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
 
 
 def _ends(stack: str) -> list[str]:
-    """The lines of a stack, without the middle of a long one."""
+    """Return the lines of a stack, without the middle of a long one."""
     lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
     return lines if len(lines) <= _INNERMOST + _OUTERMOST else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]

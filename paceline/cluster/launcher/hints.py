@@ -16,7 +16,7 @@ _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 
 
 def misplaced(script: str, args: Sequence[str]) -> str | None:
-    """A hint that a script's arguments look like options of `paceline run`; None if the script knows them itself."""
+    """Return a hint that a script's arguments look like options of `paceline run`; None if the script knows them itself."""
     for place, word in enumerate(args):
         if word == "--":
             break
@@ -39,14 +39,14 @@ def _mentions(script: Path, option: str) -> bool:
 
 
 def leftover(script: str, args: Sequence[str]) -> str:
-    """A hint on a script that isn't there, where it is Python itself, as in `python train.py`."""
+    """Return a hint on a script that isn't there, where it is Python itself, as in `python train.py`."""
     if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
         return ""
     return f": paceline starts Python itself, so leave {script} out: {shlex.join(['paceline', 'run', '...', *args])}"
 
 
 def crowded(workers: int, cores: int, host: str) -> str | None:
-    """A hint on so many workers on a host with so many cores."""
+    """Return a hint on so many workers on a host with so many cores."""
     if workers <= cores:
         return None
     have = "1 core" if cores == 1 else f"{cores} cores"

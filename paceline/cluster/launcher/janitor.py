@@ -31,7 +31,7 @@ _ROUNDS = 20  # sweeps: a process may fork between two looks
 
 
 def sockets(mark: str) -> str:
-    """The prefix of the folders where a job's servers listen: those of a killed one are found by name, as nobody may have seen it."""
+    """Return the prefix of the folders where a job's servers listen: a killed one's are found by name, as nobody may have seen it."""
     return f"{_SERVERS}{mark[:12]}-"  # not longer: the path of a socket has 107 bytes
 
 
@@ -46,7 +46,7 @@ def brand(mark: str) -> None:
 
 
 def end_group(group: int, held: set[int]) -> set[int]:
-    """Send SIGKILL to all processes of a group, and remove their litter; gives their numbers. An empty group is no error.
+    """Send SIGKILL to all processes of a group, and remove their litter; return their numbers. An empty group is no error.
 
     `held` is called with the semaphores that they had in hand (`semaphores`).
     """
@@ -61,7 +61,7 @@ def end_group(group: int, held: set[int]) -> set[int]:
 
 
 def state(pid: int) -> str:
-    """The state of a process, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" where nothing is said."""
+    """Return the state of a process, as the kernel writes it: "T" was stopped by a signal and waits for SIGCONT; "" if unknown."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -77,7 +77,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group."""
+    """Return the processes of a group."""
     found = []
     for process in processes():
         try:
@@ -89,7 +89,7 @@ def members(group: int) -> list[int]:
 
 
 def children(process: int) -> list[int]:
-    """The child processes that the main thread of a process has forked; empty where the kernel doesn't say."""
+    """Return the child processes that the main thread of a process has forked; empty where the kernel doesn't say."""
     try:
         return [int(number) for number in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
     except OSError:
@@ -97,12 +97,12 @@ def children(process: int) -> list[int]:
 
 
 def processes() -> list[int]:
-    """All processes that this one can see."""
+    """Return all processes that this one can see."""
     return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with the mark of a job in their environment (this one never counts)."""
+    """Return the processes that were started with the mark of a job in their environment (this one never counts)."""
     wanted = f"PACELINE_JOB={mark}".encode()
     found = []
     for process in processes():
@@ -116,7 +116,7 @@ def marked(mark: str) -> list[int]:
 
 
 def litter(suspects: list[int]) -> list[Path]:
-    """The temporary folders where these processes listen (readers, servers); a killed process can't remove its own."""
+    """Return the temporary folders where these processes listen (readers, servers); a killed process can't remove its own."""
     folders = []
     for process in suspects:
         try:
@@ -132,7 +132,7 @@ def litter(suspects: list[int]) -> list[Path]:
 
 
 def _opened(process: int) -> Iterator[str]:
-    """The files and sockets behind the descriptors of a process."""
+    """Yield the files and sockets behind the descriptors of a process."""
     for link in (_PROC / str(process) / "fd").iterdir():
         try:
             yield os.readlink(link)
@@ -141,7 +141,7 @@ def _opened(process: int) -> Iterator[str]:
 
 
 def semaphores(suspects: list[int]) -> set[int]:
-    """The named semaphores that these processes have open or mapped, by inode: they may never come to take the name away."""
+    """Return the named semaphores that these processes have open or mapped, by inode: they may never come to take the name away."""
     found: set[int] = set()
     start = str(_SHARED / "sem.")
     for process in suspects:
@@ -158,8 +158,8 @@ def semaphores(suspects: list[int]) -> set[int]:
 def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
     """End these groups and every process with the job's mark, then remove what they left in the temporary folder.
 
-    Gives their numbers, once none of them does anything any more, or after so many `seconds`: a killed process that is about to end has no
-    environment, and its files still. `held` is called with their semaphores, as by `end_group`.
+    Returns their numbers, once none of them does anything any more, or after so many `seconds`: a killed process that
+    is about to end has no environment, and its files still. `held` is called with their semaphores, as by `end_group`.
     """
     ended = set(groups).union(*(end_group(group, held) for group in groups))
     for attempt in range(_ROUNDS):
@@ -225,7 +225,7 @@ def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Ite
 
 
 def _new(path: Path, since: float) -> os.stat_result | None:
-    """The status of a file of this user that has come or changed its names since then; None for others."""
+    """Return the status of a file of this user that has come or changed its names since then; None for others."""
     try:
         state = path.lstat()
     except FileNotFoundError:

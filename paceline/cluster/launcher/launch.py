@@ -365,7 +365,7 @@ def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | No
 
 
 def _shared_variables(job: LaunchRequest, environ: Mapping[str, str], table: tuple[Offer, ...], rank: int) -> dict[str, str]:
-    """The environment of every worker of this host, but for the variables that tell them apart."""
+    """Return the environment of every worker of this host, but for the variables that tell them apart."""
     mine, leader = table[rank], table[0]
     kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_INHERITED)}
     here = sum(other.workers for other in table if other.machine == mine.machine)

@@ -172,7 +172,7 @@ class OutputStream:
         return bool(self._held)
 
     def tail(self) -> str:
-        """The last text that was written."""
+        """Return the last text that was written."""
         return b"".join((*self._tail, self._held)).decode(errors="replace")
 
     def _remember(self, data: bytes) -> None:
@@ -204,7 +204,7 @@ def screens() -> tuple[Screen, Screen]:
 
 
 def last_words(tail: str) -> str:
-    """The traceback at the end of the text, chained ones included; where there is none, its last lines."""
+    """Return the traceback at the end of the text, chained ones included; where there is none, its last lines."""
     lines = tail.splitlines()
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
     if not starts:

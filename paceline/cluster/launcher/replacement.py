@@ -52,7 +52,7 @@ class Replacement:
         return bool(workers) and all(worker.joining or worker.said("surviving") for worker in workers)
 
     def members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """The workers of the present view."""
+        """Return the workers of the present view."""
         return [worker for worker in workers if worker.number in self.assembly.view.workers]
 
     @property
@@ -129,7 +129,7 @@ class Replacement:
                     worker.order(roster.dump())
 
     def turn(self, workers: Sequence[WorkerProcess], suspect: Suspect) -> Failure | None:
-        """Remove workers that have ended, and start others; gives the failure that ends the job, if one does."""
+        """Remove workers that have ended, and start others; return the failure that ends the job, if one does."""
         now = time.monotonic()
         if self.assembly.closing:  # the run is over: no worker is let in any more
             self._due.clear()
@@ -173,7 +173,7 @@ class Replacement:
         return float(min(self.timings.backoff * 2 ** (falls - 1), self.timings.longest_backoff))
 
     def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
-        """Why the job can't go on, if there are too few."""
+        """Return why the job can't go on, if there are too few."""
         members = self.assembly.view.workers
         if not self._failures or len(members) >= self.minimum or any(worker.said("closed") for worker in workers):
             self._short_since = None

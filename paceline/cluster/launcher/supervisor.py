@@ -288,7 +288,7 @@ class Supervisor:
         return [failure for worker in self._workers if (failure := self._suspect(worker)) is not None]
 
     def _suspect(self, worker: WorkerProcess) -> Failure | None:
-        """The failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""
+        """Return the failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
         code = 0 if worker.was_sent or worker.ended is None else worker.code
@@ -343,7 +343,7 @@ class Supervisor:
         self._flush(wake)
 
     def _final(self) -> Failure | None:
-        """The verdict, with the exit code and the last output of the worker now that it has ended."""
+        """Return the verdict, with the exit code and the last output of the worker now that it has ended."""
         verdict = self._verdict()
         own = next((worker for worker in self._workers if verdict is not None and worker.rank == verdict.rank), None)
         return verdict if own is None else self._suspect(own) or verdict
@@ -371,7 +371,7 @@ class Supervisor:
 
 
 def _cause(suspects: list[Failure], slack: float) -> Failure:
-    """The failure that came first; of several without a record that came together, one by a signal: the others noticed its death."""
+    """Return the failure that came first; of several without a record that came together, one by a signal: the others noticed its death."""
     first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
     if first.words != ending(first.code):
         return first

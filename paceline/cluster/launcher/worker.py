@@ -60,7 +60,7 @@ class WorkerProcess:
         return found
 
     def stack(self) -> str:
-        """The stack of the worker, if it was asked for (`commands.STACK`) and has come."""
+        """Return the stack of the worker, if it was asked for (`commands.STACK`) and has come."""
         try:
             return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
         except BlockingIOError:
@@ -129,7 +129,7 @@ def start(task: WorkerCommand, prepare: Callable[[], None] | None, screens: tupl
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words; above 128 it was a signal, as in a shell."""
+    """Return how a process ended, in words; above 128 it was a signal, as in a shell."""
     if code <= 128:
         return f"failed with exit code {code}"
     try:

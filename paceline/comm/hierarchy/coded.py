@@ -98,7 +98,7 @@ class CodedAllReduce:
             flat.copy_(room)
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks of `error`, and end their waits. Gives the error that was first."""
+        """Tell all ranks of `error`, and end their waits. Returns the error that was first."""
         whole = self._group.flat if isinstance(self._group, HostsGroup) else self._group
         first = whole.end(error) if isinstance(whole, EndsTogether) else error
         for group in self._all:

@@ -50,7 +50,7 @@ class EndsTogether(Protocol):
     """A group that the caller can end on all ranks with an error of its own."""
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way with `error`, or with that of the rank that was first; gives that."""
+        """End everything under way with `error`, or with that of the rank that was first; return that."""
         ...
 
 
@@ -103,7 +103,7 @@ class HostsGroup:
         return self.flat.waited
 
     def _spread(self, error: PacelineError) -> BaseException:
-        """Tell all ranks of `error` (most know nothing of an error inside one host), and end their waits. Gives the one that was first."""
+        """Tell all ranks of `error` (most know nothing of an error inside one host), and end their waits. Returns the first one."""
         first = self.flat.end(error) if isinstance(self.flat, EndsTogether) else error
         for group in (self.outer, self.inner, self._hands):
             if group is not None:

@@ -102,7 +102,7 @@ class TorchGroup:
     # ---- comparing
 
     def check(self, call: CallFingerprint, extra: bytes = b"") -> list[bytes]:
-        """Compare `call` with all ranks; gives every rank's `extra`. Raises on all ranks if they differ."""
+        """Compare `call` with all ranks; return every rank's `extra`. Raises on all ranks if they differ."""
         mine = fingerprint.digest(call)
         answers = self._fabric.table("calls", mine + extra, str(call))
         if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
@@ -304,7 +304,7 @@ class TorchGroup:
         self.end(ViewChanged(f"this group has been aborted by rank {self._fabric.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; return that."""
         ended = self._fabric.end(error)
         if self._nccl is not None:
             self._nccl.abort()
@@ -322,13 +322,13 @@ def _nccl(store: Store, fabric: GlooTransport) -> Any:
 
 
 def _staged(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
-    """A contiguous tensor with the values of `x`, to be reduced in place: `out` if it can be."""
+    """Return a contiguous tensor with the values of `x`, to be reduced in place: `out` if it can be."""
     staged = out.detach() if held == out.dtype and out.is_contiguous() else torch.empty(x.shape, dtype=held, device=x.device)
     return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
 
 
 def _landing(x: Tensor) -> Tensor:
-    """Where what comes for `x` is received: `x` itself if it can be."""
+    """Return where what comes for `x` is received: `x` itself if it can be."""
     return x if x.device.type == "cpu" and x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
 
 
@@ -343,7 +343,7 @@ def _filled(x: Tensor, flat: Tensor) -> Tensor:
 
 
 def _children(place: int, size: int) -> list[int]:
-    """The ranks that `place` sends to in a binomial tree with root 0, which is how Gloo broadcasts (and about what NCCL sends)."""
+    """Return the ranks that `place` sends to in a binomial tree with root 0, which is how Gloo broadcasts (and about what NCCL sends)."""
     bits = range((size - 1).bit_length())
     free = [bit for bit in bits if place & ((1 << (bit + 1)) - 1) == 0]
     return [place | 1 << bit for bit in free if place | 1 << bit < size]

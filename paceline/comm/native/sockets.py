@@ -77,7 +77,7 @@ class GlooListeners:
         return [store.take(f"{key}/{peer}") for peer in range(self._size)]
 
     def severed(self) -> tuple[int, ...]:
-        """The ranks to which a connection has ended."""
+        """Return the ranks to which a connection has ended."""
         standing = Counter(self._ranks.get(remote, -1) for _, remote, state in self._open() if state == ESTABLISHED)
         return tuple(sorted(rank for rank, count in self._expected.items() if standing[rank] < count))
 
@@ -92,7 +92,7 @@ class GlooListeners:
                     continue  # not connected, or gone meanwhile
 
     def _open(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
-        """(local, remote, state) of each connection of this group."""
+        """Return (local, remote, state) of each connection of this group."""
         found = []
         for number in _sockets():
             with _borrowed_socket(number) as line:

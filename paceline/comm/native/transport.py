@@ -191,7 +191,7 @@ class GlooTransport:
     # ---- operations
 
     def count(self, channel: str) -> int:
-        """The number of the next call on `channel`; raises if nothing can be called any more."""
+        """Return the number of the next call on `channel`; raises if nothing can be called any more."""
         if self.broken is not None:
             raise copy.copy(self.broken)
         number = self.made.get(channel, 0)
@@ -295,7 +295,7 @@ class GlooTransport:
     # ---- ends
 
     def fail(self, text: str, cause: RuntimeError | None) -> PacelineError:
-        """Handle a failed operation: find out which ranks are gone, tell the others, and end everything. Gives the error to raise."""
+        """Handle a failed operation: find out which ranks are gone, tell the others, and end everything. Returns the error to raise."""
         if self.broken is None:
             ranks = tuple(self.names[rank] for rank in self._wires.severed())
             who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'} gone"
@@ -364,7 +364,7 @@ def _park(parked: tuple[list[TorchWait], Any, Any]) -> None:
 
 
 def _raw(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor: messages don't care for dtypes."""
+    """Return the bytes of a contiguous tensor: messages don't care for dtypes."""
     return x.detach().view(-1).view(torch.uint8)
 
 

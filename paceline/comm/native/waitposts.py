@@ -60,7 +60,7 @@ class Waitposts:
             self._changed.notify_all()
 
     def verdict(self, mine: GroupEnd, seconds: float = 1.0) -> GroupEnd:
-        """Why this group has ended: the reason that the first rank published, if `seconds` are enough to learn it; else `mine`."""
+        """Return why this group has ended: the reason that the first rank published, if `seconds` are enough to learn it; else `mine`."""
         answers: list[GroupEnd] = []
 
         def ask() -> None:

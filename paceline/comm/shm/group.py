@@ -284,7 +284,7 @@ class SharedGroup:
         self.end(ViewChanged(f"this group has been aborted by rank {self.segment.names[self.rank]}"))
 
     def end(self, error: PacelineError) -> PacelineError:
-        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; gives that."""
+        """End everything under way, on all ranks, with `error`, or with that of the rank that was first; return that."""
         ended = self.segment.watch.end(error)
         self._cancel()
         return ended
@@ -299,7 +299,7 @@ Relatives = list[weakref.ref[WorkQueue]]
 
 
 def _here(call: CallFingerprint, *xs: Tensor) -> CallFingerprint:
-    """`call`, with the flaw of tensors that don't lie in this host's memory."""
+    """Return `call`, with the flaw of tensors that don't lie in this host's memory."""
     away = [x for x in xs if x.device.type != "cpu"]
     if not away or call.flaw:
         return call

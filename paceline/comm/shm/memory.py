@@ -110,7 +110,7 @@ class SharedSegment:
             return view.view(tuple(shape))
 
     def cells(self) -> memoryview:
-        """The bytes of the segment as a memoryview, for reading and writing from Python."""
+        """Return the bytes of the segment as a memoryview, for reading and writing from Python."""
         return memoryview(self.tensor(0, (self.nbytes,), torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's stubs before Python 3.12
 
 

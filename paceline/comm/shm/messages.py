@@ -110,5 +110,5 @@ def plain(x: Tensor) -> bool:
 
 
 def flat(x: Tensor) -> Tensor:
-    """The values of `x` in one stretch, 1-D: its own memory where they lie so."""
+    """Return the values of `x` in one stretch, 1-D: its own memory where they lie so."""
     return x.detach().resolve_conj().resolve_neg().contiguous().view(-1) if not plain(x) else x.detach().view(-1)

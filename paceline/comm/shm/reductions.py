@@ -43,7 +43,7 @@ Stage = Callable[[int], None]
 
 
 def flow(segment: ControlSegment, blocks: int, stage: Stage, add: Stage, collect: Stage | None = None) -> Steps:
-    """The phases of `blocks` blocks, whose first DEPTH have been staged before all met.
+    """Return the phases of `blocks` blocks, whose first DEPTH have been staged before all met.
 
     A rank in phase k knows that all have ended phase k - 2, so the others are in k - 1 to k + 1: they read stages of blocks k - 1 to
     k + 1 (adding) and k - 3 to k - 1 (collecting; another part of the stage). SLOTS stages, used in turn, keep that apart from block k + 2.
@@ -140,7 +140,7 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, ca
 
 
 def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """Give this rank's piece of the reduction of `x`, contiguous and 1-D."""
+    """Return this rank's piece of the reduction of `x`, contiguous and 1-D."""
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
     room = segment.block // size  # bytes of a part of a stage

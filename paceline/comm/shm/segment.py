@@ -146,7 +146,7 @@ class ControlSegment:
         return True
 
     def behind(self, value: int) -> list[int]:
-        """The ranks that have not come up to `value`."""
+        """Return the ranks that have not come up to `value`."""
         return [r for r, at in zip(self._others, self._ops, strict=True) if self._cells[at] < value]
 
     @property
@@ -155,9 +155,9 @@ class ControlSegment:
         return self._met & 1
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
-        """Begin an operation: every rank says what it is about to do, which is compared. Gives every rank's `meta`.
+        """Begin an operation: every rank says what it is about to do, which is compared. Returns every rank's `meta`.
 
-        Gives the places instead where calls differ in nothing but them: some lie in the same registered memory, the others have their own.
+        Returns the places instead where calls differ in nothing else: some lie in the same registered memory, the others have their own.
         """
         packed = b"" if meta is None else msgpack.packb(meta)
         if len(packed) > META - 8:
@@ -183,15 +183,15 @@ class ControlSegment:
         return [msgpack.unpackb(self._read(r * SPAN + METAS + parity * META)) for r in range(self.size)]
 
     def stage_at(self, rank: int, turn: int) -> int:
-        """The address of a rank's stage of this turn."""
+        """Return the address of a rank's stage of this turn."""
         return self._segment.start + rank * SPAN + STAGES + turn % SLOTS * STAGE
 
     def stage(self, rank: int, turn: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements from byte `offset` on of a rank's stage of this turn."""
+        """Return `count` elements from byte `offset` on of a rank's stage of this turn."""
         return self._view(rank * SPAN + STAGES + turn % SLOTS * STAGE + offset, count, dtype)
 
     def small(self, rank: int, parity: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements of a half of a rank's small stage."""
+        """Return `count` elements of a half of a rank's small stage."""
         return self._view(rank * SPAN + SMALLS + parity * SMALL, count, dtype)
 
     def _view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -88,7 +88,7 @@ class RankWaiter:
                 raise self.end(WorkerLost(f"rank {name} has died while the group was made", (name,))) from error
 
     def end(self, error: BaseException) -> PacelineError:
-        """Break the group, here and at the others, because of `error`, or of what another found first; gives that."""
+        """Break the group, here and at the others, because of `error`, or of what another found first; return that."""
         if self.broken is None:
             me = self.names[self.rank]
             why = f"rank {me} broke off in the middle of an exchange ({type(error).__name__}: {error})"
@@ -160,7 +160,7 @@ class RankWaiter:
             raise DeadlineExceeded(f"rank {who} did not come within {timeout:g} s to {awaited.what}; it may still", named)
 
     def _hopeless(self, awaited: WaitCondition, missing: Sequence[int], since: float) -> PacelineError | None:
-        """Why the missing can't come, if they can't."""
+        """Return why the missing can't come, if they can't."""
         gone = {rank: "has closed its group" for rank in missing if self._notes.left(rank)}
         gone |= {rank: "has died" for rank in self._dead() if rank in missing and rank not in gone}
         if gone:
@@ -186,14 +186,14 @@ class RankWaiter:
         return {rank: tuple(msgpack.unpackb(text)) for rank in range(len(self.names)) if (text := self._notes.told(rank))}
 
     def _ended(self) -> PacelineError | None:
-        """The error that has ended the group at another rank, if one has."""
+        """Return the error that has ended the group at another rank, if one has."""
         for _, verdict in self._told().values():
             if verdict is not None:
                 return _judged(*verdict)
         return None
 
     def _stuck(self) -> dict[int, RankWait]:
-        """The waits that can never end, if they are the same in two looks."""
+        """Return the waits that can never end, if they are the same in two looks."""
         one, other = (apart({rank: RankWait(*wait) for rank, (wait, _) in self._told().items() if wait is not None}) for _ in range(2))
         return one if one == other else {}
 

@@ -100,7 +100,7 @@ def _called(closure: Callable[[], Any]) -> Any:
 
 
 def bind_zero_grad(thing: nn.Module | Optimizer, loop: TrainingLoop) -> None:
-    """With micro-batches, let `zero_grad` of a model or an optimizer act on the first, or after the last."""
+    """Let `zero_grad` of a model or an optimizer act on the first micro-batch, or after the last."""
 
     def clearing(own: Callable[..., Any]) -> Callable[..., Any]:
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:

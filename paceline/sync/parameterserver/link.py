@@ -96,7 +96,7 @@ class ServerLink:
         context.extra_groups.append(ServerTraffic(self.connections))
 
     def units(self, optimizer: int) -> list[TransferUnit]:
-        """The units in which the parameters of an optimizer travel."""
+        """Return the units in which the parameters of an optimizer travel."""
         return [unit for unit in self.layout.units if unit.optimizer == optimizer]
 
     # ---- gradients go
