@@ -34,7 +34,8 @@ LEFT: dict[str, int] = {}
 VALUES = {  # first words of a function that names its value, or an event, in place of saying what it does
     *("A", "An", "The", "All", "Another", "Each", "Every", "My", "Nothing", "One", "Some"),
     *("As", "At", "After", "Before", "By", "For", "From", "In", "Of", "On", "To", "With"),
-    *("How", "What", "When", "Where", "Why"),
+    *("How", "What", "When", "Where", "Which", "Why"),
+    *("Bytes", "Length", "Number", "Rows", "Seconds", "Shares", "Steps", "Sums"),
 }
 
 

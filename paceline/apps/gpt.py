@@ -103,5 +103,5 @@ class GPT(nn.Module):
 
 
 def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy of logits (batch, tokens, vocab) against the tokens `y` (batch, tokens) that came next, in nats."""
+    """Return the mean cross entropy of logits (batch, tokens, vocab) against the tokens `y` (batch, tokens) that came next, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())

@@ -45,7 +45,7 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
 
 
 def memory(source: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes available without swapping; None where the system doesn't say."""
+    """Return the number of bytes available without swapping; None where the system doesn't say."""
     try:
         found = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
     except OSError:
@@ -84,7 +84,7 @@ def _enclosing(root: Path, path: str) -> list[Path]:
 
 
 def _limit(*files: Path) -> float | None:
-    """Quota over period: from one file (`max 100000`) or from two."""
+    """Return quota over period: from one file (`max 100000`) or from two."""
     try:
         words = [word for file in files for word in file.read_text().split()]
     except OSError:

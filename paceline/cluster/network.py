@@ -75,7 +75,7 @@ def local(address: str) -> bool:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """AF_INET or AF_INET6, as the IP address is written."""
+    """Return AF_INET or AF_INET6, as the IP address is written."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -111,7 +111,7 @@ def carrier(address: str) -> str | None:
 
 
 def advice() -> str:
-    """Advice on the variable to set, with the interfaces that there are."""
+    """Return advice on the variable to set, with the interfaces that there are."""
     found = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
     return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {found or 'only loopback'}"
 

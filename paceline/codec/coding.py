@@ -63,7 +63,7 @@ class Coding(Protocol):
 
 
 def nbytes(coding: Coding, numel: int) -> int:
-    """Bytes of a message."""
+    """Return the number of bytes of a message."""
     return _end(coding.layout(numel))
 
 

@@ -269,7 +269,7 @@ class Agreement:
         return "; ".join(texts) or "a rank that can't be named"
 
     def _unequal(self, heads: list[Any]) -> str:
-        """Which workers have made fewer or more steps of their optimizers, in words; empty if all known counts are the same."""
+        """Say which workers have made fewer or more steps of their optimizers; empty if all known counts are the same."""
         found: dict[int, dict[int, int]] = {}  # of each step the count of each rank
         for rank, head in enumerate(heads):
             at, *counts = head[4] or [0, None, None]

@@ -86,7 +86,7 @@ def on_device(x: Tensor) -> str:
 
 
 def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None = None) -> CallFingerprint:
-    """Fingerprint of a reduction of `x`."""
+    """Make the fingerprint of a reduction of `x`."""
     flaw = dense_flaw(x)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         flaw = f"out is {out.dtype} {list(out.shape)} on {out.device}, which has to be as x: {x.dtype} {list(x.shape)} on {x.device}"
@@ -96,19 +96,19 @@ def reducing(kind: str, x: Tensor, op: str, name: str | None, out: Tensor | None
 
 
 def rows(kind: str, x: Tensor, name: str | None) -> CallFingerprint:
-    """Fingerprint of a call that moves `x`, whose first dim may differ between ranks."""
+    """Make the fingerprint of a call that moves `x`, whose first dim may differ between ranks."""
     shape = ("*", *x.shape[1:]) if x.dim() else ()
     return CallFingerprint(kind, name, shape, x.dtype, on_device(x).strip(), dense_flaw(x))
 
 
 def rooted(x: Tensor, root: int, size: int, name: str | None) -> CallFingerprint:
-    """Fingerprint of a broadcast of `x` from `root`."""
+    """Make the fingerprint of a broadcast of `x` from `root`."""
     flaw = dense_flaw(x) if 0 <= root < size else f"root={root} is not a rank; there are 0..{size - 1}"
     return CallFingerprint("broadcast", name, tuple(x.shape), x.dtype, f"root {root}{on_device(x)}", flaw)
 
 
 def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprint:
-    """Fingerprint of an all_to_all of `xs`."""
+    """Make the fingerprint of an all_to_all of `xs`."""
     if len(xs) != size:
         return CallFingerprint("all_to_all", name, flaw=f"{len(xs)} tensors for {size} ranks; give one for each rank")
     call = rows("all_to_all", xs[0], name)
@@ -120,7 +120,7 @@ def dealing(xs: Sequence[Tensor], size: int, name: str | None) -> CallFingerprin
 
 
 def choosing(ranks: Sequence[int], size: int) -> CallFingerprint:
-    """Fingerprint of the call that makes a subgroup of `ranks`."""
+    """Make the fingerprint of the call that makes a subgroup of `ranks`."""
     flaw = ""
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
         flaw = f"the ranks of a subgroup are different numbers of 0..{size - 1}, at least one"
@@ -133,7 +133,7 @@ def parcel(x: Tensor) -> str:
 
 
 def exchanging(sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int, size: int) -> CallFingerprint:
-    """Fingerprint of an exchange; its messages are compared pair by pair."""
+    """Make the fingerprint of an exchange; its messages are compared pair by pair."""
     flaws = [f"rank {peer} does not exist; there are 0..{size - 1}" for peer, _ in (*sends, *recvs) if not 0 <= peer < size]
     flaws += [dense_flaw(x) for _, x in (*sends, *recvs) if dense_flaw(x)]
     return CallFingerprint("exchange", detail=f"tag {tag}", flaw=flaws[0] if flaws else "")

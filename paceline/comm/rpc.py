@@ -222,7 +222,7 @@ class RpcServer:
         return found
 
     def _frame(self, way: bytes) -> int | None:
-        """Number of bytes of a frame on this way; None: as large as tensors are."""
+        """Return the number of bytes of a frame on this way; None: as large as tensors are."""
         return None if self.addresses[way[0]].startswith("ipc:") else FRAME
 
     def answer(self, message: RpcMessage, kind: str, body: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> bool:

@@ -79,7 +79,7 @@ def ring(size: int) -> Schedule:
 
 
 def owners(size: int) -> Schedule:
-    """Return every rank owns a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
+    """Give every rank a chunk: all send it their parts, and it sends the sum to all. Two rounds, 2(n-1)/n of the tensor from each.
 
     1, 2 +> 0    0, 2 +> 1    0, 1 +> 2      (n^2 messages at once: for few ranks, and the only one of little traffic
     0 -> 1, 2    1 -> 0, 2    2 -> 0, 1       whose sums are in rank order and never sent unrounded)
@@ -90,7 +90,7 @@ def owners(size: int) -> Schedule:
 
 
 def tree(size: int) -> Schedule:
-    """Sums go up a binary tree and the result comes down: 2 log2(n) rounds, best for small tensors.
+    """Send sums up a binary tree and the result down: 2 log2(n) rounds, best for small tensors.
 
             0            children of r: 2r+1, 2r+2
           /   \\
@@ -106,7 +106,7 @@ def tree(size: int) -> Schedule:
 
 
 def halving_doubling(size: int) -> Schedule:
-    """Pairs swap halves, quarters, ... and back: 2 log2(n) rounds, 2(n-1)/n of the tensor from each. Thakur et al., 2005.
+    """Swap halves between pairs of ranks, then quarters, ..., and back: 2 log2(n) rounds, 2(n-1)/n of the tensor from each. Thakur 2005.
 
     4 ranks:   0 <-> 2   1 <-> 3   halves          6 ranks: first 4 +> 0 and 5 +> 1 (the extra ones fold in),
                0 <-> 1   2 <-> 3   quarters                 then as 4 ranks,
@@ -125,7 +125,7 @@ def halving_doubling(size: int) -> Schedule:
 
 
 def hierarchical(hosts: Sequence[int], between: Callable[[int], Schedule] = ring) -> Schedule:
-    """Return each host adds up at its first rank, those exchange by the schedule `between`, and hand the result out: one copy per host.
+    """Add up at the first rank of each host; those exchange by the schedule `between`, and hand the result out: one copy per host.
 
         hosts [0, 1, 0, 1]:   2 +> 0    0 <-ring-> 1    0 -> 2
                               3 +> 1                    1 -> 3
@@ -227,7 +227,7 @@ def seconds(schedule: Schedule, nbytes: int, network: ScheduleNetwork) -> float:
 
 
 def traffic(schedule: Schedule, nbytes: int, hosts: Sequence[int]) -> tuple[float, float]:
-    """Bytes that all ranks together send within hosts, and between them."""
+    """Return the number of bytes that all ranks together send within hosts, and between them."""
     within = between = 0.0
     for move in (move for moves in schedule.rounds for move in moves):
         load = nbytes * schedule.chunks[move.chunk]

@@ -27,8 +27,9 @@ def rows(batch: Any, *, missing: int | None = None) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, count: int) -> Any:
-    """Rows `start` to `stop` of a batch of `count`: tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut,
-    all else is kept."""
+    """Return rows `start` to `stop` of a batch of `count` rows.
+
+    Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut; all else is kept."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):

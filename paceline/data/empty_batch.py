@@ -82,7 +82,7 @@ class _Emptier:
         return one[(slice(None),) * dim + (slice(self._left(one, one.shape[dim], two.shape[dim])),)]
 
     def _left(self, value: Any, one: int, two: int) -> int:
-        """Length without rows: nothing is left of rows, and one of the edges between them."""
+        """Return the length without rows: nothing is left of rows, and one of the edges between them."""
         left = 2 * one - two
         if left < 0:
             raise _unable(value)

@@ -97,7 +97,7 @@ def unflatten(heads: list[tuple[str, list[int]]], buffer: Tensor) -> list[Tensor
 
 
 def room(heads: list[tuple[str, list[int]]]) -> int:
-    """Bytes of the buffer that `flatten` made."""
+    """Return the number of bytes of the buffer that `flatten` made."""
     return sum(_padded(int(np.prod(shape, dtype=np.int64)) * DTYPES[kind].itemsize) for kind, shape in heads)
 
 

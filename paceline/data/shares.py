@@ -22,7 +22,7 @@ def equal(batch: int, size: int) -> tuple[int, ...]:
 
 
 def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Shares as near to `ratios` as integers can be (largest remainder; among equal remainders the first ranks win).
+    """Return shares as near to `ratios` as integers can be (largest remainder; among equal remainders the first ranks win).
 
     Where `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an empty share.
     """

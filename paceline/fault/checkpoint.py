@@ -278,7 +278,7 @@ def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> Checkpoint
 
 
 def _room(folder: Path) -> float:
-    """Bytes that are free on the folder's disk; infinite where that can't be found out."""
+    """Return the number of bytes that are free on the folder's disk; infinite where that can't be found out."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free

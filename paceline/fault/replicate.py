@@ -74,7 +74,7 @@ class ReplicationTimes(NamedTuple):
 
 
 def cadence(figures: Sequence[ReplicationTimes], budget: float = BUDGET) -> int:
-    """Steps from one copy to the next, so that copies take at most `budget` of the time, even if none of it is hidden behind a step."""
+    """Return the steps from one copy to the next, so that copies take at most `budget` of the time, even if a step hides none of it."""
     spent = max(each.stall + each.transfer for each in figures)
     return max(1, math.ceil(spent / (budget * statistics.median(each.step for each in figures))))
 

@@ -113,7 +113,7 @@ def _count(body: Mapping[str, Any]) -> None:
 
 
 def _size(piece: RowRange) -> int:
-    """Bytes that a piece takes; raises `ValueError` for one that has no size."""
+    """Return the number of bytes that a piece takes; raises `ValueError` for one that has no size."""
     numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
     if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
         raise ValueError("a piece has sizes and strides")

@@ -272,7 +272,7 @@ class TableShard:
     # ---- state
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Rows `start` to `stop` of those in use, in the order of their first use, with their optimizer state."""
+        """Return rows `start` to `stop` of those in use, in the order of their first use, with their optimizer state."""
         names = ("values", *self._rule.remembers)
         return {"ids": self._ids[start : min(stop, self.used)]} | {
             name: kept[start : min(stop, self.used)] for name, kept in zip(names, self._kept, strict=True)

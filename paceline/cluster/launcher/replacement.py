@@ -166,7 +166,7 @@ class Replacement:
             self._due.sort()
 
     def _pause(self, worker: WorkerProcess) -> float:
-        """Seconds before a worker is replaced: longer each time, where it dies again and again without having trained for a while."""
+        """Return the seconds before a worker is replaced: longer each time, where it dies repeatedly without having trained for a while."""
         trained = next((float(str(record["time"])) for record in worker.records if record["event"] == "surviving"), math.inf)
         steady = (worker.ended or time.time()) - trained > self.timings.steady
         self._falls[worker.rank] = falls = 1 if steady else self._falls.get(worker.rank, 0) + 1

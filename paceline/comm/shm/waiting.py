@@ -215,7 +215,7 @@ def _judged(kind: str, text: str, ranks: Sequence[int]) -> PacelineError:
 
 
 def fine_timer() -> None:
-    """Naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK; without it naps are longer, nothing else)."""
+    """Let naps of this thread end on time, not up to 50 us late (prctl PR_SET_TIMERSLACK; without it naps are longer, nothing else)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(29, 1000, 0, 0, 0)
