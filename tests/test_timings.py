@@ -75,13 +75,6 @@ ELSEWHERE: dict[str, str] = {  # modules with seconds of their own: why those ar
     "cluster/control/progress.py": "a worker that somebody holds by hand",
     "cluster/launcher/janitor.py": "how exact the clock of files is",
     "cluster/launcher/output.py": "how lines are shown",
-    "comm/admission.py": "not given down yet",
-    "comm/rpc.py": "not given down yet",
-    "server/main.py": "not given down yet",
-    "sync/parameterserver/connections.py": "not given down yet",
-    "sync/parameterserver/prefetch.py": "not given down yet",
-    "sync/parameterserver/renewal.py": "not given down yet",
-    "sync/parameterserver/replication.py": "not given down yet",
     "data/reader_failure.py": "processes of a DataLoader, which no other host knows",
 }
 

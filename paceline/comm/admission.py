@@ -1,6 +1,6 @@
 """Admits connections to a server's port: only processes that hold the workers' key, and strangers take hardly any room.
 
-    accepted ---> [ ... ] at most `MOST` that have proved nothing: with too many the oldest is closed; each has `SECONDS`
+    accepted ---> [ ... ] at most `MOST` that have proved nothing: with too many the oldest is closed; none may take long
     key shown --> ZeroMQ asks (ZAP, RFC 27), as CURVE by itself lets in everybody who knows the server's public key
 
 What a stranger may send before it has shown a key is limited by what a frame may have, which is why messages travel in small ones.
@@ -21,7 +21,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 MOST = 128  # connections that have proved nothing
-SECONDS = 10.0  # for a connection to show its key
 _ACKNOWLEDGED = slice(120, 128)  # of Linux's struct tcp_info: how many bytes the other side has taken (tcpi_bytes_acked)
 _READY = 280  # bytes that a server has sent to a client that is let in: 64 of greeting, 170 of WELCOME, then READY; a refused one gets 12
 

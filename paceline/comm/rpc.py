@@ -30,18 +30,18 @@ from zmq.utils.monitor import parse_monitor_message
 
 from paceline.cluster.secret import derive
 from paceline.comm import wire_format
-from paceline.comm.admission import SECONDS, ConnectionGuard
+from paceline.comm.admission import ConnectionGuard
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.wire_format import MalformedMessage, TensorForm
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
 from paceline.state.snapshot import raw
+from paceline.timings import DEFAULTS, ServerTimings
 
 HEAD_BYTES = 1 << 16
 FRAME = 1 << 16  # bytes of a frame between hosts
 DEPTH = 6  # of lists and maps in a header
 WAITING = 16  # messages of each side that wait to be read; with more the sender waits
 REFUSED = "refused"  # the kind of an answer that says why there is no other
-_LOOK_SECONDS = 0.02  # between two looks whether a wait was ended from elsewhere
 _DOMAIN = "paceline"
 _COVER = 1 << 10  # bytes that encryption adds to a frame, and more
 _SENDERS = 1 << 12  # connections of which it is known what has come last
@@ -130,11 +130,11 @@ def _shallow(value: Any, depth: int) -> bool:
     return depth > 0 and all(_shallow(part, depth - 1) for part in (value.values() if isinstance(value, dict) else value))
 
 
-def _tune(socket: zmq.Socket[Any], largest: int) -> None:
+def _tune(socket: zmq.Socket[Any], largest: int, timings: ServerTimings) -> None:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = WAITING
     socket.maxmsgsize = max(largest, HEAD_BYTES) + _COVER
-    socket.handshake_ivl = round(1000 * SECONDS)
+    socket.handshake_ivl = round(1000 * timings.key)
 
 
 class RpcServer:
@@ -155,8 +155,10 @@ class RpcServer:
         path: str | None = None,
         largest: int = 1 << 30,
         say: Callable[[str], None] = print,
+        timings: ServerTimings = DEFAULTS.servers,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
+        self._timings = timings
         self._say, self._said, self._largest = say, 0, largest
         self._heard: dict[tuple[bytes, int], int] = {}  # the last number of each sender, over each connection
         self._guard = ConnectionGuard(self._context, keys.worker[0], self._refuse)
@@ -190,7 +192,7 @@ class RpcServer:
     def _open(self, largest: int) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
         self._sockets.append(socket)
-        _tune(socket, largest)
+        _tune(socket, largest, self._timings)
         socket.router_mandatory = True
         socket.sndhwm = 0  # answers are as many as was asked, and their tensors are not copied: none may be dropped
         self._poller.register(socket, zmq.POLLIN)
@@ -277,14 +279,24 @@ class RpcClient:
     With `alert` a connection that has broken, or over which nothing has come for so many seconds, ends all waits with `ServerLost`.
     """
 
-    def __init__(self, address: str, keys: RpcKeys, *, sender: int, who: str, largest: int = 1 << 30, alert: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: RpcKeys,
+        *,
+        sender: int,
+        who: str,
+        largest: int = 1 << 30,
+        alert: float | None = None,
+        timings: ServerTimings = DEFAULTS.servers,
+    ) -> None:
         self.who = who
         self.near = address.startswith("ipc:")  # on this host
-        self._sender, self._number = sender, 0
+        self._sender, self._number, self._look = sender, 0, timings.wait_look
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._frame = None if self.near else FRAME
-        _tune(self._socket, largest if self.near else FRAME)
+        _tune(self._socket, largest if self.near else FRAME, timings)
         self._socket.ipv6 = "[" in address
         if not self.near:
             self._socket.curve_serverkey, (self._socket.curve_publickey, self._socket.curve_secretkey) = keys.server[0], keys.worker
@@ -363,7 +375,7 @@ class RpcClient:
                 if self.cancel_scope is not None and self.cancel_scope.error is not None:
                     raise self.cancel_scope.error
                 left = end - time.monotonic()
-                if self._socket.poll(round(1000 * max(0.0, min(left, _LOOK_SECONDS))), event):
+                if self._socket.poll(round(1000 * max(0.0, min(left, self._look))), event):
                     return
                 if left <= 0:
                     raise DeadlineExceeded(f"{self.who} {what} within {seconds:g} s")

@@ -25,10 +25,10 @@ from paceline.comm.collectives import UncheckedExchange
 from paceline.comm.group import Group, Traffic
 from paceline.errors import LOSSES, PacelineError
 from paceline.fault.replicate import FORM, CopyLabel, CopyShelf, keepers, wrap
+from paceline.timings import DEFAULTS, RecoveryTimings
 from paceline.trace import Trace
 
 TICK = 0.1  # seconds after which a wait looks up
-PATIENCE = 5.0  # seconds that a copy under way is given at the end
 SLOWEST = 1e6  # bytes a second, below which a copy counts as stuck
 
 
@@ -45,7 +45,17 @@ class Replicator:
 
     waited = 0.0  # seconds that training has waited for others here: what it waits for is said in `wait`
 
-    def __init__(self, group: Group, hosts: Sequence[int], names: Sequence[int], shelf: CopyShelf, *, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        hosts: Sequence[int],
+        names: Sequence[int],
+        shelf: CopyShelf,
+        *,
+        trace: Trace | None = None,
+        timings: RecoveryTimings = DEFAULTS.recovery,
+    ) -> None:
+        self._patience = timings.copy
         self._group, self._hosts, self._names, self._shelf = group, tuple(hosts), tuple(names), shelf
         self._trace = Trace(0) if trace is None else trace
         self.traffic = Traffic()  # as of the last start
@@ -91,9 +101,9 @@ class Replicator:
 
     def halt(self) -> None:
         """Stop for a change of the members: let arrive what can still arrive, and send no more."""
-        if not self.wait(PATIENCE):
+        if not self.wait(self._patience):
             self.abort()
-            self.wait(PATIENCE)
+            self.wait(self._patience)
 
     def close(self) -> None:
         """End the thread and the group. Calling it twice is harmless."""
@@ -102,7 +112,7 @@ class Replicator:
         self._closed = True
         atexit.unregister(self.close)
         self._jobs.put(None)
-        self._thread.join(PATIENCE if self.works else TICK)
+        self._thread.join(self._patience if self.works else TICK)
         self._group.close()
         self._thread.join(TICK)
 
@@ -156,7 +166,7 @@ class Replicator:
         exchange = self._group.exchange_agreed if isinstance(self._group, UncheckedExchange) else self._group.exchange
         arrived: list[int] = []
         try:
-            exchange(sends, comes).wait(PATIENCE + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST)
+            exchange(sends, comes).wait(self._patience + sum(piece.nbytes for _, piece in (*sends, *comes)) / SLOWEST)
             arrived = list(labels)
         finally:
             arrived = arrived or [owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)]

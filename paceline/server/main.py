@@ -40,6 +40,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from paceline.cluster.discover import timings as environment_timings
 from paceline.cluster.launcher.janitor import sockets
 from paceline.cluster.launcher.worker import preparation
 from paceline.cluster.machine import memory
@@ -54,6 +55,7 @@ from paceline.server.scheduler_rpc import SchedulerRpc
 from paceline.server.shard import Shard, ShardPlan
 from paceline.server.table_rpc import TableService
 from paceline.state.snapshot import byte_tensor, loads, pack
+from paceline.timings import DEFAULTS, ServerTimings
 from paceline.trace import Trace
 
 WRONG = (  # the errors that a senseless message causes
@@ -64,7 +66,6 @@ LATER = 10_000  # messages that are put off
 KEPT = 8  # steps whose norms are remembered
 SPANS = 5000  # of what it has done last, for the timeline
 CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
-LOOK_SECONDS = 0.1  # between two looks whether the server shall end
 
 
 def write(plan: ShardPlan) -> bytes:
@@ -133,8 +134,8 @@ def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
 class Server:
     """Answers messages, until it is asked to end. `over` is asked now and then whether no worker is left."""
 
-    def __init__(self, receiver: RpcServer, over: Callable[[], bool] = lambda: False) -> None:
-        self._receiver, self._over = receiver, over
+    def __init__(self, receiver: RpcServer, over: Callable[[], bool] = lambda: False, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+        self._receiver, self._over, self._look = receiver, over, timings.look
         self._shard: Shard | None = None
         self._digest = b""
         self._later: list[RpcMessage] = []  # what can't be answered yet
@@ -175,7 +176,7 @@ class Server:
     def run(self) -> None:
         """Serve."""
         while not self._ended and not self._over():
-            found = self._receiver.receive(self._dealing.patience(LOOK_SECONDS))
+            found = self._receiver.receive(self._dealing.patience(self._look))
             began, waiting = time.perf_counter_ns(), len(self._later)
             if found is not None and not self._done(found):
                 self._put_off(found)
@@ -418,10 +419,12 @@ def main() -> None:
     poll.register(sys.stdin.fileno() if "parent" in asked else os.pidfd_open(asked["launcher"]), select.POLLIN | select.POLLHUP)
     try:
         path = os.path.join(folder, "server")
-        receiver = RpcServer(keys(bytes.fromhex(asked["secret"]), asked["job"]), hosts=asked["hosts"], path=path, say=_say)
+        given = environment_timings().servers
+        known = keys(bytes.fromhex(asked["secret"]), asked["job"])
+        receiver = RpcServer(known, hosts=asked["hosts"], path=path, say=_say, timings=given)
         with contextlib.closing(receiver):
             print(json.dumps(receiver.addresses), flush=True)
-            Server(receiver, lambda: bool(poll.poll(0))).run()
+            Server(receiver, lambda: bool(poll.poll(0)), timings=given).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -144,7 +144,14 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> SyncContext:
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=worker_context.cluster.names())
     context = SyncContext(
-        group, agreement, step_state, worker_context.trace, worker_context.cluster.where(), worker_context.say, worker_context.native
+        group,
+        agreement,
+        step_state,
+        worker_context.trace,
+        worker_context.cluster.where(),
+        worker_context.say,
+        worker_context.native,
+        timings=worker_context.place.timings,
     )
     context.servers, context.deadline = ServerStarter(worker_context, agreement).begin, worker_context.deadline
     context.table_servers = ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin

@@ -11,6 +11,7 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
+from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
 
 
@@ -57,6 +58,7 @@ class SyncContext:
     servers: Callable[[int | None, int], ServerEndpoints] | None = None
     table_servers: Callable[[int | None, int], ServerEndpoints] | None = None  # the same, of sparse tables
     deadline: float = 30.0  # seconds, of waits that are no call of all
+    timings: Timings = DEFAULTS
     survives: bool = False  # the run goes on when workers are lost
     cancel_scope: CancelScope | None = None  # trips when the workers become others
     extra_groups: list[SideGroup] = field(default_factory=list)  # other groups of the same workers, whose traffic and waits count too

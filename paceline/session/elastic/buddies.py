@@ -18,7 +18,7 @@ import msgpack
 
 from paceline.errors import LOSSES
 from paceline.fault.replicate import BUDGET, CopyShelf, Replicate, ReplicationTimes, cadence, heirs
-from paceline.fault.replicator import PATIENCE, Replicator
+from paceline.fault.replicator import Replicator
 from paceline.session.loop.turns import TrainingLoop
 from paceline.sync.abilities import Unreplicated
 from paceline.sync.context import SyncContext
@@ -86,7 +86,7 @@ class BuddyReplication:
     def depart(self) -> None:
         """Wait until what is on its way to this worker's buddy has arrived, before this worker leaves."""
         if self.courier is not None:
-            self.courier.wait(PATIENCE)
+            self.courier.wait(self._context.timings.recovery.copy)
 
     # ---- where all workers meet
 
@@ -142,7 +142,8 @@ class BuddyReplication:
         context = self._context
         group = context.group.sub(range(context.group.size))
         assert group is not None
-        self.courier = Replicator(group, context.hosts, self._names, self.shelf, trace=context.trace)
+        timings = context.timings.recovery
+        self.courier = Replicator(group, context.hosts, self._names, self.shelf, trace=context.trace, timings=timings)
         context.extra_groups.append(self.courier)
 
     # ---- when the workers are others

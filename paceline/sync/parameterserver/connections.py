@@ -22,10 +22,10 @@ from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.parameterserver.units import ServerLinks
+from paceline.timings import DEFAULTS, ServerTimings
 from paceline.trace import Served, Span
 
 PINGS = 8  # messages by which a server's clock is compared
-SILENT_SECONDS = 4.0  # a server that has sent nothing for so long (its connection is probed four times meanwhile) is lost
 
 
 class ServerTraffic:
@@ -62,8 +62,8 @@ def _ahead(caller: RpcClient, seconds: float) -> int:
 class ReplicaConnections(ServerLinks):
     """Connections to all living servers. `of`: by shard, the primary first."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+        super().__init__(timings=timings)
         self.of: list[list[RpcClient]] = []
         self.cancel_scope: CancelScope | None = None  # ends all waits when the workers change
         self._by_number: dict[int, RpcClient] = {}
@@ -112,7 +112,8 @@ class ReplicaConnections(ServerLinks):
 
     def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """Connect to the server at index `place` of these endpoints."""
-        found = RpcClient(endpoints.addresses[place], endpoints.keys, sender=me, who=endpoints.names[place], alert=SILENT_SECONDS)
+        address, name, timings = endpoints.addresses[place], endpoints.names[place], self._timings
+        found = RpcClient(address, endpoints.keys, sender=me, who=name, alert=timings.silence, timings=timings)
         found.cancel_scope = self.cancel_scope
         return found
 

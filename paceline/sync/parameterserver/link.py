@@ -40,7 +40,7 @@ class ServerLink:
         self.factors: dict[int, float] = {}  # of optimizers whose next step is clipped
         self.clips: dict[int, PendingClip] = {}  # the clips that these optimizers wait for
         self.layout = UnitLayout([], [], 1, 1)
-        self.connections = ReplicaConnections()
+        self.connections = ReplicaConnections(timings=context.timings.servers)
         self.codec = PushPullCodec(context, options.codec, apart=not self.lockstep)
         self.pulls = PendingPulls(context, self.connections, self.codec)
         self._dense = 0  # the first of the optimizers have parameters on servers, the others nothing but sparse tables

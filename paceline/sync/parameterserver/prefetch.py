@@ -35,7 +35,6 @@ from paceline.sync.parameterserver.compression import PushPullCodec
 from paceline.sync.parameterserver.connections import ReplicaConnections
 from paceline.sync.parameterserver.units import TransferUnit, version
 
-LAST_SECONDS = 1.0  # how long a run that fails waits for what is on its way
 _COMING = "_paceline_coming"  # the attribute by which an awaited parameter is taken in
 _READ = ("requires_grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse", "is_cuda")
 _ASKED = ("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex")
@@ -238,7 +237,7 @@ class PendingPulls:
     def end(self) -> None:
         """Make all parameters plain as the run ends on this worker, after a short wait for what can still arrive."""
         with self._lock:
-            until = time.monotonic() + LAST_SECONDS
+            until = time.monotonic() + self._context.timings.servers.last_pull
             with contextlib.suppress(PacelineError):
                 for key in list(self._pulls):
                     self._take(key, max(until - time.monotonic(), 0.0))

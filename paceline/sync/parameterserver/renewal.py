@@ -15,8 +15,6 @@ from typing import Any
 
 from paceline.sync.parameterserver.replication import ServerReplication
 
-SLICE_SECONDS = 1.0  # between two meetings while copies are filled
-
 
 def renew(copies: ServerReplication) -> None:
     """Take in the copies that have begun since. Collective, if any are being started."""
@@ -35,16 +33,17 @@ def _filled(copies: ServerReplication, told: Any) -> bool:
     """Whether the first worker could fill this copy. Collective."""
     first = copies.context.group.rank == 0
     filling = copies.filling(told) if first else iter(())
+    seconds = min(copies.context.timings.servers.fill, copies.context.deadline / 4)
     while True:
-        word = _slice(filling, copies.context.deadline) if first else b""
+        word = _slice(filling, seconds) if first else b""
         answer = copies.context.agreement.meet(f"{copies.kind}s are filled", word)[0]
         if answer != b"on":
             return answer == b"filled"
 
 
-def _slice(filling: Iterator[bool], deadline: float) -> bytes:
+def _slice(filling: Iterator[bool], seconds: float) -> bytes:
     """Fill for a while. Returns b"on" if there is more to do."""
-    end = time.monotonic() + min(SLICE_SECONDS, deadline / 4)
+    end = time.monotonic() + seconds
     for alive in filling:
         if not alive:
             return b"lost"

@@ -23,8 +23,6 @@ from paceline.server.endpoints import ServerEndpoints, ServerPool
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.connections import ReplicaConnections
 
-ALIVE_SECONDS = 10.0  # for a busy server to say that it lives; a broken connection is noticed sooner
-
 
 class StartingReplica(NamedTuple):
     """A copy that is being started: its shard, and the worker that starts it."""
@@ -87,7 +85,7 @@ class ServerReplication:
         self.context, connections, pool = context, self._connections, self.pool
         anew = [[number, list(found)] for number, found in sorted(self._anew.items()) if found.starter == self.me]
         mine = {
-            "lost": connections.lost(min(context.deadline, ALIVE_SECONDS)),
+            "lost": connections.lost(min(context.deadline, context.timings.servers.alive)),
             "left": sorted(self._left),
             "anew": anew,
             "taken": self._taken,

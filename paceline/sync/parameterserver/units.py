@@ -20,6 +20,7 @@ from paceline.server.endpoints import ServerEndpoints
 from paceline.server.partition import RowRange, deal, pieces
 from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
+from paceline.timings import DEFAULTS, ServerTimings
 
 
 @dataclass
@@ -114,7 +115,8 @@ class UnitLayout:
 class ServerLinks:
     """Connections to servers, as a part of what the worker sends (a `SideGroup`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+        self._timings = timings
         self.waited = 0.0  # seconds, for workers that closed a step later
         self.callers: list[RpcClient] = []
         self.left = False  # this worker leaves, and others may go on
@@ -127,7 +129,7 @@ class ServerLinks:
     def open(self, endpoints: ServerEndpoints, me: int) -> None:
         """Connect to these servers, as worker `me`; all waits end when one of them is lost."""
         self.callers = [
-            RpcClient(address, endpoints.keys, sender=me, who=name)
+            RpcClient(address, endpoints.keys, sender=me, who=name, timings=self._timings)
             for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
         ]
         endpoints.watch(self.end)

@@ -62,7 +62,7 @@ class TableServers:
         if context.table_servers is None:
             raise UsageError("sparse tables need servers, and nobody starts any here: start the workers with `paceline run`")
         self.context, self.replicas = context, replicas
-        self.wires = ReplicaConnections()
+        self.wires = ReplicaConnections(timings=context.timings.servers)
         context.extra_groups.append(ServerTraffic(self.wires))
         self.endpoints = context.table_servers(servers, replicas)
         if self.endpoints.pool is None and replicas > 1:
