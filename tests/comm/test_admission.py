@@ -13,6 +13,7 @@ from paceline.cluster import network
 from paceline.comm import admission
 from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, keys
 from paceline.comm.wire_format import MalformedMessage
+from paceline.timings import DEFAULTS, ServerTimings
 from tests.harness import strangers
 from tests.harness.rpc_servers import SECONDS, Server, echo
 
@@ -21,14 +22,8 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + by
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who shows no key is not hung up on for being slow."""
-    monkeypatch.setattr("paceline.comm.rpc.SECONDS", 1000.0)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    found = Server(echo, hosts=["127.0.0.1"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    found = Server(echo, hosts=["127.0.0.1"], timings=getattr(request, "param", DEFAULTS.servers))
     yield found
     found.close()
 
@@ -58,8 +53,9 @@ def test_a_stranger_cannot_make_a_server_take_much(server: Server, kind: int) ->
     assert answers(server)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("server", [ServerTimings(key=1000.0)], indirect=True, ids=["patient"])
 def test_strangers_that_hold_1100_open_are_hung_up_on(server: Server) -> None:
+    """They are not hung up on for being slow."""
     with strangers.held_open(point(server), 1100) as held:
         for each in held:
             each.sendall(GREETING)
