@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.rpc import RpcClient, RpcMessage, RpcServer, keys
-from paceline.server.main import Server
+from paceline.server.main import Server, _warm_up
 from tests.harness.shard_plans import SECONDS, packed, plan
 
 KEYS = keys(b"0123456789abcdef", "a job")
@@ -21,6 +21,7 @@ KEYS = keys(b"0123456789abcdef", "a job")
 def call() -> Iterator[Callable[..., Any]]:
     """Workers of a server that runs in a thread: `call(worker, kind, body, *tensors)`."""
     said: list[str] = []
+    _warm_up()  # as a server does before anybody waits for it
     receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
     thread = threading.Thread(target=Server(receiver, over.is_set).run, daemon=True)
     thread.start()
