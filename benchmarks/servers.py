@@ -28,8 +28,8 @@ from harness import bootstrap
 
 from paceline.comm.buckets import BucketShape, cut
 from paceline.comm.rpc import RpcClient, keys
-from paceline.server.main import write
 from paceline.server.partition import RowRange
+from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan
 
 SECONDS = 60.0

@@ -43,16 +43,12 @@ from torch import Tensor
 from paceline.cluster.discover import timings as environment_timings
 from paceline.cluster.launcher.janitor import sockets
 from paceline.cluster.launcher.worker import preparation
-from paceline.cluster.machine import memory
-from paceline.comm.buckets import BucketShape
 from paceline.comm.rpc import RpcMessage, RpcServer, keys
-from paceline.comm.wire_format import DTYPES
 from paceline.errors import PacelineError, UsageError
-from paceline.server import codings
 from paceline.server.fencing import Fence
-from paceline.server.partition import RowRange
+from paceline.server.protocol import plans
 from paceline.server.scheduler_rpc import SchedulerRpc
-from paceline.server.shard import Shard, ShardPlan
+from paceline.server.shard import Shard
 from paceline.server.table_rpc import TableService
 from paceline.state.snapshot import byte_tensor, loads, pack
 from paceline.timings import DEFAULTS, ServerTimings
@@ -68,57 +64,12 @@ SPANS = 5000  # of what it has done last, for the timeline
 CHUNK = 1 << 28  # bytes of what is kept that travel as one tensor
 
 
-def write(plan: ShardPlan) -> bytes:
-    """Write a plan as bytes that a server reads."""
-    cut = [
-        [p.slot, p.start, p.stop, list(p.shape.size), list(p.shape.stride), str(p.shape.dtype).removeprefix("torch."), p.whole]
-        for p in plan.pieces
-    ]
-    owners, optimizers = [list(owner) for owner in plan.owners], [list(found) for found in plan.optimizers]
-    packed: bytes = msgpack.packb([cut, plan.runs, owners, optimizers, [codings.put(ways) for ways in plan.ways]])
-    return packed
-
-
-def read(packed: bytes) -> ShardPlan:
-    """Read a plan that was written. Raises `UsageError` for bytes that are none, or for more than there is memory for."""
-    try:
-        cut, runs, owners, optimizers, ways = msgpack.unpackb(packed)
-        cpu = torch.device("cpu")
-        pieces = [
-            RowRange(slot, start, stop, BucketShape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole)
-            for slot, start, stop, s, t, dtype, whole in cut
-        ]
-        owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
-        plan = ShardPlan(pieces, runs, owned, told, [codings.take(found) for found in ways])
-        nbytes = sum(_size(piece) for piece in pieces)
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
-    free = memory()
-    if free is not None and nbytes > free:
-        raise UsageError(
-            f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes of memory left: use more servers, on "
-            "more hosts (--servers)"
-        )
-    numbers = sorted(number for run in runs for number in run)
-    if numbers != list(range(len(pieces))) or len(owners) != len(pieces) or len(plan.ways) != len(runs):
-        raise UsageError("this is no plan of a server: pieces are missing in it")
-    return plan
-
-
 def _count(body: Mapping[str, Any]) -> None:
     """Raise `UsageError` for an index that isn't counted from 0 on: Python would count from the end."""
     for name in ("optimizer", "unit", "table"):
         number = body.get(name, 0)
         if type(number) is not int or number < 0:
             raise UsageError(f"there is no {name} {number!r}")
-
-
-def _size(piece: RowRange) -> int:
-    """Return the number of bytes that a piece takes; raises `ValueError` for one that has no size."""
-    numbers = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
-    if any(type(number) is not int or not 0 <= number < 1 << 48 for number in numbers) or len(piece.shape.size) != len(piece.shape.stride):
-        raise ValueError("a piece has sizes and strides")
-    return piece.nbytes
 
 
 def _in_one_turn(optimizer: int, step: int, turns: Mapping[int, Any]) -> None:
@@ -165,9 +116,10 @@ class Server:
             "facts": self._facts,
             "end": self._end,
         }
-        self._dealing, self._reckoning, self._tables = SchedulerRpc(self.answer), Fence(self), TableService(self.answer)
-        self._kinds |= self._dealing.kinds | self._reckoning.kinds | self._tables.kinds
-        self._first = {"plan", "end", "alive", "echo", "facts", "timeline", *self._tables.kinds}  # what may come before there is a shard
+        self._dealing, self._reckoning, self._tables = SchedulerRpc(self.answer), Fence(self), TableService()
+        self._kinds |= self._dealing.kinds | self._reckoning.kinds
+        self._requests = {request.kind: (request, act) for request, act in self._tables.handlers.items()}
+        self._first = {"plan", "end", "alive", "echo", "facts", "timeline", *self._requests}  # what may come before there is a shard
         self._done_of: Counter[str] = Counter()  # messages by kind
         self._most, self._busy = 0, 0.0  # messages that were put off at a time; seconds of work
         self._trace = Trace(SPANS)
@@ -188,7 +140,7 @@ class Server:
         now = time.perf_counter_ns()
         self._busy += (now - began) / 1e9
         if found is not None:
-            kind = found.kind if found.kind in self._kinds else "unknown"
+            kind = found.kind if found.kind in self._kinds.keys() | self._requests.keys() else "unknown"
             self._done_of[kind] += 1
             self._trace.step = found.step
             self._trace.record(kind, "serve", began, now)
@@ -204,7 +156,7 @@ class Server:
 
     def _done(self, message: RpcMessage) -> bool:
         """Handle a message; whether it was answered, one way or the other."""
-        act = self._kinds.get(message.kind)
+        act = self._served if message.kind in self._requests else self._kinds.get(message.kind)
         if act is None or (self._shard is None and message.kind not in self._first):
             self._receiver.refuse(message, "nobody has said yet what is kept here" if act is not None else "there is no such message")
             return True
@@ -218,6 +170,14 @@ class Server:
             why = str(error)[:200]  # torch adds where in its own code it was
             self._receiver.refuse(message, f"it lacks something, or has something else there ({type(error).__name__}: {why})")
         return True
+
+    def _served(self, message: RpcMessage) -> bool:
+        """Handle a request; whether there is a reply."""
+        request, act = self._requests[message.kind]
+        reply = act(message.sender, request.unpack(message.body, message.tensors))
+        if reply is not None:
+            self._receiver.answer(message, message.kind, *reply.pack())
+        return reply is not None
 
     def answer(self, message: RpcMessage, body: Mapping[str, Any] | None = None, tensors: tuple[Tensor, ...] = ()) -> bool:
         """Answer a message."""
@@ -236,7 +196,7 @@ class Server:
         packed = message.tensors[0].numpy().tobytes()
         digest = hashlib.sha256(packed).digest()
         if self._shard is None:
-            self._shard, self._digest = Shard(read(packed)), digest
+            self._shard, self._digest = Shard(plans.read(packed)), digest
         elif digest != self._digest:
             raise UsageError("another plan is in use here: workers have prepared different things")
         return self.answer(message)

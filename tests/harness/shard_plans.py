@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.buckets import BucketShape
-from paceline.server.main import write
 from paceline.server.partition import RowRange
+from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan
 
 SECONDS = 10.0  # in which a server under test answers

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import Mismatch
 from paceline.notation import parse
 from paceline.server.main import Server
+from paceline.server.protocol import rows
+from paceline.server.protocol.message import Index, Request
 from paceline.server.table import TableSpec
 from tests.harness import runs, strangers
 from tests.harness.shard_plans import packed, plan
@@ -32,23 +35,31 @@ WAYS = {
 }
 SHAPES: tuple[Any, ...] = ([0, 1 << 62, 1 << 62], [1 << 62], [-1], [], [3, 0], [16], [1.0], ["x"], "x", None, [1] * 17)
 SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
-ENTRY = {"table": 0, "step": 1, "used": True, "settings": None}
-TABLES: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
-    ("rows.table", {"table": 0, "spec": SPEC, "settings": {"lr": 1.0}, "server": 0, "servers": 1}, ()),
-    ("rows.pull", {"table": 0, "step": 0}, (torch.tensor([1, 2]),)),
-    ("rows.give", {"workers": [0], "tables": [ENTRY]}, (torch.tensor([1, 2]), torch.ones(2, 2).double())),
-    ("rows.given", {"table": 0}, ()),
-    ("rows.make", {"workers": [0], "calls": 1, "tables": [{**ENTRY, "floor": 0}]}, ()),
-    ("rows.back", {"calls": 1, "tables": [[0, 0]]}, ()),
-    ("rows.stand", {"table": 0}, ()),
-    ("rows.become", {"table": 1, "spec": SPEC, "settings": {"lr": 1.0}, "server": 0, "servers": 1, "count": 1, "step": 1, "void": 0}, ()),
-    ("rows.apply", {"tables": [ENTRY], "factor": 1.0, "part": 1.0}, (torch.tensor([3]), torch.ones(1, 2).double())),
-    ("rows.hold", {"after": 0, "tables": [ENTRY]}, (torch.tensor([3]), torch.ones(1, 2).double())),
-    ("rows.close", {"tables": [0], "step": 2, "workers": [0], "factor": 1.0, "part": 1.0}, ()),
-    ("rows.digest", {"table": 0, "step": 1}, ()),
-    ("rows.part", {"table": 0, "step": 1, "start": 0, "stop": 9}, ()),
-    ("rows.clear", {"table": 0, "step": 1, "seed": 4, "count": 1}, ()),
-    ("rows.put", {"table": 0, "names": ["ids", "values"]}, (torch.tensor([7]), torch.ones(1, 2).double())),
+TABLE = Index(0)
+
+
+def ones(step: int, *numbers: int) -> tuple[rows.RowGradient, ...]:
+    """A gradient of these rows."""
+    return (rows.RowGradient(TABLE, step, True, None, torch.tensor(numbers), torch.ones(len(numbers), 2).double()),)
+
+
+STATE = rows.TableState(SPEC, {"lr": 1.0}, count=1, step=1, discarded=0)
+TABLES: list[Request[Any]] = [
+    rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1),
+    rows.PullRows(TABLE, 0, "", torch.tensor([1, 2])),
+    rows.PushRows(ones(1, 1, 2), (0,), decided=False),
+    rows.ListPushers(TABLE),
+    rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 1, 0),), (0,), 1),
+    rows.RollBackRows(((0, 0),), 1),
+    rows.DescribeTable(TABLE),
+    rows.CopyTable(Index(1), 0, 1, STATE),
+    rows.ApplyRows(ones(1, 3), 1.0, 1.0),
+    rows.HoldRows(ones(1, 3), 0),
+    rows.CloseRowStep((TABLE,), 2, (0,), 1.0, 1.0),
+    rows.DigestTable(TABLE, 1, ""),
+    rows.ReadRows(TABLE, 1, "", 0, 9),
+    rows.ClearTable(TABLE, 1, "", 4, 1),
+    rows.LoadRows(TABLE, ("ids", "values"), (torch.tensor([7]), torch.ones(1, 2).double())),
 ]
 REST: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
     ("reckon", {"workers": [0, 1, 2, 3]}, ()),
@@ -66,6 +77,12 @@ REST: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
     ("facts", {}, ()),
     ("timeline", {}, ()),
 ]
+
+
+def said(request: Request[Any]) -> RpcMessage:
+    """A request, as it comes from worker 0."""
+    body, tensors = request.pack()
+    return RpcMessage(request.kind, 1, 0, 0, 1, body, tuple(tensors))
 
 
 class Told:
@@ -213,7 +230,7 @@ def test_mutated_messages_to_servers(count: int) -> None:
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_mutated_messages_to_servers_of_tables(count: int) -> None:
     drawn, told = random.Random(29), Told()
-    real = [RpcMessage(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in TABLES]
+    real = [said(request) for request in TABLES]
     before = psutil.Process().memory_info().rss
     for _ in range(10):
         server = Server(told)  # type: ignore[arg-type]
@@ -310,11 +327,11 @@ def test_what_a_server_has_stays_whole() -> None:
 def test_absurd_tables(spec: dict[str, Any]) -> None:
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    body = TABLES[0][1]
-    assert server._done(RpcMessage("rows.table", 1, body={**body, "spec": {**SPEC, **spec}}))
+    opened = rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)
+    assert server._done(said(replace(opened, spec={**SPEC, **spec})))
     assert told.answers[-1].kind == "refused"
-    assert server._done(RpcMessage("rows.table", 1, body={**body, "settings": {"lr": "x"}})) and told.answers[-1].kind == "refused"
-    assert server._done(RpcMessage("rows.table", 1, body=body)) and told.answers[-1].kind == "rows.table"
+    assert server._done(said(replace(opened, settings={"lr": "x"}))) and told.answers[-1].kind == "refused"
+    assert server._done(said(opened)) and told.answers[-1].kind == opened.kind
 
 
 def test_who_takes_no_turns_decides_nothing() -> None:

@@ -12,10 +12,8 @@ from torch import Tensor
 from paceline.codec.coding import parts, room
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.errors import Mismatch, UsageError
+from paceline.errors import Mismatch
 from paceline.server.codings import CodingPhase
-from paceline.server.main import read, write
-from paceline.server.shard import ShardPlan
 from tests.harness.shard_plans import SECONDS, packed, plan
 
 WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
@@ -23,21 +21,6 @@ WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8
 
 def close(step: int, workers: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:
     return {"optimizer": 0, "step": step, "workers": list(workers), "factor": 1.0, "settings": [], **more}
-
-
-def test_a_plan_comes_as_it_was_written() -> None:
-    found, again = plan(), read(write(plan()))
-    assert again == ShardPlan(found.pieces, found.runs, found.owners, found.optimizers)
-    assert read(write(plan(ways=WAYS))).ways == WAYS
-
-
-@pytest.mark.parametrize(
-    "text",
-    [b"", b"\x90", b"\x93\x90\x90\x90", b"\x95\x91\x90\x90\x90\x90", b"\x95\x90\x90\x90\x90\x91\x90", b"\x95\x90\x91\x91\x00\x90\x90\x90"],
-)
-def test_what_is_no_plan(text: bytes) -> None:
-    with pytest.raises(UsageError, match="no plan of a server"):
-        read(text)
 
 
 def test_a_step_waits_for_all_and_a_read_for_the_step(begun: Any) -> None:

@@ -12,12 +12,15 @@ import torch
 from paceline.comm.rpc import RpcClient, RpcServer, keys
 from paceline.errors import Mismatch
 from paceline.server.main import Server
+from paceline.server.protocol import rows
+from paceline.server.protocol.message import Index, SentRequest, call, send
 from paceline.server.table import TableSpec
 
 KEYS = keys(b"0123456789abcdef", "tests")
 SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD")
 SECONDS = 5.0
 Callers = list[RpcClient]
+Sent = SentRequest[Any]
 
 
 @pytest.fixture
@@ -37,77 +40,77 @@ def callers() -> Iterator[Callers]:
 
 
 def table(caller: RpcClient, spec: TableSpec = SPEC, lr: float = 1.0) -> None:
-    body = {"table": 0, "spec": spec.plain(), "settings": {"lr": lr}, "server": 0, "servers": 1}
-    caller.call("rows.table", body=body, seconds=SECONDS)
+    call(caller, rows.OpenTable(Index(0), spec.plain(), {"lr": lr}, 0, 1), SECONDS)
 
 
-def give(caller: RpcClient, step: int, *rows: int, used: bool = True, settings: Any = None) -> int:
-    entry = {"table": 0, "step": step, "used": used, "settings": settings}
-    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
-    return caller.send("rows.give", body={"workers": [0, 1], "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+def gradient(step: int, *numbers: int, used: bool = True, settings: Any = None) -> tuple[rows.RowGradient, ...]:
+    """Ones for each of these rows."""
+    ids, ones = torch.tensor(numbers, dtype=torch.int64), torch.ones(len(numbers), 2).double()
+    return (rows.RowGradient(Index(0), step, used, settings, ids, ones),)
 
 
-def pull(caller: RpcClient, step: int, *rows: int) -> int:
-    return caller.send("rows.pull", body={"table": 0, "step": step}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+def give(caller: RpcClient, step: int, *numbers: int, used: bool = True, settings: Any = None) -> Sent:
+    return send(caller, rows.PushRows(gradient(step, *numbers, used=used, settings=settings), (0, 1), decided=False), SECONDS)
 
 
-def wait(caller: RpcClient, number: int, seconds: float = SECONDS) -> Any:
-    return caller.wait(number, seconds)
+def pull(caller: RpcClient, step: int, *numbers: int) -> Sent:
+    return send(caller, rows.PullRows(Index(0), step, "", torch.tensor(numbers)), SECONDS)
+
+
+def wait(sent: Sent, seconds: float = SECONDS) -> Any:
+    return sent.wait(seconds)
 
 
 def test_rows_are_read_once_all_have_given(callers: Callers) -> None:
     one, two = callers
-    before = wait(one, pull(one, 0, 1, 2)).tensors[0]
+    before = wait(pull(one, 0, 1, 2)).values
     asked = pull(one, 1, 1, 2)
-    wait(one, give(one, 1, 1))
+    wait(give(one, 1, 1))
     with pytest.raises(TimeoutError):
-        wait(one, asked, 0.3)
-    wait(two, give(two, 1, 1, 2))
-    assert torch.equal(wait(one, asked).tensors[0], before - torch.tensor([[2.0], [1.0]]))
+        wait(asked, 0.3)
+    wait(give(two, 1, 1, 2))
+    assert torch.equal(wait(asked).values, before - torch.tensor([[2.0], [1.0]]))
 
 
 def test_who_is_a_step_ahead_waits(callers: Callers) -> None:
     """It has used no rows, so it has waited for nobody."""
     one, two = callers
-    wait(one, give(one, 1))
+    wait(give(one, 1))
     ahead = give(one, 2, 5)
     with pytest.raises(TimeoutError):
-        wait(one, ahead, 0.3)
-    wait(two, give(two, 1))
-    wait(one, ahead)
-    wait(two, give(two, 2))
-    assert torch.equal(wait(two, pull(two, 2, 5)).tensors[0], SPEC.initial(torch.tensor([5])) - 1)
+        wait(ahead, 0.3)
+    wait(give(two, 1))
+    wait(ahead)
+    wait(give(two, 2))
+    assert torch.equal(wait(pull(two, 2, 5)).values, SPEC.initial(torch.tensor([5])) - 1)
 
 
 def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
     one, two = callers
     for caller in callers:
-        wait(caller, give(caller, 1, used=False, settings={"lr": 0.5}))
-    digest = one.call("rows.digest", body={"table": 0, "step": 1}, seconds=SECONDS)
-    assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+        wait(give(caller, 1, used=False, settings={"lr": 0.5}))
+    digest = call(one, rows.DigestTable(Index(0), 1, ""), SECONDS)
+    assert (digest.count, digest.rows) == (0, 0)
     for caller in callers:
-        wait(caller, give(caller, 2, 7, used=caller is one))
-    assert torch.equal(wait(two, pull(two, 2, 7)).tensors[0], SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
+        wait(give(caller, 2, 7, used=caller is one))
+    assert torch.equal(wait(pull(two, 2, 7)).values, SPEC.initial(torch.tensor([7])) - 1.0)  # 2 x 0.5
 
 
-def decide(caller: RpcClient, step: int, *rows: int) -> None:
+def decide(caller: RpcClient, step: int, *numbers: int) -> None:
     """Give, where the step isn't made by that."""
-    entry = {"table": 0, "step": step, "used": True, "settings": {"lr": 1.0}}
-    tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
-    caller.call("rows.give", body={"decided": True, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+    call(caller, rows.PushRows(gradient(step, *numbers, settings={"lr": 1.0}), (), decided=True), SECONDS)
 
 
 def made(caller: RpcClient, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)) -> None:
-    entry = {"table": 0, "step": step, "floor": floor}
-    caller.call("rows.make", body={"tables": [entry], "workers": workers, "calls": calls}, seconds=SECONDS)
+    call(caller, rows.MakeRowSteps((rows.DecidedRowStep(Index(0), step, floor),), workers, calls), SECONDS)
 
 
 def back(caller: RpcClient, step: int, calls: int) -> None:
-    caller.call("rows.back", body={"tables": [(0, step)], "calls": calls}, seconds=SECONDS)
+    call(caller, rows.RollBackRows(((0, step),), calls), SECONDS)
 
 
-def values(caller: RpcClient, step: int, *rows: int) -> Any:
-    return wait(caller, pull(caller, step, *rows)).tensors[0] - SPEC.initial(torch.tensor(rows))
+def values(caller: RpcClient, step: int, *numbers: int) -> Any:
+    return wait(pull(caller, step, *numbers)).values - SPEC.initial(torch.tensor(numbers))
 
 
 class TestSurviving:
@@ -160,24 +163,24 @@ class TestSurviving:
         one, two = callers
         decide(one, 1, 5)
         made(one, 1, 3, workers=(0,))
-        stand = one.call("rows.stand", body={"table": 0}, seconds=SECONDS).body
-        assert (stand["step"], stand["count"], stand["settings"]) == (1, 1, {"lr": 1.0})
-        part = one.call("rows.part", body={"table": 0, "step": 1, "start": 0, "stop": 10}, seconds=SECONDS)
-        two.call("rows.become", body={"table": 0, **stand, "server": 0, "servers": 1}, seconds=SECONDS)
+        state = call(one, rows.DescribeTable(Index(0)), SECONDS)
+        assert (state.step, state.count, state.settings) == (1, 1, {"lr": 1.0})
+        part = call(one, rows.ReadRows(Index(0), 1, "", 0, 10), SECONDS)
+        call(two, rows.CopyTable(Index(0), 0, 1, state), SECONDS)
         assert values(two, 1, 5).sum() == 0
-        assert two.call("rows.stand", body={"table": 0}, seconds=SECONDS).body == stand
-        two.call("rows.put", body={"table": 0, "names": part.body["names"]}, tensors=part.tensors, seconds=SECONDS)
+        assert call(two, rows.DescribeTable(Index(0)), SECONDS) == state
+        call(two, rows.LoadRows(Index(0), part.names, part.tensors), SECONDS)
         assert values(one, 1, 5).tolist() == [[-1, -1]]
 
 
 class TestRefusals:
     def test_different_settings(self, callers: Callers) -> None:
         one, two = callers
-        wait(one, give(one, 1, 1, settings={"lr": 0.1}))
+        wait(give(one, 1, 1, settings={"lr": 0.1}))
         with pytest.raises(Mismatch, match="with different settings"):
-            wait(two, give(two, 1, 1, settings={"lr": 0.2}))
+            wait(give(two, 1, 1, settings={"lr": 0.2}))
         with pytest.raises(Mismatch, match="with different settings"):
-            wait(one, pull(one, 1, 1))
+            wait(pull(one, 1, 1))
 
     def test_different_tables(self, callers: Callers) -> None:
         with pytest.raises(Mismatch, match="different tables"):
@@ -185,23 +188,23 @@ class TestRefusals:
 
     def test_a_step_again(self, callers: Callers) -> None:
         one, two = callers
-        wait(one, give(one, 1, 1))
+        wait(give(one, 1, 1))
         with pytest.raises(Mismatch, match="given before"):
-            wait(one, give(one, 1, 1))
-        wait(two, give(two, 1, 1))
+            wait(give(one, 1, 1))
+        wait(give(two, 1, 1))
         with pytest.raises(Mismatch, match="given before"):
-            wait(two, give(two, 1, 1))
+            wait(give(two, 1, 1))
         with pytest.raises(Mismatch, match="1 have been taken"):
-            wait(two, pull(two, 0, 1))
+            wait(pull(two, 0, 1))
 
     def test_senseless_ones(self, callers: Callers) -> None:
         one, _ = callers
         with pytest.raises(Mismatch, match="there is no table 4"):
-            one.call("rows.pull", body={"table": 4, "step": 0}, tensors=[torch.tensor([1])], seconds=SECONDS)
+            call(one, rows.PullRows(Index(4), 0, "", torch.tensor([1])), SECONDS)
         with pytest.raises(Mismatch, match="don't lie here"):
-            wait(one, pull(one, 0, 100))
+            wait(pull(one, 0, 100))
         with pytest.raises(Mismatch, match="it lacks something"):
-            one.call("rows.pull", body={}, seconds=SECONDS)
+            one.call(rows.PullRows.kind, body={}, seconds=SECONDS)
         with pytest.raises(Mismatch, match="nobody has said yet"):
             one.call("close", body={}, seconds=SECONDS)
 
@@ -209,82 +212,77 @@ class TestRefusals:
 class TestOutOfLockstep:
     """By messages: what is held, who makes a step, and what waits for what."""
 
-    def hold(self, caller: RpcClient, after: int, *rows: int, used: bool = True) -> int:
-        entry = {"table": 0, "used": used, "settings": {"lr": 1.0}}
-        tensors = [torch.tensor(rows, dtype=torch.int64), torch.ones(len(rows), 2).double()]
-        return caller.send("rows.hold", body={"after": after, "tables": [entry]}, tensors=tensors, seconds=SECONDS)
+    def hold(self, caller: RpcClient, after: int, *numbers: int, used: bool = True) -> Sent:
+        return send(caller, rows.HoldRows(gradient(after + 1, *numbers, used=used, settings={"lr": 1.0}), after), SECONDS)
 
-    def close(self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> int:
-        body = {"tables": [0], "step": step, "workers": workers, "factor": factor, "part": part}
-        return caller.send("rows.close", body=body, seconds=SECONDS)
+    def close(self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0) -> Sent:
+        return send(caller, rows.CloseRowStep((Index(0),), step, workers, factor, part), SECONDS)
 
-    def now(self, caller: RpcClient, free: str, step: int, *rows: int) -> int:
-        return caller.send("rows.pull", body={"table": 0, "step": step, "free": free}, tensors=[torch.tensor(rows)], seconds=SECONDS)
+    def now(self, caller: RpcClient, free: str, step: int, *numbers: int) -> Sent:
+        return send(caller, rows.PullRows(Index(0), step, free, torch.tensor(numbers)), SECONDS)
 
     def moved(self, caller: RpcClient, free: str, step: int, row: int) -> float:
-        return round(float((wait(caller, self.now(caller, free, step, row)).tensors[0] - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
+        return round(float((wait(self.now(caller, free, step, row)).values - SPEC.initial(torch.tensor([row])))[0, 0]), 9)
 
     def test_a_step_is_made_once_by_those_who_are_named(self, callers: Callers) -> None:
         one, two = callers
-        wait(one, self.hold(one, 0, 1))
-        wait(two, self.hold(two, 0, 1))
+        wait(self.hold(one, 0, 1))
+        wait(self.hold(two, 0, 1))
         asked = self.now(two, "together", 1, 1)
         with pytest.raises(TimeoutError):
-            wait(two, asked, 0.3)
+            wait(asked, 0.3)
         for caller in callers:
-            wait(caller, self.close(caller, 1, 0, factor=0.5, part=0.5))
-        assert torch.equal(wait(two, asked).tensors[0], SPEC.initial(torch.tensor([1])) - 0.25)
+            wait(self.close(caller, 1, 0, factor=0.5, part=0.5))
+        assert torch.equal(wait(asked).values, SPEC.initial(torch.tensor([1])) - 0.25)
         assert self.moved(two, "together", 0, 1) == -0.25, "later steps may be in what is read"
 
     def test_what_was_late_is_in_the_next_step_or_replaced(self, callers: Callers) -> None:
         one, two = callers
         for step in (1, 2):
-            wait(one, self.hold(one, step - 1, 1))
-            wait(two, self.hold(two, 0, 1, 2))
-            wait(one, self.close(one, step, 0))
+            wait(self.hold(one, step - 1, 1))
+            wait(self.hold(two, 0, 1, 2))
+            wait(self.close(one, step, 0))
         assert self.moved(two, "together", 2, 2) == 0.0
         again = self.hold(two, 3, 3)
         with pytest.raises(TimeoutError):
-            wait(two, again, 0.3)  # what it held before may be in step 3
-        wait(one, self.close(one, 3, 1))
-        wait(two, again)
-        wait(two, self.close(two, 4, 1))
+            wait(again, 0.3)  # what it held before may be in step 3
+        wait(self.close(one, 3, 1))
+        wait(again)
+        wait(self.close(two, 4, 1))
         assert [self.moved(two, "together", 4, row) for row in (1, 2, 3)] == [-3.0, -1.0, -1.0]
 
     def test_a_step_waits_for_the_one_before(self, callers: Callers) -> None:
         one, two = callers
-        wait(one, self.hold(one, 0, 1))
-        wait(two, self.hold(two, 0, 2))
+        wait(self.hold(one, 0, 1))
+        wait(self.hold(two, 0, 2))
         early = self.close(two, 2, 1)
         with pytest.raises(TimeoutError):
-            wait(two, early, 0.3)
-        wait(one, self.close(one, 1, 0))
-        wait(two, early)
+            wait(early, 0.3)
+        wait(self.close(one, 1, 0))
+        wait(early)
         assert [self.moved(one, "together", 2, row) for row in (1, 2)] == [-1.0, -1.0]
 
     def test_alone(self, callers: Callers) -> None:
         """Each waits for its own steps, and for nobody's else."""
         one, two = callers
-        entry = {"table": 0, "used": True, "settings": {"lr": 1.0}}
-        body, tensors = {"tables": [entry], "part": 0.5, "factor": 2.0}, [torch.tensor([4]), torch.ones(1, 2).double()]
         ahead = self.now(one, "alone", 1, 4)
         with pytest.raises(TimeoutError):
-            wait(one, ahead, 0.3)
+            wait(ahead, 0.3)
         assert self.moved(two, "alone", 0, 4) == 0.0
-        one.call("rows.apply", body=body, tensors=tensors, seconds=SECONDS)
-        assert torch.equal(wait(one, ahead).tensors[0], SPEC.initial(torch.tensor([4])) - 1.0)
+        call(one, rows.ApplyRows(gradient(1, 4, settings={"lr": 1.0}), factor=2.0, part=0.5), SECONDS)
+        assert torch.equal(wait(ahead).values, SPEC.initial(torch.tensor([4])) - 1.0)
         assert self.moved(two, "alone", 0, 4) == -1.0
 
     def test_a_step_without_any_gradient_counts_for_nobody(self, callers: Callers) -> None:
         one, _ = callers
-        wait(one, self.hold(one, 0, used=False))
-        wait(one, self.close(one, 1, 0))
-        digest = one.call("rows.digest", body={"table": 0, "step": 1, "free": "together"}, seconds=SECONDS)
-        assert (digest.body["count"], digest.body["rows"]) == (0, 0)
+        wait(self.hold(one, 0, used=False))
+        wait(self.close(one, 1, 0))
+        digest = call(one, rows.DigestTable(Index(0), 1, "together"), SECONDS)
+        assert (digest.count, digest.rows) == (0, 0)
 
     def test_whoever_has_come_with_nothing_is_named(self, callers: Callers) -> None:
         one, _ = callers
-        wait(one, self.hold(one, 0, 1))
+        wait(self.hold(one, 0, 1))
         with pytest.raises(Mismatch, match=r"workers \[1\] have come with nothing for step 1 of table 0"):
-            wait(one, self.close(one, 1, 0, 1))
+            wait(self.close(one, 1, 0, 1))
         assert self.moved(one, "together", 0, 1) == 0.0

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
-from paceline.server.main import write
+from paceline.server.protocol.plans import write
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver import transfer

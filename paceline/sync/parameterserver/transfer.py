@@ -7,8 +7,8 @@ from typing import Any
 
 from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
-from paceline.server.main import write
 from paceline.server.partition import RowRange
+from paceline.server.protocol.plans import write
 from paceline.state.snapshot import loads, pack
 from paceline.sync.base import check_strategy
 from paceline.sync.parameterserver.link import ServerLink

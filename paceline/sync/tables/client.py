@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import LOSSES, DeadlineExceeded, UsageError
 from paceline.server import row_optimizers
+from paceline.server.protocol import rows
+from paceline.server.protocol.message import Acknowledged, Index, R, Request, SentRequest, call, send
 from paceline.server.table import TableSpec
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.connections import ReplicaConnections, ServerTraffic
@@ -29,19 +30,12 @@ from paceline.sync.parameterserver.replication import gone
 PART_BYTES = 32 << 20  # of the values that travel in one message when tables are saved
 
 
-class SentMessage(NamedTuple):
-    """A message under way."""
-
-    caller: RpcClient
-    number: int
-
-
 class PendingRows(NamedTuple):
     """Rows that are on their way."""
 
     step: int
     ids: Tensor
-    parts: list[tuple[int, Tensor, SentMessage]]  # shard, which of the ids, and the message
+    parts: list[tuple[int, Tensor, SentRequest[rows.Rows]]]  # shard, which of the ids, and the request
 
 
 class TableGradient(NamedTuple):
@@ -77,7 +71,7 @@ class TableServers:
         if not self.waiting:
             self.wires.open(self.endpoints, self.me)
         self.free = ""  # out of lockstep: each worker steps tables "alone", or "together" with those that make a step (`freerows`)
-        self._given: list[SentMessage] = []  # messages that were not acknowledged yet
+        self._given: list[SentRequest[Acknowledged]] = []  # requests that were not acknowledged yet
         self.tables: list[TableClient] = []
 
     @property
@@ -92,28 +86,27 @@ class TableServers:
 
     def open(self, name: str, spec: TableSpec, settings: dict[str, Any]) -> TableClient:
         """Open another table. All workers call it."""
-        number = len(self.tables)
+        number = Index(len(self.tables))
         for shard in range(self.shards):
-            body = {"table": number, "spec": spec.plain(), "settings": settings, "server": shard, "servers": self.shards}
-            self.tell(shard, "rows.table", body)
+            self.tell(shard, rows.OpenTable(number, spec.plain(), settings, shard, self.shards))
         self.tables.append(TableClient(self, name, number, spec, settings))
         return self.tables[-1]
 
-    def send(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> SentMessage:
+    def send(self, shard: int, request: Request[R]) -> SentRequest[R]:
         """Send a message to the copy of a shard that answers. Raises `StateLost` where none is left."""
         for caller in self.wires.of[shard]:
             try:
-                return SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.context.deadline))
+                return send(caller, request, self.context.deadline)
             except LOSSES:
                 if self.endpoints.pool is None or self.wires.left:
                     raise
         raise gone([caller.who for caller in self.wires.of[shard]])
 
-    def wait(self, sent: SentMessage) -> RpcMessage:
+    def wait(self, sent: SentRequest[R]) -> R:
         """Return the answer to this message."""
-        return sent.caller.wait(sent.number, self.context.deadline)
+        return sent.wait(self.context.deadline)
 
-    def answer(self, sent: SentMessage, again: Callable[[], SentMessage]) -> RpcMessage:
+    def answer(self, sent: SentRequest[R], again: Callable[[], SentRequest[R]]) -> R:
         """Return the answer to this question. If the server is lost, `again` asks another."""
         while True:
             try:
@@ -123,13 +116,14 @@ class TableServers:
                     raise
             sent = again()
 
-    def call(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> RpcMessage:
+    def call(self, shard: int, request: Request[R]) -> R:
         """Ask a shard, and return the answer of the first copy that is alive."""
-        return self.answer(self.send(shard, kind, body, tensors), lambda: self.send(shard, kind, body, tensors))
+        return self.answer(self.send(shard, request), lambda: self.send(shard, request))
 
-    def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+    def tell(self, shard: int, request: Request[Acknowledged]) -> None:
         """Send to all copies of a shard."""
-        self.wires.tell(shard, kind, body, tensors, self.context.deadline)
+        for caller in self.wires.of[shard]:
+            call(caller, request, self.context.deadline)
 
     def split(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each shard that has some of these rows, and which of them."""
@@ -143,23 +137,28 @@ class TableServers:
     def give(self, found: Sequence[Step]) -> None:
         """Send my part of the next step of these tables, without waiting. The step is made once all workers have sent theirs."""
         self.settle()
-        self._given = self.spread("rows.give", found, {"workers": list(range(self.context.group.size))})
+        workers = tuple(range(self.context.group.size))
+        self._given = self.spread(found, lambda gradients: rows.PushRows(gradients, workers, decided=False))
         for lookup, _, _ in found:
             lookup.advance()
 
-    def spread(self, kind: str, found: Sequence[Step], body: dict[str, Any]) -> list[SentMessage]:
+    def spread(
+        self, found: Sequence[Step], request: Callable[[tuple[rows.RowGradient, ...]], Request[Acknowledged]]
+    ) -> list[SentRequest[Acknowledged]]:
         """Send a message to all servers, with my part of the next step of these tables."""
         parts = [dict(self.split(gradient.ids)) for _, gradient, _ in found]
         nothing = torch.empty(0, dtype=torch.int64)
-        body = {**body, "tables": [lookup.entry(gradient, settings) for lookup, gradient, settings in found]}
+        entries = [(lookup, gradient, lookup.told(settings)) for lookup, gradient, settings in found]
         sent = []
         for shard in range(self.shards):
-            tensors = []
-            for (_, gradient, _), part in zip(found, parts, strict=True):
+            gradients = []
+            for (lookup, gradient, settings), part in zip(entries, parts, strict=True):
                 where = part.get(shard, nothing)
-                tensors += [gradient.ids[where], gradient.values[where]]
-            for caller in self.wires.of[shard]:
-                sent.append(SentMessage(caller, caller.send(kind, body=body, tensors=tensors, seconds=self.context.deadline)))
+                gradients.append(
+                    rows.RowGradient(lookup.number, lookup.steps + 1, gradient.used, settings, gradient.ids[where], gradient.values[where])
+                )
+            mine = request(tuple(gradients))
+            sent += [send(caller, mine, self.context.deadline) for caller in self.wires.of[shard]]
         return sent
 
     def settle(self) -> None:
@@ -180,7 +179,7 @@ class TableServers:
 class TableClient:
     """One table. `waits` counts pulls that were not prefetched, `steps` the steps that this worker has given."""
 
-    def __init__(self, library: TableServers, name: str, number: int, spec: TableSpec, settings: dict[str, Any]) -> None:
+    def __init__(self, library: TableServers, name: str, number: Index, spec: TableSpec, settings: dict[str, Any]) -> None:
         self.name, self.number, self.spec, self.steps, self.waits = name, number, spec, 0, 0
         self.seconds = 0.0  # spent waiting for rows
         self._library, self._told = library, settings
@@ -227,22 +226,18 @@ class TableClient:
     def _ask(self, ids: Tensor, step: int) -> PendingRows:
         return PendingRows(step, ids, [(shard, where, self._send(shard, ids[where], step)) for shard, where in self._library.split(ids)])
 
-    def _send(self, shard: int, ids: Tensor, step: int) -> SentMessage:
-        return self._library.send(shard, "rows.pull", self._at(step), [ids])
-
-    def _at(self, step: int) -> dict[str, Any]:
-        """Return the body of a message that waits for this step."""
-        return {"table": self.number, "step": step, "free": self._library.free}
+    def _send(self, shard: int, ids: Tensor, step: int) -> SentRequest[rows.Rows]:
+        return self._library.send(shard, rows.PullRows(self.number, step, self._library.free, ids))
 
     def _take(self, asked: PendingRows) -> Tensor:
         answers = []
         for shard, where, sent in asked.parts:
 
-            def again(shard: int = shard, where: Tensor = where) -> SentMessage:
+            def again(shard: int = shard, where: Tensor = where) -> SentRequest[rows.Rows]:
                 return self._send(shard, asked.ids[where], asked.step)
 
             try:
-                answers.append((where, self._library.answer(sent, again).tensors[0]))
+                answers.append((where, self._library.answer(sent, again).values))
             except DeadlineExceeded as error:
                 lockstep = self._library.endpoints.pool is None and not self._library.free
                 raise self._named(error, shard) if lockstep else error from error
@@ -255,22 +250,21 @@ class TableClient:
 
     def _named(self, error: DeadlineExceeded, shard: int) -> DeadlineExceeded:
         """Return the error with the names of the workers that are waited for."""
-        given = self._library.call(shard, "rows.given", {"table": self.number}).body["workers"]
+        given = self._library.call(shard, rows.ListPushers(self.number)).workers
         missing = tuple(rank for rank in range(self._library.context.group.size) if rank not in given)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return DeadlineExceeded(f"{error}: the rows of {self.name} wait for step {self.steps} of {ranks}", missing)
 
     # ---- steps
 
-    def entry(self, gradient: TableGradient, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return what servers are told of the next step beside the gradient.
+    def told(self, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the settings of the next step as servers are told them: None where they have not changed.
 
-        Settings are sent when they have changed; always where losses are survived or workers out of lockstep, as servers may have discarded
-        them.
+        They are always told where losses are survived or workers out of lockstep, as servers may have discarded them.
         """
         changed = settings != self._told or self._library.endpoints.pool is not None or bool(self._library.free)
         self._told = settings
-        return {"table": self.number, "step": self.steps + 1, "used": gradient.used, "settings": settings if changed else None}
+        return settings if changed else None
 
     def advance(self, step: int | None = None) -> None:
         """Note that the next step has been given, or that `step` is the last one that I know of."""
@@ -299,21 +293,22 @@ class TableClient:
 
     def facts(self) -> dict[str, Any]:
         """Return a digest of the rows in use, how many there are, and how many steps were made, over all servers."""
-        found = [self._library.call(shard, "rows.digest", self._at(self.steps)).body for shard in range(self._library.shards)]
-        digest = sum(int(answer["digest"], 16) for answer in found) % (1 << 64)
-        return {"digest": f"{digest:016x}", "rows": sum(answer["rows"] for answer in found), "count": found[0]["count"]}
+        request, shards = rows.DigestTable(self.number, self.steps, self._library.free), range(self._library.shards)
+        found = [self._library.call(shard, request) for shard in shards]
+        digest = sum(int(answer.digest, 16) for answer in found) % (1 << 64)
+        return {"digest": f"{digest:016x}", "rows": sum(answer.rows for answer in found), "count": found[0].count}
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """Yield all rows in use, with their optimizer state, some at a time."""
         for shard in range(self._library.shards):
             for answer in self.pieces(shard):
-                yield dict(zip(answer.body["names"], answer.tensors, strict=True))
+                yield dict(zip(answer.names, answer.tensors, strict=True))
 
-    def pieces(self, shard: int) -> Iterator[RpcMessage]:
+    def pieces(self, shard: int) -> Iterator[rows.RowsPart]:
         """Yield the `parts` of one shard, as they are sent. Copies have their rows in the same order, so another can replace a lost one."""
         each = max(1, PART_BYTES // (self.spec.dim * self.spec.kind.itemsize))
         for start in itertools.count(0, each):
-            answer = self._library.call(shard, "rows.part", {**self._at(self.steps), "start": start, "stop": start + each})
+            answer = self._library.call(shard, rows.ReadRows(self.number, self.steps, self._library.free, start, start + each))
             if not len(answer.tensors[0]):
                 return
             yield answer
@@ -321,13 +316,13 @@ class TableClient:
     def clear(self, seed: int, count: int) -> None:
         """Drop all rows, and set the count of steps."""
         for shard in range(self._library.shards):
-            self._library.tell(shard, "rows.clear", {**self._at(self.steps), "seed": seed, "count": count})
+            self._library.tell(shard, rows.ClearTable(self.number, self.steps, self._library.free, seed, count))
 
     def put(self, part: dict[str, Tensor]) -> None:
         """Load what `parts` has yielded."""
         for shard, where in self._library.split(part["ids"]):
-            tensors = [values[where] for values in part.values()]
-            self._library.tell(shard, "rows.put", {"table": self.number, "names": list(part)}, tensors)
+            tensors = tuple(values[where] for values in part.values())
+            self._library.tell(shard, rows.LoadRows(self.number, tuple(part), tensors))
 
     def forget(self, seed: int) -> None:
         """Discard what was asked for ahead, as the table has been replaced. Its rows begin by this seed. On all workers."""

@@ -1,7 +1,7 @@
 """Sparse tables where workers are not in lockstep: their rows step with the optimizers on the servers of `ParameterServer`.
 
-    Asynchronous      rows.apply                          each gradient is a step of its own, as it is for everything else
-    StaleSynchronous, rows.hold | decided | rows.close    gradients of rows lie on all servers before it is decided which workers make
+    Asynchronous      ApplyRows                           each gradient is a step of its own, as it is for everything else
+    StaleSynchronous, HoldRows | decided | CloseRowStep   gradients of rows lie on all servers before it is decided which workers make
     BackupWorkers                                         a step, and the same workers step rows and everything else
 
 A pull is answered once the last step that its worker knows of has been made (its own, if asynchronous). There may be later ones in it.
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
+from paceline.server.protocol import rows
+from paceline.server.protocol.message import send
 from paceline.sync.tables.client import TableClient, TableGradient, TableServers
 
 if TYPE_CHECKING:
@@ -89,7 +91,8 @@ class UnlockedRows:
         if not tables or library is None or number in self._held:
             return
         self._found[number] = self._found.get(number) or [table.gradient() for table in tables]
-        for sent in library.spread("rows.hold", self._steps(number, tables), {"after": tables[0].lookup.steps}):
+        after = tables[0].lookup.steps
+        for sent in library.spread(self._steps(number, tables), lambda gradients: rows.HoldRows(gradients, after)):
             library.wait(sent)
         self._held.add(number)
 
@@ -104,23 +107,23 @@ class UnlockedRows:
         tables, library, part = self._tables(number), self._library, self._link.context.step_state.share_of_step
         if not tables or library is None:
             return []
-        body = {"part": part, "factor": 1.0 / part if part else 0.0}
-        sent = library.spread("rows.apply", self._steps(number, tables), body)
+        factor = 1.0 / part if part else 0.0
+        sent = library.spread(self._steps(number, tables), lambda gradients: rows.ApplyRows(gradients, factor, part))
         del self._found[number]
         for table in tables:
             table.lookup.advance()
-        return [*sent]
+        return [(one.caller, one.number) for one in sent]
 
     def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[RpcClient, int]]:
         """Let the `found` workers make this step, with the mean of their gradients, by `part` of the learning rate."""
         tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
             return []
-        body = {"tables": [table.lookup.number for table in tables], "step": step, "workers": found["workers"]}
-        body |= {"factor": 1.0 / found["parts"], "part": part}
-        sent = [(caller, caller.send("rows.close", step=step, body=body, seconds=seconds)) for caller in library.wires.callers]
+        numbers = tuple(table.lookup.number for table in tables)
+        request = rows.CloseRowStep(numbers, step, tuple(found["workers"]), 1.0 / found["parts"], part)
+        sent = [send(caller, request, seconds) for caller in library.wires.callers]
         self.go(number, step)
-        return sent
+        return [(one.caller, one.number) for one in sent]
 
     def go(self, number: int, step: int) -> None:
         """Go on from this step of an optimizer. What I had given is in it, or in a later one, or discarded."""

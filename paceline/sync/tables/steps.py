@@ -18,11 +18,13 @@ from paceline.comm.agreement import CallDiscarded
 from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES
 from paceline.server.endpoints import ServerPool
+from paceline.server.protocol import rows
+from paceline.server.protocol.message import Acknowledged, Request, SentRequest, call, send
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.connections import ServerTraffic
 from paceline.sync.parameterserver.renewal import renew
 from paceline.sync.parameterserver.replication import ServerReplication
-from paceline.sync.tables.client import SentMessage, Step, TableClient, TableServers
+from paceline.sync.tables.client import Step, TableClient, TableServers
 
 
 class RowSteps:
@@ -45,7 +47,7 @@ class RowSteps:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
-            for sent in library.spread("rows.give", found, {"decided": True}):
+            for sent in library.spread(found, lambda gradients: rows.PushRows(gradients, (), decided=True)):
                 library.wait(sent)
             return list(agreement.origins)
 
@@ -55,29 +57,27 @@ class RowSteps:
         """Make the step that was settled."""
         if not self.within:
             self._floors.clear()
-        entries = []
+        steps = []
         for lookup in tables:
             floor = self._floors.setdefault(lookup.number, lookup.steps)
-            entries.append({"table": lookup.number, "step": lookup.steps + 1, "floor": floor})
-        self._everywhere("rows.make", {"tables": entries, "workers": self._workers})
+            steps.append(rows.DecidedRowStep(lookup.number, lookup.steps + 1, floor))
+        self._everywhere(rows.MakeRowSteps(tuple(steps), tuple(self._workers), self._library.context.agreement.calls))
         for lookup in tables:
             lookup.advance()
 
-    def _everywhere(self, kind: str, body: dict[str, Any]) -> None:
+    def _everywhere(self, request: Request[Acknowledged]) -> None:
         """Send to all servers. A lost one shows in the next collective call, or when no other copy can answer."""
-        library, sent = self._library, list[SentMessage]()
-        agreement, seconds = library.context.agreement, library.context.deadline
-        body = {**body, "calls": agreement.calls}
+        library, sent = self._library, list[SentRequest[Acknowledged]]()
 
         def act() -> None:
             for caller in library.wires.callers:
                 with contextlib.suppress(*LOSSES):
-                    sent.append(SentMessage(caller, caller.send(kind, body=body, seconds=seconds)))
+                    sent.append(send(caller, request, library.context.deadline))
             for each in sent:
                 with contextlib.suppress(*LOSSES):
                     library.wait(each)
 
-        agreement.wait(act, "optimizer.step")
+        library.context.agreement.wait(act, "optimizer.step")
 
     def begin(self) -> None:
         """Begin a turn."""
@@ -94,7 +94,7 @@ class RowSteps:
         """Undo the turn on the servers, as it is dealt again."""
         library, floors = self._library, self._floors
         if floors:
-            self._everywhere("rows.back", {"tables": list(floors.items())})
+            self._everywhere(rows.RollBackRows(tuple(floors.items()), library.context.agreement.calls))
         for lookup in library.tables:
             lookup.steps = floors.get(lookup.number, lookup.steps)
             lookup.void()
@@ -134,10 +134,9 @@ class RowSteps:
     def _fill(self, shard: int, caller: RpcClient) -> Iterator[None]:
         library, seconds = self._library, self._library.context.deadline
         for lookup in library.tables:
-            stand = {"table": lookup.number, **library.call(shard, "rows.stand", {"table": lookup.number}).body}
-            caller.call("rows.become", body={**stand, "server": shard, "servers": library.shards}, seconds=seconds)
+            state = library.call(shard, rows.DescribeTable(lookup.number))
+            call(caller, rows.CopyTable(lookup.number, shard, library.shards, state), seconds)
             yield
             for piece in lookup.pieces(shard):
-                body = {"table": lookup.number, "names": piece.body["names"]}
-                caller.call("rows.put", body=body, tensors=piece.tensors, seconds=seconds)
+                call(caller, rows.LoadRows(lookup.number, piece.names, piece.tensors), seconds)
                 yield
