@@ -63,8 +63,8 @@ class ClickLog:
             for table in range(self.tables)
         ]
         pairs = [(one[:, 1:] * other[:, 1:]).sum(1) for one, other in combinations(hidden, 2)]
-        found = -0.5 + numbers[:, 0] - 0.5 * numbers[:, 1] + sum(each[:, 0] for each in hidden)
-        return found + (torch.stack(pairs).mean(0) if pairs else 0)
+        logit = -0.5 + numbers[:, 0] - 0.5 * numbers[:, 1] + sum(each[:, 0] for each in hidden)
+        return logit + (torch.stack(pairs).mean(0) if pairs else 0)
 
 
 class Clicks(Dataset[Any]):

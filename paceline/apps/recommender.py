@@ -42,7 +42,7 @@ class Recommender(nn.Module):
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
         """Compute the logits of samples, with the arguments of `Batch`."""
-        parts = [self.bottom(numbers)] + [table(ids[:, number]) for number, table in enumerate(self.tables)]
+        parts = [self.bottom(numbers)] + [table(ids[:, column]) for column, table in enumerate(self.tables)]
         whole = torch.stack(parts, dim=1)
         one, other = self._pairs
         products = (whole @ whole.transpose(1, 2))[:, one, other]
@@ -51,10 +51,10 @@ class Recommender(nn.Module):
 
     def prefetch(self, batch: Batch | None) -> None:
         """Announce the ids of the next batch."""
-        for number, table in enumerate(self.tables if batch is not None else ()):
+        for column, table in enumerate(self.tables if batch is not None else ()):
             if isinstance(table, pl.SparseEmbedding):
                 assert batch is not None
-                table.prefetch(batch.ids[:, number])
+                table.prefetch(batch.ids[:, column])
 
 
 def build(log: ClickLog, dim: int, *, served: bool, servers: int | None, replicas: int | None = None) -> Recommender:
@@ -87,8 +87,8 @@ def loss_of(logits: Tensor, clicked: Tensor) -> Tensor:
 @torch.no_grad()
 def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[Batch]) -> float:
     """Compute the AUC over all of `loader`, whichever worker saw which samples."""
-    found = [(run.gather(model(numbers, ids)), run.gather(clicked)) for numbers, ids, clicked in loader]
-    return auc(torch.cat([scores for scores, _ in found]), torch.cat([clicked for _, clicked in found]))
+    scored = [(run.gather(model(numbers, ids)), run.gather(clicked)) for numbers, ids, clicked in loader]
+    return auc(torch.cat([scores for scores, _ in scored]), torch.cat([clicked for _, clicked in scored]))
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ VALIDATION = 10  # one file in so many
 def sources(folder: Path | None = None) -> list[Path]:
     """List the .py files under `folder` (default: Python's standard library without its tests), in an order that is the same everywhere."""
     root = folder or Path(sysconfig.get_path("stdlib"))
-    found = [path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
-    if not found:
+    files = [path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
+    if not files:
         raise DataError(f"no .py files under {root}: give a folder that has some (--text FOLDER)")
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def split(files: list[Path]) -> tuple[list[Path], list[Path]]:

@@ -18,8 +18,8 @@ def sizes(text: str) -> list[int]:
 
 def size(text: str) -> int:
     """Parse a size, `4KB`, `33MB` or `100B`, as bytes, a multiple of 4 (float32)."""
-    found = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
-    nbytes = int(found[1]) * UNITS[found[2]] // 4 * 4 if found else 0
+    match = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
+    nbytes = int(match[1]) * UNITS[match[2]] // 4 * 4 if match else 0
     if not nbytes:
         raise UsageError(f"--sizes {text}: a size is a whole number with B, KB or MB behind it, and 4 bytes at least, such as 256KB")
     return nbytes

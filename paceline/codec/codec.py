@@ -216,17 +216,17 @@ class error_feedback:
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         left = torch.add(x, state["residual"], alpha=wire.scale)
-        found = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
-        if not finite(found.total):
-            return Sum(found.total, lambda y: _take(y, x), state)
-        found.settle(left)  # now what is left of it
+        inner = yield from lift(self.codec).sum(left, shapes, state["inner"], wire)
+        if not finite(inner.total):
+            return Sum(inner.total, lambda y: _take(y, x), state)
+        inner.settle(left)  # now what is left of it
         if wire.scale != 1.0:
             left /= wire.scale
 
         def settle(y: Tensor) -> None:
             y.sub_(x)  # lost nothing: it is in the total, or kept here
 
-        return Sum(found.total, settle, {"residual": left, "inner": found.state})
+        return Sum(inner.total, settle, {"residual": left, "inner": inner.state})
 
 
 @runtime_checkable
@@ -318,8 +318,8 @@ class after:
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         part, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
-        found = yield from lift(codec).sum(x, shapes, state[part], wire)
-        return found._replace(state=state | {part: found.state})
+        inner = yield from lift(codec).sum(x, shapes, state[part], wire)
+        return inner._replace(state=state | {part: inner.state})
 
 
 def finite(x: Tensor) -> bool:

@@ -75,12 +75,12 @@ def room(coding: Coding, numel: int, device: torch.device | str = "cpu") -> tupl
 
 def parts(coding: Coding, numel: int, whole: Tensor) -> list[Tensor]:
     """Return the parts of a message whose bytes are `whole`."""
-    found, start = [], 0
+    views, start = [], 0
     for part in coding.layout(numel):
         start = _aligned(start, part)
-        found.append(whole[start : start + part.nbytes].view(part.dtype))
+        views.append(whole[start : start + part.nbytes].view(part.dtype))
         start += part.nbytes
-    return found
+    return views
 
 
 def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
@@ -131,10 +131,10 @@ class compose:
             raise UsageError(f"{self.outer!r} leaves no values that {self.inner!r} could make smaller; put it last")
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
-        found: list[WirePart] = []
+        wire_parts: list[WirePart] = []
         for part in self.outer.layout(numel):
-            found += self.inner.layout(part.numel) if part.values else [part]
-        return tuple(found)
+            wire_parts += self.inner.layout(part.numel) if part.values else [part]
+        return tuple(wire_parts)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         given, between = self._between(x.numel(), message)

@@ -97,35 +97,35 @@ class powersgd:
 
     def _cuts(self, shapes: Sequence[Size]) -> list[_Matrices]:
         ends = list(accumulate(map(math.prod, shapes), initial=0))
-        found = []
+        cuts = []
         for start, stop, shape in zip(ends, ends[1:], shapes, strict=False):
             rows = shape[0] if len(shape) > 1 else 0
             columns = (stop - start) // rows if rows else 0
             thin = rows * columns > self.rank * (rows + columns)
-            found.append(_Matrices(start, stop, (rows, columns) if thin else None))
-        return found
+            cuts.append(_Matrices(start, stop, (rows, columns) if thin else None))
+        return cuts
 
     def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
         """Return the shapes of the tensors that travel: P with the tensors that are no matrices (side 0), or Q (side 1)."""
-        found = []
+        sizes = []
         for cut in cuts:
             if cut.matrix:
-                found.append(Size((cut.matrix[side], self.rank)))
+                sizes.append(Size((cut.matrix[side], self.rank)))
             elif side == 0:
-                found.append(Size((cut.stop - cut.start,)))
-        return found
+                sizes.append(Size((cut.stop - cut.start,)))
+        return sizes
 
     def _views(self, cuts: Sequence[_Matrices], flat: Tensor, side: int) -> dict[_Matrices, Tensor]:
         """Return the thin matrices in `flat`."""
-        found, at = {}, 0
+        views, at = {}, 0
         for cut in cuts:
             if cut.matrix:
                 rows = cut.matrix[side]
-                found[cut] = flat[at : at + rows * self.rank].view(rows, self.rank)
+                views[cut] = flat[at : at + rows * self.rank].view(rows, self.rank)
                 at += rows * self.rank
             elif side == 0:
                 at += cut.stop - cut.start
-        return found
+        return views
 
     def _lay(
         self, cuts: Sequence[_Matrices], out: Tensor, basis: dict[_Matrices, Tensor], q: Tensor, p: Tensor, *, minus: bool = False

@@ -73,11 +73,11 @@ class topk(_Picked):
         values, indices = message
         if not x.numel():
             return
-        found = self._largest(x, values.numel())
-        torch.index_select(x, 0, found, out=values[: found.numel()])
-        indices[: found.numel()].copy_(found)
-        values[found.numel() :].zero_()  # fewer than hoped for: the rest adds zeros somewhere
-        indices[found.numel() :].zero_()
+        chosen = self._largest(x, values.numel())
+        torch.index_select(x, 0, chosen, out=values[: chosen.numel()])
+        indices[: chosen.numel()].copy_(chosen)
+        values[chosen.numel() :].zero_()  # fewer than hoped for: the rest adds zeros somewhere
+        indices[chosen.numel() :].zero_()
 
     def _largest(self, x: Tensor, count: int) -> Tensor:
         stride = max(1, x.numel() // SAMPLE)
@@ -87,10 +87,10 @@ class topk(_Picked):
             return torch.topk(x.abs(), count, sorted=False).indices
         least = torch.topk(sample, rank, sorted=False).values.min()
         few = [torch.nonzero((x[start:stop].abs() < least).logical_not_()).view(-1).add_(start) for start, stop in spans(x)]
-        found = torch.cat(few)  # what is not a number is not less
-        if found.numel() > count:
-            found = found[torch.topk(x[found].abs(), count, sorted=False).indices]
-        return found
+        chosen = torch.cat(few)  # what is not a number is not less
+        if chosen.numel() > count:
+            chosen = chosen[torch.topk(x[chosen].abs(), count, sorted=False).indices]
+        return chosen
 
     def _where(self, message: Message, numel: int) -> Tensor:
         return message[1]

@@ -52,21 +52,21 @@ class ConnectionGuard:
             poller.register(each, zmq.POLLIN)
         try:
             while True:
-                for found, _ in poller.poll():
-                    if found is self._socket:
+                for ready, _ in poller.poll():
+                    if ready is self._socket:
                         self._answer()
                     else:
-                        self._count(found)
+                        self._count(ready)
         except zmq.ContextTerminated:
             self._close()
 
     def _answer(self) -> None:
-        version, number, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+        version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
         right = mechanism == b"CURVE" and credentials == [self._allowed]
         if not right:
             self._refused(f"{address.decode(errors='replace')} has not the key of this job's workers")
         status, text = (b"200", b"OK") if right else (b"400", b"no key of this job")
-        self._socket.send_multipart([version, number, status, text, b"worker" if right else b"", b""])
+        self._socket.send_multipart([version, request, status, text, b"worker" if right else b"", b""])
 
     def _count(self, monitor: zmq.Socket[Any]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
@@ -79,7 +79,7 @@ class ConnectionGuard:
         except OSError:  # the connection is gone already
             return
         if len(self._open) > MOST:
-            self._open = {one: number for one, number in self._open.items() if _unproved(one, number)}
+            self._open = {one: inode for one, inode in self._open.items() if _unproved(one, inode)}
         for oldest in [*self._open][: max(0, len(self._open) - MOST)]:
             _hang_up(oldest, self._open.pop(oldest))
 
@@ -98,30 +98,30 @@ class ConnectionGuard:
             each.close(0)
 
 
-def _unproved(descriptor: int, number: int) -> bool:
+def _unproved(descriptor: int, inode: int) -> bool:
     """Whether the descriptor is still that connection, and the connection has not been let in."""
-    found = _borrow(descriptor, number)
-    if found is None:
+    connection = _borrow(descriptor, inode)
+    if connection is None:
         return False
-    with found:
-        told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED]
-    return int.from_bytes(told, sys.byteorder) < _READY
+    with connection:
+        taken = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.stop)[_ACKNOWLEDGED]
+    return int.from_bytes(taken, sys.byteorder) < _READY
 
 
-def _hang_up(descriptor: int, number: int) -> None:
-    found = _borrow(descriptor, number)
-    if found is not None:
-        with found, contextlib.suppress(OSError):  # the other side has hung up
-            found.shutdown(socket.SHUT_RDWR)
+def _hang_up(descriptor: int, inode: int) -> None:
+    connection = _borrow(descriptor, inode)
+    if connection is not None:
+        with connection, contextlib.suppress(OSError):  # the other side has hung up
+            connection.shutdown(socket.SHUT_RDWR)
 
 
-def _borrow(descriptor: int, number: int) -> socket.socket | None:
+def _borrow(descriptor: int, inode: int) -> socket.socket | None:
     """Borrow a connection of ZeroMQ's, which stays open; None where it is closed, or its descriptor is another's by now."""
     try:
-        found = socket.socket(fileno=os.dup(descriptor))
+        connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:
         return None
-    if os.fstat(found.fileno()).st_ino == number:
-        return found
-    found.close()
+    if os.fstat(connection.fileno()).st_ino == inode:
+        return connection
+    connection.close()
     return None

@@ -82,10 +82,10 @@ class Agreement:
         self._name(what)
         if self.recovery is None:
             return self._make(act)
-        while (found := self._attempt(act)) is None:
+        while (result := self._attempt(act)) is None:
             continue
-        self._complete(found.value)
-        return found.value
+        self._complete(result.value)
+        return result.value
 
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
         """Make a call whose result is too large to hand over, or can't be made twice: when it returns, all have what `act` gave them.
@@ -137,8 +137,8 @@ class Agreement:
                 if self.recovery is None or self._inside:
                     raise
                 since, self.since = self.since, None
-                found = self.recovery(error)
-                assert found is None, "who is in no call of all can't have been cut off in one"
+                result = self.recovery(error)
+                assert result is None, "who is in no call of all can't have been cut off in one"
                 self.since = None if since is None else time.monotonic()
 
     def call_all(self, why: PacelineError) -> None:
@@ -167,11 +167,11 @@ class Agreement:
         """Make a call where a loss ends the run."""
         self._inside, self.since = True, time.monotonic()
         try:
-            found = act()
+            result = act()
         finally:
             self._inside, self.since = False, None
         self._complete(None)
-        return found
+        return result
 
     def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
         """Make the call once; give its result from here or elsewhere, None if a worker was lost and nobody has completed it."""
@@ -270,13 +270,13 @@ class Agreement:
 
     def _unequal(self, heads: list[Any]) -> str:
         """Say which workers have made fewer or more steps of their optimizers; empty if all known counts are the same."""
-        found: dict[int, dict[int, int]] = {}  # of each step the count of each rank
+        by_step: dict[int, dict[int, int]] = {}  # of each step the count of each rank
         for rank, head in enumerate(heads):
             at, *counts = head[4] or [0, None, None]
             for step, count in zip((at - 1, at), counts, strict=True):
                 if count is not None:
-                    found.setdefault(step, {})[rank] = count
-        for step, counts in sorted(found.items()):
+                    by_step.setdefault(step, {})[rank] = count
+        for step, counts in sorted(by_step.items()):
             if len(set(counts.values())) > 1:
                 sides = (f"{self._named(rank)} has made {count}" for rank, count in counts.items())
                 return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"

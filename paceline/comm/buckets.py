@@ -70,8 +70,8 @@ def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: 
     """
     runs: list[list[int]] = []
     open_runs: dict[Hashable, tuple[list[int], int]] = {}
-    for number in order:
-        shape = shapes[number]
+    for member in order:
+        shape = shapes[member]
         kind = (shape.dtype, shape.device, shape.kind)
         nbytes = shape.room * shape.dtype.itemsize
         run, filled = open_runs.get(kind, ([], 0))
@@ -79,7 +79,7 @@ def cut(shapes: Sequence[BucketShape], order: Iterable[int], limit: int, first: 
         if not run or filled + nbytes > bound:
             run, filled = [], 0
             runs.append(run)
-        run.append(number)
+        run.append(member)
         open_runs[kind] = (run, filled + nbytes)
     return runs
 
@@ -91,11 +91,11 @@ def build(
     buckets = []
     for run in runs:
         kind = shapes[run[0]]
-        flat = empty(max(sum(shapes[number].room for number in run), 1), kind.dtype, kind.device)
+        flat = empty(max(sum(shapes[member].room for member in run), 1), kind.dtype, kind.device)
         flat.zero_()
         views, at = [], 0
-        for number in run:
-            shape = shapes[number]
+        for member in run:
+            shape = shapes[member]
             views.append(torch.as_strided(flat, shape.size, shape.stride, flat.storage_offset() + at))
             at += shape.room
         buckets.append(Bucket(flat, tuple(run), tuple(views)))

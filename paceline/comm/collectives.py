@@ -161,8 +161,8 @@ def _run(group: Group, x: Tensor, what: tuple[Schedule, Op, int], out: Tensor | 
     buffers = _ScheduleBuffers(flat, held, edges(schedule.chunks, x.numel()), op, group.size)
     if group.size == 1:
         buffers.complete(0, len(schedule.chunks))
-    for number, (messages, completed) in enumerate(plan(schedule)):
-        yield from _round(group, buffers, messages, tag + number)
+    for step, (messages, completed) in enumerate(plan(schedule)):
+        yield from _round(group, buffers, messages, tag + step)
         for chunk in completed.get(group.rank, ()):
             buffers.complete(chunk, chunk + 1)
     if not out.is_contiguous():

@@ -51,13 +51,13 @@ def sides(texts: Sequence[str], names: Sequence[int] | None = None, lines: Seque
 
     `lines`: where in its script each rank is, as ` (train.py:12)`; those of one side stand together.
     """
-    found: dict[str, tuple[list[str], dict[str, None]]] = {}
+    by_text: dict[str, tuple[list[str], dict[str, None]]] = {}
     for rank, (text, line) in enumerate(zip(texts, lines or [""] * len(texts), strict=True)):
         if text:
-            ranks, places = found.setdefault(text, ([], {}))
+            ranks, places = by_text.setdefault(text, ([], {}))
             ranks.append(str(rank if names is None else names[rank]))
             places.update({line.strip(" ()"): None} if line else {})
-    return "; ".join(_side(ranks, text, list(places)) for text, (ranks, places) in found.items())
+    return "; ".join(_side(ranks, text, list(places)) for text, (ranks, places) in by_text.items())
 
 
 def _side(ranks: list[str], text: str, places: list[str]) -> str:

@@ -86,8 +86,8 @@ class RpcMessage:
 
         Raises `MalformedMessage` if the header would be too large: a client that asks for too much at a time gets that as its answer.
         """
-        told = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
-        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, told])
+        forms = [[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in self.tensors]
+        head = msgpack.packb([self.kind, self.number, self.sender, self.view, self.step, self.body, forms])
         if len(head) > HEAD_BYTES:
             raise MalformedMessage(f"a header of {len(head)} bytes (message {self.kind}) would be refused: send tensors, or less")
         return [head, *(part for x in self.tensors for part in wire_format.cut(raw(x).numpy().data, frame))]
@@ -95,12 +95,12 @@ class RpcMessage:
     @classmethod
     def load(cls, frames: Sequence[Any], route: bytes = b"", frame: int | None = None) -> RpcMessage:
         """Read frames (anything with the buffer protocol), which `dump` has made. Raises `MalformedMessage`."""
-        kind, numbers, body, told = _head(memoryview(frames[0]) if frames else memoryview(b""))
-        counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in told]
+        kind, numbers, body, forms = _head(memoryview(frames[0]) if frames else memoryview(b""))
+        counts = [1 if frame is None else max(1, -(-form.nbytes // frame)) for form in forms]
         if sum(counts) != len(frames) - 1:
-            raise MalformedMessage(f"its header tells of {len(told)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
+            raise MalformedMessage(f"its header tells of {len(forms)} tensors in {sum(counts)} frames, and {len(frames) - 1} came")
         parts = iter([memoryview(part) for part in frames[1:]])
-        tensors = tuple(wire_format.tensor(form, [*islice(parts, count)]) for form, count in zip(told, counts, strict=True))
+        tensors = tuple(wire_format.tensor(form, [*islice(parts, count)]) for form, count in zip(forms, counts, strict=True))
         number, sender, view, step = numbers
         return cls(kind, number, sender, view, step, body, tensors, route)
 
@@ -109,19 +109,19 @@ def _head(frame: memoryview) -> tuple[str, list[int], dict[str, Any], list[Tenso
     if not 0 < frame.nbytes <= HEAD_BYTES:
         raise MalformedMessage(f"its header has {frame.nbytes} bytes, and 1 to {HEAD_BYTES} are possible")
     try:
-        found = msgpack.unpackb(frame, strict_map_key=True)
+        header = msgpack.unpackb(frame, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedMessage(f"its header is no msgpack ({type(error).__name__})") from error
-    if not isinstance(found, list) or len(found) != 7:
+    if not isinstance(header, list) or len(header) != 7:
         raise MalformedMessage("its header is not of seven parts")
-    kind, *numbers, body, told = found
+    kind, *numbers, body, forms = header
     if not isinstance(kind, str) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
         raise MalformedMessage("its header begins with something else than a kind and four numbers")
     if not isinstance(body, dict) or not _shallow(body, DEPTH):
         raise MalformedMessage(f"the body of its header is no map, or nests more than {DEPTH} deep")
-    if not isinstance(told, list):
+    if not isinstance(forms, list):
         raise MalformedMessage("its header has no list of tensors")
-    return kind, numbers, body, [wire_format.read(form) for form in told]
+    return kind, numbers, body, [wire_format.read(form) for form in forms]
 
 
 def _shallow(value: Any, depth: int) -> bool:
@@ -207,21 +207,21 @@ class RpcServer:
         route, *frames = socket.recv_multipart(copy=False)
         way = bytes([self._sockets.index(socket)]) + route.bytes
         try:
-            found = RpcMessage.load(frames, way, self._frame(way))
-            if any(x.nbytes > self._largest for x in found.tensors):
+            message = RpcMessage.load(frames, way, self._frame(way))
+            if any(x.nbytes > self._largest for x in message.tensors):
                 raise MalformedMessage(f"a tensor in it has more than {self._largest} bytes")
         except MalformedMessage as error:
             self._refuse(f"a message was refused: {error}")
             return None
         self.nbytes += sum(len(frame) for frame in frames)
-        last = self._heard.pop((way, found.sender), 0)  # and put in again: the first is the one silent for the longest
-        self._heard[way, found.sender] = max(found.number, last)
+        last = self._heard.pop((way, message.sender), 0)  # and put in again: the first is the one silent for the longest
+        self._heard[way, message.sender] = max(message.number, last)
         if len(self._heard) > _SENDERS:
             del self._heard[next(iter(self._heard))]
-        if found.number <= last:
-            self._refuse(f"a message was refused: number {found.number} of {found.sender} has come before")
+        if message.number <= last:
+            self._refuse(f"a message was refused: number {message.number} of {message.sender} has come before")
             return None
-        return found
+        return message
 
     def _frame(self, way: bytes) -> int | None:
         """Return the number of bytes of a frame on this way; None: as large as tensors are."""
@@ -350,15 +350,15 @@ class RpcClient:
             while number not in self._found:
                 self._poll(zmq.POLLIN, end, f"has not answered message {number}", seconds)
                 try:
-                    found = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
+                    answer = RpcMessage.load(self._socket.recv_multipart(copy=False), b"", self._frame)
                 except MalformedMessage as error:
                     raise Mismatch(f"{self.who} answered with something else than a message: {error}") from error
-                if self._sent.pop(found.number, None) is not None:
-                    self._found[found.number] = found
-            found = self._found.pop(number)
-        if found.kind == REFUSED:
-            raise Mismatch(f"{self.who} refused it: {found.body.get('why')}")
-        return found
+                if self._sent.pop(answer.number, None) is not None:
+                    self._found[answer.number] = answer
+            answer = self._found.pop(number)
+        if answer.kind == REFUSED:
+            raise Mismatch(f"{self.who} refused it: {answer.body.get('why')}")
+        return answer
 
     def call(self, kind: str, *, seconds: float, **parts: Any) -> RpcMessage:
         """Send a message and wait for its answer."""

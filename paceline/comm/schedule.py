@@ -183,25 +183,25 @@ def check(schedule: Schedule) -> None:
     assert abs(sum(schedule.chunks) - 1) < 1e-9, f"chunks add up to {sum(schedule.chunks)}"
     everyone = set(range(size))
     state: list[list[History]] = [[(rank,) for _ in range(count)] for rank in range(size)]
-    for number, moves in enumerate(schedule.rounds):
+    for step, moves in enumerate(schedule.rounds):
         before = [list(row) for row in state]
-        assert len(set(moves)) == len(moves), f"round {number} makes a move twice"
+        assert len(set(moves)) == len(moves), f"round {step} makes a move twice"
         for (dst, chunk), group in groupby(sorted(moves, key=lambda m: (m.dst, m.chunk, m.src)), key=lambda m: (m.dst, m.chunk)):
             into = list(group)
-            assert all(m.src != dst for m in into), f"round {number}: rank {dst} sends to itself"
+            assert all(m.src != dst for m in into), f"round {step}: rank {dst} sends to itself"
             if not all(m.add for m in into):
-                assert len(into) == 1, f"round {number}: chunk {chunk} of rank {dst} is kept and changed at once"
-                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), f"round {number}: {into[0]} is kept before it is complete"
+                assert len(into) == 1, f"round {step}: chunk {chunk} of rank {dst} is kept and changed at once"
+                assert _ranks(before[into[0].src][chunk]) == sorted(everyone), f"round {step}: {into[0]} is kept before it is complete"
                 state[dst][chunk] = before[into[0].src][chunk]
                 continue
             terms = sorted([(m.src, before[m.src][chunk]) for m in into] + [(dst, before[dst][chunk])])
             state[dst][chunk] = tuple(term for _, term in terms)
-            found = _ranks(state[dst][chunk])
-            assert len(found) == len(set(found)), f"round {number}: rank {dst} counts {found} in chunk {chunk}"
+            contributors = _ranks(state[dst][chunk])
+            assert len(contributors) == len(set(contributors)), f"round {step}: rank {dst} counts {contributors} in chunk {chunk}"
     for rank in range(size):
         for chunk in range(count):
-            found = _ranks(state[rank][chunk])
-            assert found == sorted(everyone), f"rank {rank} ends with {found} in chunk {chunk}"
+            contributors = _ranks(state[rank][chunk])
+            assert contributors == sorted(everyone), f"rank {rank} ends with {contributors} in chunk {chunk}"
             assert state[rank][chunk] == state[0][chunk], f"rank {rank} adds chunk {chunk} up in another order than rank 0"
 
 
@@ -275,7 +275,7 @@ def _rounds(rounds: Iterable[list[Move]]) -> tuple[tuple[Move, ...], ...]:
 
 
 def _ranks(history: History) -> list[int]:
-    found: list[int] = []
+    ranks: list[int] = []
     for term in history:
-        found += [term] if isinstance(term, int) else _ranks(term)
-    return sorted(found)
+        ranks += [term] if isinstance(term, int) else _ranks(term)
+    return sorted(ranks)

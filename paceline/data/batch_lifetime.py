@@ -18,10 +18,10 @@ _ITEMS = (list, tuple)
 
 def lent(batch: Any) -> Lent:
     """Make references to the tensors and arrays of `batch`, which a caller's list holds: none to those that a data set has itself."""
-    found: Lent = []
+    references: Lent = []
     if sys.getrefcount(batch) <= _WHOLE:
-        _collect(batch, found, _FRESH)
-    return found
+        _collect(batch, references, _FRESH)
+    return references
 
 
 def alive(batch: Lent) -> bool:
@@ -49,18 +49,18 @@ def memory(values: Iterable[Any]) -> Iterator[int]:
             yield from memory(value)
 
 
-def _collect(value: Any, found: Lent, most: int) -> None:
+def _collect(value: Any, references: Lent, most: int) -> None:
     if isinstance(value, _ROWS):
         if sys.getrefcount(value) <= most:
-            found.append(weakref.ref(value))
+            references.append(weakref.ref(value))
     elif isinstance(value, _ITEMS):
         for part in value:
-            _collect(part, found, most)
+            _collect(part, references, most)
     elif isinstance(value, Mapping):
         for part in value.values():
-            _collect(part, found, most)
+            _collect(part, references, most)
     elif hasattr(value, "__dict__"):
-        _collect(vars(value), found, most)
+        _collect(vars(value), references, most)
 
 
 def _held_by_one_list() -> tuple[int, int]:

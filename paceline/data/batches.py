@@ -17,13 +17,13 @@ ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or data
 
 def rows(batch: Any, *, missing: int | None = None) -> int:
     """Return the size of dim 0 that all tensors of `batch` share; if there is none, `missing`. Raises `DataError` without that."""
-    found = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
-    if len(found) != 1:
+    sizes = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
+    if len(sizes) != 1:
         if missing is not None:
             return missing
-        said = "no tensor with rows" if not found else f"tensors of {sorted(found)} rows"
+        said = "no tensor with rows" if not sizes else f"tensors of {sorted(sizes)} rows"
         raise DataError(f"a batch has {said} in it, and can't be cut along dim 0: {ADVICE}, all with the same number of rows")
-    return int(found.pop())
+    return int(sizes.pop())
 
 
 def cut(batch: Any, start: int, stop: int, count: int) -> Any:

@@ -52,10 +52,10 @@ class QueueFeed(IndexFeed):
     def take(self) -> bool:
         """Take the next piece; False if there is none."""
         assert self.indices is not None
-        found = self._sample_queue.take(self.most)
-        if found is None:
+        piece = self._sample_queue.take(self.most)
+        if piece is None:
             return False
-        batch, start, stop = found
+        batch, start, stop = piece
         whole = self.indices.batch(batch)
         assert whole is not None, f"batch {batch} is not here"
         mine = whole[start:stop]
@@ -136,9 +136,9 @@ class DynamicPipeline(IndexedPipeline):
     def _first(self) -> MicroBatchPart | None:
         """Read the first part of the next piece; None where the epoch is over."""
         while True:
-            found = self._next()
-            if found is not None:
-                return found
+            part = self._next()
+            if part is not None:
+                return part
             if not self._feed.take() and (self._sample_queue.paused or not self._further()):
                 return None
             self._open(rng.twin(self.terms.loader.generator))
@@ -154,10 +154,10 @@ class DynamicPipeline(IndexedPipeline):
     def _rest(self, first: MicroBatchPart, count: int) -> Iterator[MicroBatchPart]:
         yield first
         for _ in range(count - 1):
-            found = self._next()
-            if found is None:
+            part = self._next()
+            if part is None:
                 raise DataError("the data set ended an epoch by itself: StopIteration came out of its __getitem__")
-            yield found
+            yield part
 
     def _further(self) -> bool:
         """Meet for the next part of the epoch, as all have taken what there was. False at its end."""

@@ -119,8 +119,8 @@ def deal(
     """
     _check(loader, loss, weigh, accumulate, train)
     dealt = policy(shares, agreement.group.size)
-    told: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
-    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **told)
+    options: dict[str, Any] = {"train": train, "pad": pad, "readers": readers, "shard": shard, "local": local, "say": say, "move": move}
+    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, accumulate=accumulate, asked=shares, **options)
     if sample_queue is not None and train is not False:
         check_terms(terms)
     if isinstance(loader.dataset, IterableDataset):
@@ -235,15 +235,15 @@ class ShareLoader:
 
     def _follow(self) -> bool:
         """Deal to the present workers; whether they have changed."""
-        found = False
+        changed = False
         while (now := self.hooks.generation(self)) != self._generation:
             if self._pipeline.apart:
                 self._generation, self.terms.shares = now, policy(self.terms.reshared(), self.terms.agreement.group.size)
                 continue
-            self._generation, found = now, True
+            self._generation, changed = now, True
             self._again = self._stale = False
             self.regroup(self.terms.agreement, self.terms.reshared())
-        return found
+        return changed
 
     def peek(self) -> Any:
         """Return, in the loop body, this worker's part of the next (micro-)batch as it was read, for early use; it stays the next."""

@@ -101,10 +101,10 @@ class ReadState:
         while self._read <= command.number:
             if not self._read_on(command.batch):
                 return NOTHING
-        found, mark, state = self._kept[command.number]
+        samples, mark, state = self._kept[command.number]
         if command.batch is None:
-            return ReadResult(1, [], self.collate(found), mark, state)
-        return ReadResult(len(found), self._cut(found, command), None, mark, state)
+            return ReadResult(1, [], self.collate(samples), mark, state)
+        return ReadResult(len(samples), self._cut(samples, command), None, mark, state)
 
     def _begin(self, start: ReadStart, batch: int | None) -> None:
         """Read from the start, or from where the state says; without one, what was consumed is read again and left out."""
@@ -132,19 +132,19 @@ class ReadState:
     def _read_on(self, batch: int | None) -> bool:
         """Read one more batch; False at the end."""
         assert self._samples is not None
-        found: Any
+        samples: Any
         if batch is None:
-            found = next(self._samples, self)
-            if found is self:
+            samples = next(self._samples, self)
+            if samples is self:
                 return False
-            first = found
+            first = samples
         else:
-            found = list(islice(self._samples, batch))
-            if not found or (self.drop_last and len(found) < batch):
+            samples = list(islice(self._samples, batch))
+            if not samples or (self.drop_last and len(samples) < batch):
                 return False
-            first = found[0]
-        self._mark = _marked(first, len(found) if batch is not None else 1, self._mark)
-        self._kept[self._read] = (found, self._mark, self._state())
+            first = samples[0]
+        self._mark = _marked(first, len(samples) if batch is not None else 1, self._mark)
+        self._kept[self._read] = (samples, self._mark, self._state())
         self._read += 1
         return True
 

@@ -41,14 +41,14 @@ def _died(batches: Any, *, patient: bool) -> str | None:
             ended = wait([reader.sentinel for reader in readers], ENDED_SECONDS)
             for reader in (reader for reader in readers if reader.sentinel in ended):
                 reader.join(ENDED_SECONDS)  # its files are closed, and in a moment it is a process no more
-    found = next(((number, reader) for number, reader in enumerate(readers) if reader.exitcode), None)
-    if found is None:
+    dead = next(((index, reader) for index, reader in enumerate(readers) if reader.exitcode), None)
+    if dead is None:
         return None
     _quieten(batches)
-    number, reader = found
+    index, reader = dead
     name = type(getattr(batches, "_dataset", None)).__qualname__
     return (
-        f"reader {number} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} {_ending(reader.exitcode)} in the middle of "
+        f"reader {index} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} {_ending(reader.exitcode)} in the middle of "
         f"an epoch. {_advice(reader.exitcode)}"
     )
 

@@ -232,10 +232,10 @@ def check_stream(terms: LoaderSpec) -> None:
         raise DataError(f'readers="host" can\'t be honoured: {why}')
     if isinstance(dataset, IterDataPipe) and not terms.alone:
         raise DataError(f"a {name} is a datapipe, which torch shards by itself: give a plain torch.utils.data.IterableDataset")
-    found = None if terms.shard is not None else _self_sharding(dataset, 3)
-    if found is not None:
+    sign = None if terms.shard is not None else _self_sharding(dataset, 3)
+    if sign is not None:
         raise DataError(
-            f"the stream {name} shards itself by rank ({found}): leave that out, and each worker takes its share of the whole; or pass "
+            f"the stream {name} shards itself by rank ({sign}): leave that out, and each worker takes its share of the whole; or pass "
             'shard="mine" to keep it. If it does not shard, pass shard="none"'
         )
 
@@ -265,7 +265,7 @@ def _self_sharding(value: Any, depth: int) -> str | None:
     for part in fields.values():
         parts = part if isinstance(part, list | tuple) else [part]
         for piece in parts if depth else []:
-            found = None if isinstance(piece, torch.Tensor | torch.nn.Module) else _self_sharding(piece, depth - 1)
-            if found is not None:
-                return found
+            sign = None if isinstance(piece, torch.Tensor | torch.nn.Module) else _self_sharding(piece, depth - 1)
+            if sign is not None:
+                return sign
     return None

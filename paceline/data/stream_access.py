@@ -218,8 +218,8 @@ class SelfSharded:
     def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         dealt = fetch()
         parts = self._parts(dealt)
-        told = pack(([part.share for part in parts], cursor.dump(), any(cursor.numbers)), what="the stream's state")
-        answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", told)]
+        packed = pack(([part.share for part in parts], cursor.dump(), any(cursor.numbers)), what="the stream's state")
+        answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", packed)]
         cursor.every = [dump for _, dump, _ in answers]
         shares = [counts for counts, _, _ in answers]
         if not any(shares):

@@ -319,20 +319,20 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _contents(path: Path, manifest: Mapping[str, Any]) -> tuple[int, dict[int, str], dict[str, WrittenFile]]:
     """Read from a manifest the step, the states of single ranks, and the files. A name never leads out of the folder."""
-    step, ranks, found = (manifest.get(name) for name in ("step", "own", "files"))
-    if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks) or not isinstance(found, dict):
+    step, ranks, files = (manifest.get(name) for name in ("step", "own", "files"))
+    if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks) or not isinstance(files, dict):
         raise _Broken(f"{MANIFEST} lacks the step, the ranks or the files: another version of paceline has written it")
     if type(step) is not int or step != _step(path):
         raise _Broken(f"it was saved as step {step!r}, and its folder has been renamed")
-    if odd := next((file for file in found if not _FILE.fullmatch(file)), None):
+    if odd := next((file for file in files if not _FILE.fullmatch(file)), None):
         raise _Broken(f"{MANIFEST} names {odd!r}, which is no name of a file in it")
-    if odd := next((file for file, wanted in found.items() if not _written(wanted)), None):
+    if odd := next((file for file, wanted in files.items() if not _written(wanted)), None):
         raise _Broken(f"{MANIFEST} doesn't say what {odd} has to be: another version of paceline has written it")
     own = {rank: f"own-{rank:05d}" for rank in ranks}
-    absent = [file for state in ("", *own.values()) for file in _names(state) if file not in found]
+    absent = [file for state in ("", *own.values()) for file in _names(state) if file not in files]
     if absent:
         raise _Broken(f"{MANIFEST} doesn't name {', '.join(absent)}, which it has to have")
-    return step, own, {file: WrittenFile(**wanted) for file, wanted in found.items()}
+    return step, own, {file: WrittenFile(**wanted) for file, wanted in files.items()}
 
 
 def _written(wanted: Any) -> bool:

@@ -74,5 +74,5 @@ def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
     """Return the hash that most have, and the ranks that have another. In a tie that of the lowest rank counts."""
     counts = Counter(hashes.values())
     most = max(counts.values())
-    right = next(found for _, found in sorted(hashes.items()) if counts[found] == most)
-    return right, sorted(rank for rank, found in hashes.items() if found != right)
+    right = next(digest for _, digest in sorted(hashes.items()) if counts[digest] == most)
+    return right, sorted(rank for rank, digest in hashes.items() if digest != right)

@@ -58,11 +58,11 @@ def heirs(held: Sequence[Mapping[int, int]], gone: Iterable[int]) -> dict[int, i
 
     `held`: of each rank, the steps of the copies that it keeps, by owner.
     """
-    found: dict[int, int | None] = {}
+    newest: dict[int, int | None] = {}
     for owner in gone:
         steps = {rank: copies[owner] for rank, copies in enumerate(held) if owner in copies}
-        found[owner] = max(steps, key=lambda rank: (steps[rank], -rank)) if steps else None
-    return found
+        newest[owner] = max(steps, key=lambda rank: (steps[rank], -rank)) if steps else None
+    return newest
 
 
 class ReplicationTimes(NamedTuple):
@@ -114,11 +114,11 @@ class CopyLabel(NamedTuple):
 
     def pieces(self, room: Tensor) -> list[Tensor]:
         """Return the bytes of each tensor within `room`."""
-        found, at = [], 0
+        views, at = [], 0
         for length in self._lengths:
-            found.append(room[at : at + length])
+            views.append(room[at : at + length])
             at += -(-length // ALIGNED) * ALIGNED
-        return found
+        return views
 
     @property
     def end(self) -> Tensor:
@@ -171,7 +171,7 @@ class CopyShelf:
         """The step of the newest copy of each owner."""
         with self._lock:
             labels = {owner: [place.label for place in places if place.label is not None] for owner, places in self._places.items()}
-        return {owner: found[0].step for owner, found in labels.items() if found}
+        return {owner: copies[0].step for owner, copies in labels.items() if copies}
 
     def room(self, owner: int, label: CopyLabel) -> list[Tensor]:
         """Make room for the bytes of the next copy."""

@@ -139,18 +139,20 @@ class Replicator:
 
     def _carry(self, job: _Transfer) -> None:
         label, pieces = (None, []) if job.state is None else wrap(job.state, job.step)
-        told = [msgpack.unpackb(head) for head in self._group.agree(msgpack.packb([FORM, None if label is None else label.dump()]))]
+        heads = [msgpack.unpackb(head) for head in self._group.agree(msgpack.packb([FORM, None if label is None else label.dump()]))]
         began, me = time.perf_counter(), self._group.rank
-        owners = {rank: self._hosts[rank] for rank, (_, head) in enumerate(told) if head is not None}
+        owners = {rank: self._hosts[rank] for rank, (_, head) in enumerate(heads) if head is not None}
         self.owners = frozenset(self._names[rank] for rank in owners)
         pairs = keepers(owners)
-        odd = [owner for owner, keeper in pairs.items() if told[owner][0] != told[keeper][0]]
-        labels = {owner: CopyLabel.load(told[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
+        odd = [owner for owner, keeper in pairs.items() if heads[owner][0] != heads[keeper][0]]
+        labels = {owner: CopyLabel.load(heads[owner][1]) for owner, keeper in pairs.items() if keeper == me and owner not in odd}
         sends = [] if label is None or me not in pairs or me in odd else [(pairs[me], piece) for piece in (*pieces, label.end)]
         self.nbytes = sum(piece.nbytes for _, piece in sends)
         remarks = self._receive(sends, labels)
         if me in odd:
-            remarks.append(f"rank {me} has copies of form {told[me][0]}, rank {pairs[me]} can't keep them: its paceline is another version")
+            remarks.append(
+                f"rank {me} has copies of form {heads[me][0]}, rank {pairs[me]} can't keep them: its paceline is another version"
+            )
         answers = [msgpack.unpackb(answer) for answer in self._group.agree(msgpack.packb(remarks))]
         self.seconds.append(time.perf_counter() - began)
         for remark in (remark for answer in answers for remark in answer):
@@ -172,5 +174,5 @@ class Replicator:
             arrived = arrived or [owner for owner, label in labels.items() if torch.equal(ends[owner], label.end)]
             for owner in labels.keys() - {*arrived}:
                 self._shelf.forfeit(self._names[owner])
-            found = {owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived}
-        return [f"rank {self._group.rank}, of rank {owner}: {why}" for owner, why in found.items() if why is not None]
+            refusals = {owner: self._shelf.put(self._names[owner], labels[owner]) for owner in arrived}
+        return [f"rank {self._group.rank}, of rank {owner}: {why}" for owner, why in refusals.items() if why is not None]

@@ -117,7 +117,7 @@ class Cgroup:
         """Let this controller limit processes that run already, and those that they start meanwhile."""
         (entrance,) = self.entrances((controller,))
         for _ in range(_ROUNDS):
-            outside = set(living()) - {int(number) for number in entrance.read_text().split()}
+            outside = set(living()) - {int(pid) for pid in entrance.read_text().split()}
             if not outside:
                 return
             for process in outside:
@@ -210,11 +210,11 @@ def _writable(folder: Path, controller: str) -> Path:
 
 
 def _words(*files: Path) -> list[str]:
-    found: list[str] = []
+    words: list[str] = []
     for file in files:
         if file.exists():
-            found += file.read_text().split()
-    return found
+            words += file.read_text().split()
+    return words
 
 
 def _write(path: Path, text: str) -> None:

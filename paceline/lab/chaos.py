@@ -172,13 +172,13 @@ class Storm(_Written):
     def draw(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
         """Draw the faults of this storm in that cluster, by step; the same every time. Hosts that are `late` are spared."""
         generator = random.Random(self.seed)
-        hosts = [number for number in range(len(cluster.hosts)) if number not in late]
+        hosts = [host for host in range(len(cluster.hosts)) if host not in late]
         drawn = [self._one(generator, cluster, hosts) for _ in range(self.faults)]
         return sorted(drawn, key=lambda fault: fault.step)
 
     def _one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
         kind, step = self.kinds[_below(generator, len(self.kinds))], _below(generator, self.steps)
-        host, rank = hosts[_below(generator, len(hosts))], _below(generator, sum(cluster.hosts[number].workers for number in hosts))
+        host, rank = hosts[_below(generator, len(hosts))], _below(generator, sum(cluster.hosts[index].workers for index in hosts))
         shortest, longest = self.seconds
         seconds, part = round(shortest + (longest - shortest) * generator.random(), 2), round(0.1 + 0.8 * generator.random(), 2)
         match kind:
@@ -205,10 +205,10 @@ VERBS: Final[notation.Vocabulary] = {kind.__name__.lower(): kind for kind in (Ki
 def parse(text: str) -> list[Fault | Storm]:
     """Parse the faults in `text`: one, or several in brackets. Raises `UsageError` with text, found and possible."""
     try:
-        found = notation.parse(text, VERBS)
+        parsed = notation.parse(text, VERBS)
     except NotationError as error:
         raise NotationError(f"the fault {text!r}: {error}") from None
-    return collect([found], text)
+    return collect([parsed], text)
 
 
 def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
@@ -231,15 +231,15 @@ def script(given: Any, cluster: Description) -> list[Fault]:
     if len(late) == len(cluster.hosts):
         raise UsageError(f"every host of {cluster.name} is to join later, so there is no job to join: leave one join(...) out")
     faults = [fault for item in asked for fault in (item.draw(cluster, late) if isinstance(item, Storm) else [item])]
-    workers = sum(host.workers for number, host in enumerate(cluster.hosts) if number not in late)
+    workers = sum(host.workers for index, host in enumerate(cluster.hosts) if index not in late)
     for fault in faults:
         if isinstance(fault, Kill | Stop):
-            found, count, kind = fault.rank, workers, "rank"
+            target, count, kind = fault.rank, workers, "rank"
         else:
-            found, count, kind = fault.host, len(cluster.hosts), "host"
-        if found >= count:
+            target, count, kind = fault.host, len(cluster.hosts), "host"
+        if target >= count:
             start = " at the start" if late and kind == "rank" else ""
-            raise UsageError(f"{fault!r}: there is no {kind} {found}: {cluster.name} has {kind}s 0 to {count - 1}{start}")
+            raise UsageError(f"{fault!r}: there is no {kind} {target}: {cluster.name} has {kind}s 0 to {count - 1}{start}")
     joining = [fault.host for fault in faults if isinstance(fault, Join)]
     for host in joining:
         if joining.count(host) > 1:
@@ -249,9 +249,9 @@ def script(given: Any, cluster: Description) -> list[Fault]:
 
 def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
     """Return the hosts that the job starts without, since they join later: all that join, but for those that had crashed before."""
-    found = list(faults)
-    crashed = {fault.host: fault.step for fault in found if isinstance(fault, Crash)}
-    return frozenset(f.host for f in found if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step)
+    listed = list(faults)
+    crashed = {fault.host: fault.step for fault in listed if isinstance(fault, Crash)}
+    return frozenset(f.host for f in listed if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step)
 
 
 def _below(generator: random.Random, limit: int) -> int:

@@ -37,8 +37,8 @@ def clean() -> list[str]:
 
 
 def _bases() -> list[cgroups.Base]:
-    found = []
+    bases = []
     for controller in ("cpu", "memory"):
         with suppress(ResourceError):
-            found.append(cgroups.find(controller))
-    return found
+            bases.append(cgroups.find(controller))
+    return bases

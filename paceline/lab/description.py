@@ -93,10 +93,10 @@ class Description:
 
 def rate(value: str | int, where: str = "the bandwidth") -> Rate:
     """Parse bits per second, from text such as `100mbit` or from a number of bits per second."""
-    found = value if isinstance(value, int) and not isinstance(value, bool) else _measure(value, "rate", where)
-    if not _SLOWEST <= found <= _FASTEST:
+    bits = value if isinstance(value, int) and not isinstance(value, bool) else _measure(value, "rate", where)
+    if not _SLOWEST <= bits <= _FASTEST:
         raise UsageError(f"{where} is {shown(value)}, and has to be 8kbit to 34gbit")
-    return round(found)
+    return round(bits)
 
 
 def shown(value: object) -> str:
@@ -129,7 +129,7 @@ def regular(hosts: int, workers: int = 1, *, placement: Placement = "block", **e
     given = {"workers": workers, **{name: value for name, value in each.items() if value is not None}}
     reader.known(given)
     fields = reader.host(given, "each host")
-    return Description(f"{hosts}x{workers}", tuple(Host(f"host{number}", **fields) for number in range(hosts)), (), placement)
+    return Description(f"{hosts}x{workers}", tuple(Host(f"host{index}", **fields) for index in range(hosts)), (), placement)
 
 
 def names() -> list[str]:
@@ -183,19 +183,19 @@ class _Reader:
         shared = self._table(content.get("all", {}), "all")
         self.known(shared, "all.")
         hosts = []
-        for number, table in enumerate(self._tables(content, "host")):
-            where = f"host[{number}]"
+        for index, table in enumerate(self._tables(content, "host")):
+            where = f"host[{index}]"
             self._known(table, ("name", *self._HOST), f"{where}.")
-            name = self._text(table.get("name", f"host{number}"), f"{where}.name")
+            name = self._text(table.get("name", f"host{index}"), f"{where}.name")
             hosts.append(Host(name, **(self.host(shared, "all") | self.host(table, where))))
         racks = []
-        for number, table in enumerate(self._tables(content, "rack")):
-            where = f"rack[{number}]"
+        for index, table in enumerate(self._tables(content, "rack")):
+            where = f"rack[{index}]"
             self._known(table, self._RACK, f"{where}.")
             members = table.get("hosts", [])
             if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
                 raise self._wrong(f"{where}.hosts", members, "a list of names of hosts")
-            name = self._text(table.get("name", f"rack{number}"), f"{where}.name")
+            name = self._text(table.get("name", f"rack{index}"), f"{where}.name")
             racks.append(Rack(name, tuple(members), **self._sides(table, where)))
         delays = content.get("delays", "needed")
         if delays not in ("needed", "where-possible"):
@@ -264,8 +264,8 @@ class _Reader:
             if key not in possible:
                 raise UsageError(f"{self._source}: there is no key {prefix}{shown(key)}; {choices(key, possible)}")
 
-    def _wrong(self, key: str, found: object, wanted: str) -> UsageError:
-        return UsageError(f"{self._at(key)} is {quoted(found)}, and has to be {wanted}")
+    def _wrong(self, key: str, value: object, wanted: str) -> UsageError:
+        return UsageError(f"{self._at(key)} is {quoted(value)}, and has to be {wanted}")
 
     def _at(self, key: str) -> str:
         return f"{self._source}: {key}"
@@ -278,11 +278,11 @@ def _check(cluster: Description) -> None:
         raise UsageError(f"{at}: placement is '{shown(cluster.placement)}'; {choices(shown(cluster.placement), PLACEMENTS)}")
     if not 1 <= len(cluster.hosts) <= MOST_HOSTS:
         raise UsageError(f"{at}: there are {len(cluster.hosts)} hosts, and there have to be 1 to {MOST_HOSTS}: add [[host]] tables")
-    for kind, found in (("host", [host.name for host in cluster.hosts]), ("rack", [rack.name for rack in cluster.racks])):
-        for name in found:
+    for kind, names in (("host", [host.name for host in cluster.hosts]), ("rack", [rack.name for rack in cluster.racks])):
+        for name in names:
             if not _NAME.fullmatch(name):
                 raise UsageError(f"{at}: a {kind} is called {quoted(name)}; names have small letters, digits and dashes inside, at most 32")
-            if found.count(name) > 1:
+            if names.count(name) > 1:
                 raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
     for host in cluster.hosts:
         _check_numbers(host, at)

@@ -39,8 +39,8 @@ def main() -> None:
     namespaces, cgroups, *command = sys.argv[1:]
     try:
         enter(namespaces, cgroups)
-        for number in (signal.SIGPIPE, signal.SIGINT):  # Python ignores or handles them; a command starts with the usual answer
-            signal.signal(number, signal.SIG_DFL)
+        for signum in (signal.SIGPIPE, signal.SIGINT):  # Python ignores or handles them; a command starts with the usual answer
+            signal.signal(signum, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
         print(f"paceline: {command[0]} can't be started in this host ({error.strerror})", file=sys.stderr)

@@ -214,8 +214,8 @@ class Cluster:
         names = self.folder / "hosts.table"
         # The second form is how torch looks up who has connected; it needs another name, or the host would seem to have two addresses.
         table = [
-            f"{links.address(number)} {host.name}\n::ffff:{links.address(number)} {host.name}.lab"
-            for number, host in enumerate(self.description.hosts)
+            f"{links.address(index)} {host.name}\n::ffff:{links.address(index)} {host.name}.lab"
+            for index, host in enumerate(self.description.hosts)
         ]
         names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *table]) + "\n")
         names.chmod(0o644)
@@ -223,20 +223,20 @@ class Cluster:
         self.secret.write_bytes(secret.fresh())
         self._switch = spaces.Space.make(["net"])
         held.callback(self._switch.close)
-        seats = [self._furnish(number, names, held) for number in range(len(self.description.hosts))]
+        seats = [self._furnish(index, names, held) for index in range(len(self.description.hosts))]
         self._watch_over(seats, held)
         for seat in seats:
             seat.group.make()
         self.hosts = tuple(seats)
         self._wire()
 
-    def _furnish(self, number: int, names: Path, held: ExitStack) -> BuiltHost:
-        host = self.description.hosts[number]
+    def _furnish(self, index: int, names: Path, held: ExitStack) -> BuiltHost:
+        host = self.description.hosts[index]
         (self.folder / host.name).mkdir()
         space = spaces.Space.make(_KINDS, spaces.furnish(host.name, names))
         held.callback(space.close)
-        group = cgroups.Cgroup(f"{cgroups.PREFIX}{self.identity}-{number}", _bases(host.processors, host.memory))
-        return BuiltHost(number, host.name, host.workers, links.address(number), links.INTERFACE, f"port{number}", space, group)
+        group = cgroups.Cgroup(f"{cgroups.PREFIX}{self.identity}-{index}", _bases(host.processors, host.memory))
+        return BuiltHost(index, host.name, host.workers, links.address(index), links.INTERFACE, f"port{index}", space, group)
 
     def _record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
         """Write down what has to be removed if this process is killed."""
@@ -279,11 +279,11 @@ class Cluster:
 
     def _wire(self) -> None:
         description = self.description
-        racks = {name: number for number, rack in enumerate(description.racks) for name in rack.hosts}
+        racks = {name: index for index, rack in enumerate(description.racks) for name in rack.hosts}
         links.lay(self._hub, len(description.racks))
-        for number, rack in enumerate(description.racks):
-            links.limit(self._hub, f"top{number}", rack.up)
-            links.limit(self._hub, f"bottom{number}", rack.down)
+        for index, rack in enumerate(description.racks):
+            links.limit(self._hub, f"top{index}", rack.up)
+            links.limit(self._hub, f"bottom{index}", rack.down)
         for seat, host in zip(self.hosts, description.hosts, strict=True):
             links.plug(self._hub, seat.space, seat.number, racks.get(host.name))
             self.limit(seat.number, host.up, host.down)
@@ -336,5 +336,5 @@ def cluster(
     given = [name for name, value in (("hosts", hosts), ("workers", workers), *each.items()) if value is not None]
     if given:
         raise UsageError(f"{', '.join(given)} and a description are given: write it into the description, or leave that out")
-    found = find(description) if isinstance(description, str) else description
-    return Cluster(found if placement is None else replace(found, placement=placement))
+    chosen = find(description) if isinstance(description, str) else description
+    return Cluster(chosen if placement is None else replace(chosen, placement=placement))

@@ -93,7 +93,7 @@ class Chaos:
     def __init__(self, cluster: FaultTarget, faults: Sequence[Fault], folder: Path, *, say: Callable[[str], None] | None = None) -> None:
         self._cluster, self._folder, self._say = cluster, folder, say or _say
         late, hosts = absent(faults), cluster.description.hosts
-        workers = [0 if number in late else host.workers for number, host in enumerate(hosts)]
+        workers = [0 if index in late else host.workers for index, host in enumerate(hosts)]
         self._seats = launch.deal(workers, cluster.description.placement)  # a host that joins later has no ranks yet
         self._pages = {rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks}
         self._due: dict[int, list[Fault]] = {}  # by the rank that is held for them, the next one first
@@ -278,30 +278,30 @@ class Chaos:
 
 def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     """Write events into the summary of a run's folder, by time among its own; without a summary, into events.json. Returns the file."""
-    run, found = RunFolder(folder), list(events)
+    run, recorded = RunFolder(folder), list(events)
     if not run.summary.exists():
-        write_whole(folder / _EVENTS, json.dumps(tame(found), indent=2) + "\n")
+        write_whole(folder / _EVENTS, json.dumps(tame(recorded), indent=2) + "\n")
         return folder / _EVENTS
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
-    summary["events"] = sorted([*summary.get("events", []), *found], key=lambda event: float(event["time"]))
+    summary["events"] = sorted([*summary.get("events", []), *recorded], key=lambda event: float(event["time"]))
     write_whole(run.summary, json.dumps(summary, indent=2) + "\n")
     return run.summary
 
 
-def _send(page: Page, number: int, *, group: bool = False, gone: bool = False) -> None:
+def _send(page: Page, signum: int, *, group: bool = False, gone: bool = False) -> None:
     """Send a signal to the page's process (or its whole process group), and to no other with its number now; `gone`: it needn't live."""
     if not page.alive:
         if gone:
             return
-        raise ResourceError(f"rank {page.rank} (process {page.pid}) has ended already, so it can't be sent {signal.Signals(number).name}")
+        raise ResourceError(f"rank {page.rank} (process {page.pid}) has ended already, so it can't be sent {signal.Signals(signum).name}")
     try:
         if group:
-            os.killpg(page.pid, number)
+            os.killpg(page.pid, signum)
             return
         descriptor = os.pidfd_open(page.pid)  # names the process for ever, so that it can be looked at once more
         try:
             if page.alive:
-                signal.pidfd_send_signal(descriptor, number)
+                signal.pidfd_send_signal(descriptor, signum)
         finally:
             os.close(descriptor)
     except ProcessLookupError:

@@ -28,15 +28,15 @@ _RATE: Final = 10**6
 
 def abilities() -> list[Ability]:
     """Try out all abilities that a lab may want."""
-    found = []
+    checked = []
     for name, purpose, needed, attempt in _attempts():
         try:
             attempt()
         except ResourceError as error:
-            found.append(Ability(name, purpose, needed, str(error)))
+            checked.append(Ability(name, purpose, needed, str(error)))
         else:
-            found.append(Ability(name, purpose, needed))
-    return found
+            checked.append(Ability(name, purpose, needed))
+    return checked
 
 
 def missing() -> str:

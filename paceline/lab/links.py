@@ -36,9 +36,9 @@ _NETEM_PACKETS: Final = 100_000
 _MOST_BYTES: Final = 2**32 - 1  # of a queue
 
 
-def address(number: int) -> str:
+def address(index: int) -> str:
     """Return the address of a host: private, and routed nowhere."""
-    return f"10.77.{(number + 1) // 256}.{(number + 1) % 256}"
+    return f"10.77.{(index + 1) // 256}.{(index + 1) % 256}"
 
 
 def lay(switch: Space, racks: int) -> None:
@@ -58,19 +58,19 @@ def lay(switch: Space, racks: int) -> None:
     switch.inside(build)
 
 
-def plug(switch: Space, host: Space, number: int, rack: int | None) -> None:
+def plug(switch: Space, host: Space, index: int, rack: int | None) -> None:
     """Connect a host by its link to its rack's bridge or to the spine."""
 
     def lead_in() -> None:
-        with _netlink(f"wiring host {number}") as ip:
-            ip.link("add", ifname=f"port{number}", kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.fds["net"]})
-            ip.link("set", index=_index(ip, f"port{number}"), master=_index(ip, _SPINE if rack is None else f"rack{rack}"))
-            _up(ip, f"port{number}")
+        with _netlink(f"wiring host {index}") as ip:
+            ip.link("add", ifname=f"port{index}", kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.fds["net"]})
+            ip.link("set", index=_index(ip, f"port{index}"), master=_index(ip, _SPINE if rack is None else f"rack{rack}"))
+            _up(ip, f"port{index}")
 
     def receive() -> None:
-        with _netlink(f"wiring host {number}") as ip:
+        with _netlink(f"wiring host {index}") as ip:
             _up(ip, "lo")
-            ip.addr("add", index=_index(ip, INTERFACE), address=address(number), prefixlen=PREFIX)
+            ip.addr("add", index=_index(ip, INTERFACE), address=address(index), prefixlen=PREFIX)
             _up(ip, INTERFACE)
 
     switch.inside(lead_in)

@@ -65,13 +65,13 @@ def write(record: dict[str, Any]) -> Path:
 
 def read_all() -> list[dict[str, Any]]:
     """Read the records of all labs of this user, alive or not. `PermissionError` if another user could have written them."""
-    found = []
+    known = []
     with suppress(FileNotFoundError):
         _check_owner(records())
     for path in sorted(records().glob("*.json")):
         with suppress(FileNotFoundError):  # it has ended since
-            found.append(json.loads(path.read_text()))
-    return found
+            known.append(json.loads(path.read_text()))
+    return known
 
 
 def _check_owner(folder: Path) -> None:
@@ -125,33 +125,33 @@ def processes() -> list[int]:
 def marked(identity: str) -> list[int]:
     """List the processes that were started by this lab, by their environment."""
     wanted = f"{MARK}={identity}".encode()
-    found = []
+    pids = []
     for process in processes():
         with suppress(OSError):
             if wanted in (_PROC / str(process) / "environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return found
+                pids.append(process)
+    return pids
 
 
 def grouped(folders: Iterable[str]) -> list[int]:
     """List the processes in these control groups."""
-    found: list[int] = []
+    pids: list[int] = []
     for folder in folders:
         with suppress(OSError):
-            found += [int(number) for number in (Path(folder) / "cgroup.procs").read_text().split()]
-    return found
+            pids += [int(pid) for pid in (Path(folder) / "cgroup.procs").read_text().split()]
+    return pids
 
 
 def end(find: Any) -> list[int]:
     """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that don't end."""
     late = time.monotonic() + _END_SECONDS
-    while found := [process for process in find() if process != os.getpid()]:
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
-            for process in found:
+    while living := [process for process in find() if process != os.getpid()]:
+        for signum in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none sees another die, or makes more
+            for process in living:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number)
+                    os.kill(process, signum)
         if time.monotonic() > late:
-            return found
+            return living
         time.sleep(_ROUND_SECONDS)
     return []
 
@@ -167,7 +167,7 @@ def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
     def lab() -> set[int]:
         return {*inside(networks), *grouped(groups), *marked(record["identity"])} - {record["keeper"]}
 
-    left = [f"process {number}" for number in end(lab)]
+    left = [f"process {pid}" for pid in end(lab)]
     for folder in groups:
         if not _remove_group(Path(folder)):
             left.append(folder)
@@ -204,8 +204,8 @@ def _network(process: int) -> str:
 
 def watch(path: Path) -> None:
     """Wait until the lab is done or dead; then sweep what its record, as it is by then, names."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     heard = b""
     poll = select.poll()
     poll.register(0, select.POLLIN)

@@ -178,8 +178,8 @@ class _Run:
         self._asked: int | None = None
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
-        dealt = launch.deal([cluster.hosts[number].workers for number in self._present], cluster.description.placement)
-        places = {rank: number for number, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
+        dealt = launch.deal([cluster.hosts[host].workers for host in self._present], cluster.description.placement)
+        places = {rank: host for host, ranks in zip(self._present, dealt, strict=True) for rank in ranks}
         self._desk = OutputSorter([seat.name for seat in cluster.hosts], places, show=start.show)
         self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
 
@@ -245,12 +245,12 @@ class _Run:
             cwd=start.folder,
         )
         sources = {}
-        for number, pipe in ((1, process.stdout), (2, process.stderr)):
+        for stream, pipe in ((1, process.stdout), (2, process.stderr)):
             assert pipe is not None
             descriptor = os.dup(pipe.fileno())
             pipe.close()
             os.set_blocking(descriptor, False)
-            sources[descriptor] = LauncherOutput(host, self._desk, number)
+            sources[descriptor] = LauncherOutput(host, self._desk, stream)
         with self._joining:
             self._launchers.append(_Launcher(host, process, sources))
 
@@ -300,10 +300,10 @@ class _Run:
         now = time.monotonic()
         if self._start.show and self._desk.broken and self._asked is None:
             self._signals.append(signal.SIGPIPE)  # nobody reads any more
-        for number in self._signals:
+        for signum in self._signals:
             self._asked_at = self._asked_at if self._asked is not None else now
-            self._asked = self._asked or number
-            self._send(signal.SIGTERM if number == signal.SIGPIPE else number)
+            self._asked = self._asked or signum
+            self._send(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         self._signals.clear()
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
             self._kill()
@@ -316,10 +316,10 @@ class _Run:
                 f"Last output:\n{self._desk.text[-2000:]}"
             )
 
-    def _send(self, number: int) -> None:
+    def _send(self, signum: int) -> None:
         for launcher in self._launchers:
             if launcher.process.poll() is None:
-                launcher.process.send_signal(number)
+                launcher.process.send_signal(signum)
 
     def _kill(self) -> None:
         remains.end(lambda: [process for seat in self._cluster.hosts for process in self._cluster.processes(seat.number)])
@@ -354,12 +354,12 @@ class _Run:
             yield
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, lambda number, frame: self._signals.append(number)) for number in numbers}
+        before = {signum: signal.signal(signum, lambda signum, frame: self._signals.append(signum)) for signum in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
 
 def _read(launcher: _Launcher, descriptor: int) -> None:

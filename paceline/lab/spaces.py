@@ -99,5 +99,5 @@ def _aside(do: Callable[[], T]) -> T:
 def _call(name: str, *arguments: object) -> None:
     """Call a function of the C library that gives 0 or sets errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise ResourceError(f"the kernel refused {name} ({os.strerror(number)}): run `paceline lab check`, which says what is missing")
+        code = ctypes.get_errno()
+        raise ResourceError(f"the kernel refused {name} ({os.strerror(code)}): run `paceline lab check`, which says what is missing")

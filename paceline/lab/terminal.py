@@ -64,12 +64,12 @@ def check() -> int:
     except ResourceError as error:
         print(f"rights: MISSING: {error}\nno lab can run here")
         return 1
-    found = kernel.abilities()
-    width = max(len(ability.name) for ability in found)
-    for ability in found:
+    abilities = kernel.abilities()
+    width = max(len(ability.name) for ability in abilities)
+    for ability in abilities:
         state = "yes" if not ability.reason else "MISSING" if ability.needed else "no"
         print(f"{ability.name:{width}}  {state:7}  {ability.reason or ability.purpose}")
-    able = not any(ability.needed and ability.reason for ability in found)
+    able = not any(ability.needed and ability.reason for ability in abilities)
     print("a lab can run here" if able else "no lab can run here")
     return 0 if able else 1
 
@@ -104,17 +104,17 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
 
 def _running(identity: str | None) -> dict[str, Any]:
     """Find the record of the lab that runs, or of the one that is asked for."""
-    found = {record["identity"]: record for record in remains.read_all() if remains.alive(record)}
+    labs = {record["identity"]: record for record in remains.read_all() if remains.alive(record)}
     if identity is not None:
-        if identity not in found:
-            raise UsageError(f"no lab {identity} runs; {choices(identity, found)}")
-        return found[identity]
-    if not found:
+        if identity not in labs:
+            raise UsageError(f"no lab {identity} runs; {choices(identity, labs)}")
+        return labs[identity]
+    if not labs:
         raise UsageError("no lab runs: start one in another terminal, with `paceline lab run CLUSTER SCRIPT`")
-    if len(found) > 1:
-        names = ", ".join(f"{number} ({record['name']})" for number, record in found.items())
-        raise UsageError(f"{len(found)} labs run: {names}; say which with --lab")
-    return next(iter(found.values()))
+    if len(labs) > 1:
+        names = ", ".join(f"{lab} ({record['name']})" for lab, record in labs.items())
+        raise UsageError(f"{len(labs)} labs run: {names}; say which with --lab")
+    return next(iter(labs.values()))
 
 
 def _seat(record: dict[str, Any], host: str) -> dict[str, Any]:
@@ -134,12 +134,12 @@ def _short(path: Path) -> Path:
 def _endings() -> Iterator[None]:
     """Take the cluster down on SIGTERM and SIGHUP as on Ctrl-C, also while it is built."""
 
-    def leave(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
+    def leave(signum: int, frame: object) -> NoReturn:
+        sys.exit(128 + signum)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {signum: signal.signal(signum, leave) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -24,9 +24,9 @@ def advise(facts: RunFacts) -> str:
     """Write the advice for a run, or why there is none."""
     always = [advice for rule in WHOLE for advice in rule(facts)]
     steady = facts.steady
-    found = always if steady is None else [*always, *(advice for rule in RULES for advice in rule(facts, steady))]
-    if found:
-        return "\n".join(["What to do about it:", *(f"- {advice}" for advice in found)])
+    remarks = always if steady is None else [*always, *(advice for rule in RULES for advice in rule(facts, steady))]
+    if remarks:
+        return "\n".join(["What to do about it:", *(f"- {advice}" for advice in remarks)])
     if facts.steps < FEWEST:
         few = f"{counted(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
         return f"{few} to tell a rule from chance: from {FEWEST} on there is advice."

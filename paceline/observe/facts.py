@@ -135,7 +135,7 @@ def _from_summary(folder: RunFolder) -> RunFacts:
             stall=float(saved["stall_seconds"]) / each,
             write=float(saved["write_seconds"]) / each,
             background=int(saved.get("background", 0)) >= each,
-            servers=[serving.read(server, number) for number, server in enumerate(fields.get("servers", []))],
+            servers=[serving.read(server, index) for index, server in enumerate(fields.get("servers", []))],
         )
     except KeyError as error:
         raise UsageError(f"{folder.summary} lacks {error}: it is not a summary of this version of paceline") from error
@@ -166,12 +166,12 @@ def _from_metrics(folder: RunFolder) -> RunFacts:
 def _lines(folder: RunFolder) -> list[dict[str, Any]]:
     texts = folder.metrics.read_text(encoding="utf-8").splitlines()
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(texts, 1):
+    for line_number, text in enumerate(texts, 1):
         try:
             lines.append(json.loads(text))
         except ValueError as error:
-            if number < len(texts):  # the last may be half-written
-                raise UsageError(f"{folder.metrics} is damaged in line {number} ({error}); mend or remove that line") from error
+            if line_number < len(texts):  # the last may be half-written
+                raise UsageError(f"{folder.metrics} is damaged in line {line_number} ({error}); mend or remove that line") from error
     return lines
 
 

@@ -29,11 +29,11 @@ class ServerFacts:
     dropped: tuple[int, int, int] = (0, 0, 0)  # gradients, their samples, and how many of those were dealt again
 
 
-def read(fields: Mapping[str, Any], number: int) -> ServerFacts:
+def read(fields: Mapping[str, Any], index: int) -> ServerFacts:
     """Read the facts of a server from these fields of a summary. Raises KeyError, ValueError or TypeError for fields that are none."""
     dropped = fields.get("dropped") or {}
     return ServerFacts(
-        name=str(fields.get("name", f"server {number}")),
+        name=str(fields.get("name", f"server {index}")),
         busy=float(fields["busy_seconds"]),
         received=int(fields["bytes"]),
         sent=int(fields["bytes_sent"]),
@@ -73,10 +73,10 @@ def tell(servers: Sequence[ServerFacts], seconds: float, samples: int) -> str:
     return "\n".join(lines)
 
 
-def _shares(found: Mapping[int, int]) -> str:
+def _shares(counts: Mapping[int, int]) -> str:
     """Write each number with its share: "0 (33%), 1 (67%)"."""
-    total = sum(found.values())
-    return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(found.items()))
+    total = sum(counts.values())
+    return ", ".join(f"{number} ({count / total:.0%})" for number, count in sorted(counts.items()))
 
 
 def advise(servers: Sequence[ServerFacts], seconds: float, samples: int) -> Iterator[str]:

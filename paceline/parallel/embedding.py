@@ -195,8 +195,8 @@ class SparseEmbedding(nn.Module):
 
     def keep(self, kept: Any) -> None:
         """Restore gradients that `kept` gave."""
-        found, self.weight.grad, self._shown = kept
-        self._found = list(found)
+        gradients, self.weight.grad, self._shown = kept
+        self._found = list(gradients)
 
     def gradient(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return the weighted sum that backward passes have added since `zero_grad`: rows (in order, each once), gradients; or None."""
@@ -208,5 +208,5 @@ class SparseEmbedding(nn.Module):
 
 
 def _place(ids: Tensor, row: int) -> int | None:
-    found = (ids == row).nonzero()
-    return int(found[0, 0]) if len(found) else None
+    places = (ids == row).nonzero()
+    return int(places[0, 0]) if len(places) else None

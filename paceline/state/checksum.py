@@ -35,7 +35,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     for place, tensor in enumerate(tensors):
         alike = (tensor.dtype, tensor.shape) if 0 < tensor.nbytes <= 8 * ROW else place
         by_device.setdefault(tensor.device, {}).setdefault(alike, []).append(place)
-    found = [0] * len(tensors)
+    sums = [0] * len(tensors)
     for device, groups in by_device.items():
         most = max(tensors[places[0]].nbytes * len(places) for places in groups.values())
         rows = min(PIECE if device.type == "cpu" else PIECE_ON_GPU, 1 + most // (8 * ROW))
@@ -46,8 +46,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
         ]
         order = [place for places in groups.values() for place in places]
         for place, number in zip(order, torch.cat(numbers).tolist(), strict=True):
-            found[place] = number
-    return found
+            sums[place] = number
+    return sums
 
 
 def flat(x: Tensor) -> Tensor:
@@ -58,13 +58,13 @@ def flat(x: Tensor) -> Tensor:
 
 def _together(tensors: Sequence[Tensor], room: Tensor) -> Tensor:
     """Sum up tensors of one dtype and shape, none of more than a row: one int64 of each on their device; `room` is for mixed words."""
-    width, found = -(-tensors[0].nbytes // 8), []
+    width, sums = -(-tensors[0].nbytes // 8), []
     for start in range(0, len(tensors), room.numel() // width):
         some = torch.stack([tensor.detach() for tensor in tensors[start : start + room.numel() // width]])
         data = flat(some).view(len(some), -1)
         rows = nn.functional.pad(data, (0, 8 * width - data.shape[1])).view(torch.int64)
-        found.append(weighted(_mixed(rows, room[: rows.numel()].view(rows.shape)), _weights(0, rows.device)[:width]))
-    return torch.cat(found)
+        sums.append(weighted(_mixed(rows, room[: rows.numel()].view(rows.shape)), _weights(0, rows.device)[:width]))
+    return torch.cat(sums)
 
 
 def _number(x: Tensor, room: Tensor) -> Tensor:
@@ -95,8 +95,8 @@ def _rows(words: Tensor, last: Tensor, level: int, room: Tensor) -> Tensor:
         rest = torch.cat([rest, last])
     if rest.numel():
         pieces.append(rest.view(1, -1))
-    found = [weighted(_mixed(piece, room[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]) for piece in pieces]
-    return torch.cat(found) if found else words
+    sums = [weighted(_mixed(piece, room[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]) for piece in pieces]
+    return torch.cat(sums) if sums else words
 
 
 def _mixed(words: Tensor, room: Tensor) -> Tensor:

@@ -90,11 +90,11 @@ def loads(data: bytes) -> Snapshot:
     try:
         (length,) = struct.unpack_from("<Q", data)
         head = json.loads(data[8 : 8 + length])
-        found = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load(data[8 + length :]), head["notes"]))
-        found.check()
+        snapshot = Snapshot(head["version"], head["tree"], lift(safetensors.torch.load(data[8 + length :]), head["notes"]))
+        snapshot.check()
     except (struct.error, *UNREADABLE, safetensors.SafetensorError, CheckpointError) as error:
         raise CheckpointError(f"{len(data)} bytes are no snapshot ({error}); give what Snapshot.dumps gave") from error
-    return found
+    return snapshot
 
 
 def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
@@ -355,10 +355,10 @@ def _canonical(tree: Json) -> Json:
 def _unique(path: tuple[str, ...], taken: Iterable[str]) -> str:
     """Write a path as text; keys that only differ in their type (1 and "1") are told apart by a number."""
     name = "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
-    candidate, number = name, 1
+    candidate, suffix = name, 1
     while candidate in taken or candidate == _RESERVED:
-        number += 1
-        candidate = f"{name}#{number}"
+        suffix += 1
+        candidate = f"{name}#{suffix}"
     return candidate
 
 

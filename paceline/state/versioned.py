@@ -84,13 +84,13 @@ class Versioned:
         """
         state = snapshot.unpack()
         try:
-            found = self.differences(state)
+            lines = self.differences(state)
         except UNREADABLE as error:
             raise CheckpointError(f"this state is not what a run saves ({type(error).__name__}: {error}); use another one") from error
-        if found:
-            more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        if lines:
+            more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
             raise CheckpointError(
-                f"this state is not of what it is loaded into: {'; '.join(found[:SHOWN])}{more}. Build the same model and optimizers as "
+                f"this state is not of what it is loaded into: {'; '.join(lines[:SHOWN])}{more}. Build the same model and optimizers as "
                 f"in the run that saved it, or start from the beginning"
             )
         done: list[str] = []
@@ -106,16 +106,16 @@ class Versioned:
 
     def differences(self, state: Mapping[str, Any]) -> list[str]:
         """List why the unpacked `state` can't be loaded here, one sentence each; empty if it can, as far as can be known beforehand."""
-        found = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
-        found += [f"it has {name}, which is not here" for name in state if name not in self._parts]
+        lines = [f"it lacks {name}, which is here" for name in self._parts if name not in state]
+        lines += [f"it has {name}, which is not here" for name in state if name not in self._parts]
         for name, part in self._parts.items():
             if name not in state:
                 continue
             if isinstance(part, nn.Module):
-                found += _model_differences(name, part.state_dict(), state[name])
+                lines += _model_differences(name, part.state_dict(), state[name])
             elif isinstance(part, Optimizer):
-                found += _optimizer_differences(name, part, state[name])
-        return found
+                lines += _optimizer_differences(name, part, state[name])
+        return lines
 
 
 class Randomness:
@@ -141,10 +141,10 @@ class Randomness:
 def _model_differences(name: str, mine: Mapping[str, Any], theirs: Any) -> list[str]:
     if not isinstance(theirs, Mapping):
         return [f"{name} is a {type(theirs).__qualname__} in it, a model here"]
-    found = [f"{name}.{key} {_form(mine[key])} is not in it" for key in mine if key not in theirs]
-    found += [f"{name}.{key} {_form(theirs[key])} is not here" for key in theirs if key not in mine]
+    lines = [f"{name}.{key} {_form(mine[key])} is not in it" for key in mine if key not in theirs]
+    lines += [f"{name}.{key} {_form(theirs[key])} is not here" for key in theirs if key not in mine]
     both = [key for key in mine if key in theirs and _form(mine[key]) != _form(theirs[key])]
-    return found + [f"{name}.{key} is {_form(theirs[key])} in it, {_form(mine[key])} here" for key in both]
+    return lines + [f"{name}.{key} is {_form(theirs[key])} in it, {_form(mine[key])} here" for key in both]
 
 
 def _optimizer_differences(name: str, optimizer: Optimizer, theirs: Any) -> list[str]:

@@ -107,8 +107,8 @@ class TorchGroup:
         answers = self._fabric.table("calls", mine + extra, str(call))
         if any(answer[:DIGEST] != mine for answer in answers) or call.flaw:
             texts = self._fabric.table("calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call))
-            told = [msgpack.unpackb(text) for text in texts]
-            fingerprint.compare([(text, flaw) for text, flaw, _ in told], self._fabric.names, [line for _, _, line in told])
+            heads = [msgpack.unpackb(text) for text in texts]
+            fingerprint.compare([(text, flaw) for text, flaw, _ in heads], self._fabric.names, [line for _, _, line in heads])
         return [answer[DIGEST:] for answer in answers]
 
     def _tag(self) -> int:
@@ -158,12 +158,12 @@ class TorchGroup:
 
     def _launch(self, text: str, start: Callable[[Any], Any], finish: Callable[[], Any], on_gpu: bool) -> Work[Any]:
         """Start a collective of NCCL (`on_gpu`) or Gloo; all ranks start them in the same order."""
-        number = self._fabric.count("data")
+        call_number = self._fabric.count("data")
         try:
             awaited = StreamWait(start(self._nccl)) if on_gpu else self._fabric.track(GlooWait(start(self._fabric.data)))
         except RuntimeError as error:
             raise self._fabric.fail(text, error) from error
-        return TransportWork(self._fabric, awaited, ("data", number, text), finish)
+        return TransportWork(self._fabric, awaited, ("data", call_number, text), finish)
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
         self.check(fingerprint.reducing("reduce_scatter", x, op, name))
@@ -189,7 +189,7 @@ class TorchGroup:
             self._meter.sent(to, x.numel() * x.element_size())
         if self._nccl is not None and any(x.is_cuda for _, x in (*sends, *recvs)):
             return self._exchange_nccl(sends, recvs)
-        number = self._fabric.count("exchange")
+        call_number = self._fabric.count("exchange")
         mine = [x.detach().clone() for to, x in sends if to == self.rank]
         landings = [(source, x, _landing(x)) for source, x in recvs if source != self.rank]
         out = [(to, x.detach().to("cpu").contiguous()) for to, x in sends if to != self.rank and x.numel()]
@@ -203,14 +203,14 @@ class TorchGroup:
                 x.detach().copy_(sent.view(x.shape))
 
         ticket = self._fabric.messages("exchange", out, into, MESSAGES + tag)
-        return TransportWork(self._fabric, ticket, ("exchange", number, f"exchange, tag {tag}"), finish)
+        return TransportWork(self._fabric, ticket, ("exchange", call_number, f"exchange, tag {tag}"), finish)
 
     def _exchange_nccl(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]) -> Work[None]:
         """Exchange all messages as one NCCL group; matched by their order, as NCCL has no tags."""
         device = torch.device("cuda", torch.cuda.current_device())
         out = [(to, x.detach().contiguous()) for to, x in sends if x.numel()]
         landings = [(source, x, x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)) for source, x in recvs]
-        number = self._fabric.count("exchange")
+        call_number = self._fabric.count("exchange")
         self._nccl._start_coalescing(device)
         for to, x in out:
             self._nccl.send([x], to, 0)
@@ -224,7 +224,7 @@ class TorchGroup:
                 if landing is not x:
                     x.detach().copy_(landing)
 
-        return TransportWork(self._fabric, StreamWait(work), ("exchange", number, "exchange"), finish)
+        return TransportWork(self._fabric, StreamWait(work), ("exchange", call_number, "exchange"), finish)
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         rows = self.check(fingerprint.rows("all_gather", x, name), struct.pack("<q", x.shape[0] if x.dim() else 0))

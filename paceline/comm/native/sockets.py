@@ -52,7 +52,7 @@ class GlooListeners:
         self._rank, self._size = rank, size
         for peer, ports in enumerate(self._everyones(over(store), "listen", [self.address, self._ports], deadline)):
             address, numbers = ports
-            self._ranks.update({(address, number): peer for number in numbers})
+            self._ranks.update({(address, port): peer for port in numbers})
 
     def trace(self, store: TorchStore | Store, deadline: float) -> None:
         """Find out which rank each connection leads to, once all have been made."""
@@ -83,8 +83,8 @@ class GlooListeners:
 
     def cut(self) -> None:
         """End all connections at once, here and at the peers: whatever Gloo waits for fails. Listeners stay: Gloo dies of their loss."""
-        for number in _sockets():
-            with _borrowed_socket(number) as line:
+        for descriptor in _sockets():
+            with _borrowed_socket(descriptor) as line:
                 try:
                     if self._ours(line.getsockname()[:2], line.getpeername()[:2]):
                         line.shutdown(socket.SHUT_RDWR)
@@ -93,16 +93,16 @@ class GlooListeners:
 
     def _open(self) -> list[tuple[tuple[str, int], tuple[str, int], int]]:
         """Return (local, remote, state) of each connection of this group."""
-        found = []
-        for number in _sockets():
-            with _borrowed_socket(number) as line:
+        connections = []
+        for descriptor in _sockets():
+            with _borrowed_socket(descriptor) as line:
                 try:
                     local, remote = line.getsockname()[:2], line.getpeername()[:2]
                     if self._ours(local, remote):
-                        found.append((local, remote, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]))
+                        connections.append((local, remote, line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]))
                 except OSError:
                     continue
-        return found
+        return connections
 
     def _ours(self, local: Any, remote: Any) -> bool:
         # one that our listener has accepted, or one that leads to a listener (or from a port) of another rank
@@ -111,24 +111,24 @@ class GlooListeners:
 
 def leading(address: str, port: int) -> set[str]:
     """Find this process's connections to an address, for `sever`."""
-    found = set()
-    for number, name in _sockets().items():
-        with _borrowed_socket(number) as line:
+    connections = set()
+    for descriptor, name in _sockets().items():
+        with _borrowed_socket(descriptor) as line:
             try:
                 peer = line.getpeername()
                 if (peer[0].removeprefix("::ffff:"), peer[1]) == (address, port):  # torch has sockets for both versions of IP
-                    found.add(name)
+                    connections.add(name)
             except OSError:
                 continue
-    return found
+    return connections
 
 
 def sever(connections: set[str]) -> None:
     """End connections: those of a store's client, which torch can't end."""
-    for number in _sockets():
-        with _borrowed_socket(number) as line:
+    for descriptor in _sockets():
+        with _borrowed_socket(descriptor) as line:
             try:
-                if os.readlink(f"/proc/self/fd/{number}") in connections:
+                if os.readlink(f"/proc/self/fd/{descriptor}") in connections:
                     line.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue
@@ -143,9 +143,9 @@ def _listen(address: str) -> tuple[Any, int]:
         except RuntimeError as error:
             raise PlaceError(f"can't listen on {address} ({str(error).splitlines()[0]}): choose an address of this machine") from error
         ports = []
-        fresh = (number for number, name in _sockets().items() if before.get(number) != name)
-        for number in fresh:
-            with _borrowed_socket(number) as line:
+        fresh = (descriptor for descriptor, name in _sockets().items() if before.get(descriptor) != name)
+        for descriptor in fresh:
+            with _borrowed_socket(descriptor) as line:
                 try:
                     if line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and line.getsockname()[0] == address:
                         ports.append(line.getsockname()[1])
@@ -173,26 +173,26 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
 
 def _sockets() -> dict[int, str]:
     """List the descriptors of this process that are internet sockets, with the kernel's name of each. Others may be closed meanwhile."""
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
+    names = {}
+    for descriptor in os.listdir("/proc/self/fd"):
         try:
-            name = os.readlink(f"/proc/self/fd/{number}")
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
             if not name.startswith("socket:"):
                 continue
-            with _borrowed_socket(int(number)) as line:
+            with _borrowed_socket(int(descriptor)) as line:
                 if line.family in (socket.AF_INET, socket.AF_INET6):
-                    found[int(number)] = name
+                    names[int(descriptor)] = name
         except OSError:
             continue  # closed meanwhile
-    return found
+    return names
 
 
 class _borrowed_socket:
     """A socket object over a descriptor of somebody else's, which stays open; an unconnected one when it has gone meanwhile."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         try:
-            self._socket = socket.socket(fileno=os.dup(number))
+            self._socket = socket.socket(fileno=os.dup(descriptor))
         except OSError:
             self._socket = socket.socket()
 

@@ -194,9 +194,9 @@ class GlooTransport:
         """Return the number of the next call on `channel`; raises if nothing can be called any more."""
         if self.broken is not None:
             raise copy.copy(self.broken)
-        number = self.made.get(channel, 0)
-        self.made[channel] = number + 1
-        return number
+        call_number = self.made.get(channel, 0)
+        self.made[channel] = call_number + 1
+        return call_number
 
     def track(self, awaited: TorchWait) -> TorchWait:
         """Remember `awaited` until it has ended, for `close`."""
@@ -230,9 +230,9 @@ class GlooTransport:
         if self.size == 1:
             return [payload]
         start = time.monotonic()
-        number = self.count(channel)
+        call_number = self.count(channel)
         head = struct.pack("<I", len(payload)) + payload[: FRAME - 4]
-        wait = (channel, number, text)
+        wait = (channel, call_number, text)
         heads = self._swap(wait, TAGS[channel], head.ljust(FRAME, b"\0"), [FRAME] * self.size)
         lengths = [struct.unpack_from("<I", head)[0] for head in heads]
         rests = [max(0, length - FRAME + 4) for length in lengths]
@@ -242,12 +242,12 @@ class GlooTransport:
 
     def _swap(self, wait: tuple[str, int, str], tag: int, mine: bytes, lengths: Sequence[int]) -> list[bytes]:
         sent = byte_tensor(mine)
-        found = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        received = [torch.empty(length, dtype=torch.uint8) for length in lengths]
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         sends = [(peer, sent) for peer in peers if mine]
-        ticket = self.messages(wait[0], sends, [(peer, found[peer]) for peer in peers if lengths[peer]], tag, group=self.control)
+        ticket = self.messages(wait[0], sends, [(peer, received[peer]) for peer in peers if lengths[peer]], tag, group=self.control)
         self.wait(ticket, wait, None)
-        return [mine if rank == self.rank else x.numpy().tobytes() for rank, x in enumerate(found)]
+        return [mine if rank == self.rank else x.numpy().tobytes() for rank, x in enumerate(received)]
 
     # ---- waiting
 

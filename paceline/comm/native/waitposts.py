@@ -91,29 +91,29 @@ class Waitposts:
                 if wait != posted:
                     self._store.put(f"wait/{self._rank}", wait)
                     posted, suspects = wait, {}
-                found = self._look(wait) if wait is not None else {}
+                stuck = self._look(wait) if wait is not None else {}
             except WorkerLost:
                 return  # without a store nothing can be announced
             with self._changed:
                 if wait is not None and wait == self._wait:
                     # waits that were all there at the end of one look and at the beginning of the next were there together
-                    self.stuck = found if found and found == suspects else {}
-                    suspects = found
+                    self.stuck = stuck if stuck and stuck == suspects else {}
+                    suspects = stuck
                 if not self._closed and self._wait == posted:
                     self._changed.wait(PERIOD if posted is not None else None)
 
     def _look(self, mine: RankWait) -> dict[int, RankWait]:
         ranks = [rank for rank in range(self._size) if rank != self._rank]
-        found = self._store.look([f"wait/{rank}" for rank in ranks])
-        waits = {rank: wait for rank, told in zip(ranks, found, strict=True) if (wait := _wait(told)) is not None}
+        posts = self._store.look([f"wait/{rank}" for rank in ranks])
+        waits = {rank: wait for rank, post in zip(ranks, posts, strict=True) if (wait := _wait(post)) is not None}
         with self._changed:
             self.others = waits
         return apart({**waits, self._rank: mine})
 
 
-def _wait(told: Any) -> RankWait | None:
+def _wait(post: Any) -> RankWait | None:
     """Parse another rank's announcement; None if that rank waits for nothing, or if the announcement is no wait."""
     try:
-        return None if told is None else RankWait(*told)
+        return None if post is None else RankWait(*post)
     except TypeError:
         return None

@@ -180,9 +180,9 @@ class SharedGroup:
         landing = x.detach() if plain(x) else fresh(x.shape, x.dtype)
         places: list[Any] = []  # where every rank's lies, if it is registered
 
-        def land(found: list[Any]) -> Landing:
-            places[:] = found
-            return [] if self.rank == root or found[root] is not None else [(root, landing)]
+        def land(metas: list[Any]) -> Landing:
+            places[:] = metas
+            return [] if self.rank == root or metas[root] is not None else [(root, landing)]
 
         def steps() -> Steps:
             yield from deliver(self.segment, outgoing if place is None else [], call, where, land)

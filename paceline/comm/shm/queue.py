@@ -63,9 +63,9 @@ class WorkQueue:
             steps.close()
             raise watch.broken
         with self._lock:
-            number = watch.made.get(CHANNEL, 0)
-            watch.made[CHANNEL] = number + 1
-            pending = QueuedWork(self, steps, call, number)
+            call_number = watch.made.get(CHANNEL, 0)
+            watch.made[CHANNEL] = call_number + 1
+            pending = QueuedWork(self, steps, call, call_number)
             self._pending.append(pending)
         self.push()
         return pending

@@ -172,11 +172,11 @@ class ControlSegment:
             self._write(self._mine * 8 + CELLS, msgpack.packb([str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]))
             self.post()
             yield self.posted
-            told = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
-            places = [place for _, _, place, _ in told]
+            entries = [msgpack.unpackb(self._read(r * SPAN + CELLS)) for r in range(self.size)]
+            places = [place for _, _, place, _ in entries]
             meets = all(places) and len({*places, OWN}) <= 2
-            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in told]
-            compare(calls, self.names, [line for *_, line in told])
+            calls = [(text if meets else f"{text} {place}".strip(), flaw) for text, flaw, place, _ in entries]
+            compare(calls, self.names, [line for *_, line in entries])
             return places
         if meta is None:
             return []
@@ -204,24 +204,24 @@ class ControlSegment:
         return view
 
     def _number(self, call: CallFingerprint) -> int:
-        number = self._numbers.get(call)
-        if number is None:
+        digits = self._numbers.get(call)
+        if digits is None:
             if len(self._numbers) > 4096:
                 self._numbers.clear()
-            number = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
-        return number
+            digits = self._numbers[call] = struct.unpack("q", digest(call)[:8])[0]
+        return digits
 
     # ---- the channel of agreements
 
     def agree(self, payload: bytes, call: CallFingerprint = CallFingerprint("agree")) -> list[bytes]:  # noqa: B008 (a tuple)
         """Gather every rank's payload, of any length, once all have come to the same `call`; the payloads aren't compared."""
-        number = self.watch.made.get("agree", 0)
-        self.watch.made["agree"] = number + 1
+        call_number = self.watch.made.get("agree", 0)
+        self.watch.made["agree"] = call_number + 1
         mark = self._number(call)
         try:
-            answers, marks = self._swap(payload, mark, call, number)
+            answers, marks = self._swap(payload, mark, call, call_number)
             if call.flaw or any(other != mark for other in marks):
-                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, number)
+                texts, _ = self._swap(msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]), 0, call, call_number)
         except BaseException as error:
             self.watch.end(error)  # whatever ended this wait: this channel is out of step now
             raise
@@ -230,7 +230,7 @@ class ControlSegment:
             compare([(text, flaw) for text, flaw, _ in sides], self.names, [line for *_, line in sides])
         return answers
 
-    def _swap(self, payload: bytes, mark: int, call: CallFingerprint, number: int) -> tuple[list[bytes], list[int]]:
+    def _swap(self, payload: bytes, mark: int, call: CallFingerprint, call_number: int) -> tuple[list[bytes], list[int]]:
         answers, marks = [b""] * self.size, [0] * self.size
         longest, at, room = len(payload), 0, MAIL - 16
         while True:
@@ -240,7 +240,7 @@ class ControlSegment:
             self._cells[(self._mine * 8 + base) // 8] = mark
             self._write(self._mine * 8 + base + 8, payload[at : at + room], len(payload))
             self._cells[self._mine + AGREES] = target
-            self.watch.wait(self._meeting(target, call, number))
+            self.watch.wait(self._meeting(target, call, call_number))
             for r in range(self.size):
                 start = r * SPAN + base
                 marks[r], total = self._cells[start // 8], self._cells[start // 8 + 1]
@@ -250,7 +250,7 @@ class ControlSegment:
             if at >= longest:
                 return answers, marks
 
-    def _meeting(self, target: int, call: CallFingerprint, number: int) -> WaitCondition:
+    def _meeting(self, target: int, call: CallFingerprint, call_number: int) -> WaitCondition:
         cells, agrees = self._cells, self._agrees
 
         def met() -> bool:
@@ -262,7 +262,7 @@ class ControlSegment:
         def missing() -> list[int]:
             return [r for r, at in zip(self._others, agrees, strict=True) if cells[at] < target]
 
-        return WaitCondition(met, missing, "agree", number, call)
+        return WaitCondition(met, missing, "agree", call_number, call)
 
     # ---- more memory, smaller segments
 
