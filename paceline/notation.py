@@ -1,7 +1,7 @@
 """The notation of strategies: text to objects and back; calls, names and literals, read through `ast` and never evaluated.
 
-A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of the object gives it back. New words are
-lines in `VOCABULARY`.
+A notation is what one would write in Python to make the object, `AllReduce(via="ring")`; `repr` of the object gives it back. A codec is a
+word by its definition (`codec/words.py`), a strategy by its line in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,45 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.cluster.launcher import isolation
+from paceline.codec.words import words
 from paceline.errors import NotationError, PacelineError, UsageError
 from paceline.formatting import choices, spell
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
 # Each word and what it calls: "module:name" is imported when the word is used, so that a text can be checked without torch.
-VOCABULARY: Final[Vocabulary] = {
+STRATEGIES: Final[Mapping[str, str]] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     "LocalSGD": "paceline.sync.localsgd.strategy:LocalSGD",
     "adaptive": "paceline.sync.localsgd.fragment:adaptive",
     "Sequence": "paceline.sync.per_axis:Sequence",
     "Gossip": "paceline.sync.gossip.strategy:Gossip",
     "ParameterServer": "paceline.sync.parameterserver.strategy:ParameterServer",
-    "auto": "paceline.codec.auto:auto",
     **{word: f"paceline.sync.localsgd.outer:{word}" for word in ("average", "nesterov")},
-    **{word: f"paceline.codec.codec:{word}" for word in ("after", "error_feedback", "gathered", "named", "scattered", "smaller", "where")},
-    **{word: f"paceline.codec.coding:{word}" for word in ("compose", "exact")},
-    **{word: f"paceline.codec.dense:{word}" for word in ("bfloat16", "half", "int4", "int8", "sign")},
-    **{word: f"paceline.codec.sparse:{word}" for word in ("randomk", "topk")},
-    "powersgd": "paceline.codec.powersgd:powersgd",
 }
+
+
+class _Words(Mapping[str, str]):
+    """Words of strategies and of codecs; the latter are looked for when a text has one for the first time, not when a process starts."""
+
+    def __getitem__(self, word: str) -> str:
+        return STRATEGIES[word] if word in STRATEGIES else words()[word]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**STRATEGIES, **words()})
+
+    def __len__(self) -> int:
+        return len({**STRATEGIES, **words()})
+
+
+VOCABULARY: Final[Vocabulary] = _Words()
 
 NUMBERS: Final = {"inf": math.inf}  # names that are literals here: repr(math.inf) is "inf"
 

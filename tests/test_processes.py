@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
+from paceline.comm.schedule import SCHEDULES
 from tests.harness.curves import Case, check
 from tests.harness.jobs import ROOT, Ended, Job, Jobs, free_port, wait_for
 
 CURVES = str(ROOT / "tests" / "harness" / "curves.py")
-SCHEDULES = ("ring", "tree", "halving-doubling", "direct", "hierarchical", "owners")
 LIMITS = {"sgd": 1e-5, "adam": 1e-9}
 
 

@@ -116,9 +116,8 @@ class _Simple:
 
 @dataclass(frozen=True)
 class plain(_Simple):
-    """The group's own all-reduce."""
+    """The group's own all-reduce, which `exact` stands for: no word of the notation."""
 
-    __repr__ = spell
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:

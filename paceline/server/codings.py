@@ -7,20 +7,19 @@ error_feedback(after(100, topk(0.01), before=half()))     turn 0 ... 99    half,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Size
 
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, after, error_feedback, gathered, plain, scattered, where
-from paceline.codec.coding import Coding, compose, exact
-from paceline.codec.dense import bfloat16, half, int4, int8, sign
+from paceline.codec.coding import Coding, exact
 from paceline.codec.powersgd import powersgd
-from paceline.codec.sparse import randomk, topk
+from paceline.codec.words import words
 from paceline.errors import UsageError
-
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (exact, compose, half, bfloat16, int8, int4, sign, topk, randomk)}
 
 
 class CodingPhase(NamedTuple):
@@ -103,12 +102,20 @@ def at(found: Phases, turn: int) -> CodingPhase:
 # ---- on the wire: a server has only the codings that are ours, and makes them by name
 
 
+@cache
+def kinds() -> Mapping[str, Any]:
+    """Import all codings of paceline, by name."""
+    places = {word: place.split(":")[0] for word, place in words().items()}
+    found = {word: getattr(importlib.import_module(module), word) for word, module in places.items()}
+    return {word: kind for word, kind in found.items() if hasattr(kind, "layout")}
+
+
 def write(coding: Coding) -> list[Any]:
     """Write a coding as plain data. Raises `UsageError` for one that a server doesn't know."""
     kind = type(coding)
-    if KINDS.get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
+    if kinds().get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
         raise UsageError(
-            f"{coding!r} is no coding of paceline, and a server decodes without your script: possible are {', '.join(sorted(KINDS))}; "
+            f"{coding!r} is no coding of paceline, and a server decodes without your script: possible are {', '.join(sorted(kinds()))}; "
             "for another one use AllReduce"
         )
     values = {field.name: getattr(coding, field.name) for field in dataclasses.fields(coding)}
@@ -118,7 +125,7 @@ def write(coding: Coding) -> list[Any]:
 def read(found: Any) -> Coding:
     """Read a coding that was written. Raises what comes of data that is none: `LookupError`, `TypeError`, `ValueError`, `UsageError`."""
     name, values = found
-    coding: Coding = KINDS[name](**{key: read(value) if isinstance(value, list) else value for key, value in values.items()})
+    coding: Coding = kinds()[name](**{key: read(value) if isinstance(value, list) else value for key, value in values.items()})
     coding.layout(1)
     return coding
 

@@ -9,6 +9,7 @@ from paceline.codec.coding import Coding, WirePart, compose, exact, nbytes, part
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
+from paceline.server.codings import kinds
 from tests.harness.codings import data, sent
 
 CODINGS: list[Coding] = [
@@ -29,6 +30,10 @@ CODINGS: list[Coding] = [
     compose(compose(topk(0.5), exact()), int4(block=32)),
 ]
 LENGTHS = [0, 1, 2, 7, 63, 64, 65, 1023, 1024, 1025, 2000, 140_000]
+
+
+def test_every_coding_is_tested() -> None:
+    assert {type(coding).__name__ for coding in CODINGS} == set(kinds())
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
