@@ -52,7 +52,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "session/elastic/adapter",
     "session/groups",
     "session/loop/collectives",
-    "session/loop/loss_scale",
     "session/loop/step_clock",
     "session/loop/transaction",
     "session/prepare/abilities",

@@ -55,8 +55,8 @@ class Agreement:
         self.what = ""  # the last call, in words
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
-        self.tally: Callable[[], list[int | None]] | None = None  # the step, and how often optimizers stepped in the last and in this
-        self.entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
+        self._tally: Callable[[], list[int | None]] | None = None  # the step, and how often optimizers stepped in the last and in this
+        self._entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
         self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
         self._met = time.monotonic()
 
@@ -77,8 +77,8 @@ class Agreement:
         """
         if self._inside:
             return act()
-        if self.entering is not None:
-            self.entering()
+        if self._entering is not None:
+            self._entering()
         self._name(what)
         if self.recovery is None:
             return self._make(act)
@@ -153,11 +153,36 @@ class Agreement:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Mark that all workers are here, though they are not in lockstep: the code inside may make a call of all."""
-        entering, self.entering = self.entering, None
+        entering, self._entering = self._entering, None
         try:
             yield
         finally:
-            self.entering = entering
+            self._entering = entering
+
+    def part(self, entering: Callable[[], None]) -> None:
+        """Let workers leave lockstep: `entering` is called before the next call of all, and brings them together."""
+        self._entering = entering
+
+    def enter(self) -> None:
+        """Bring workers together that are not in lockstep."""
+        if self._entering is not None:
+            self._entering()
+
+    def come_together(self) -> None:
+        """Note that all workers are in lockstep again."""
+        self._entering = None
+
+    def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
+        """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped in the last one and in this one."""
+        self._tally = tally
+
+    def recover_by(self, recovery: Recovery) -> None:
+        """Survive losses from now on: `recovery` brings the living together."""
+        self.recovery = recovery
+
+    def catch_up(self, calls: int) -> None:
+        """Count as completed the calls that the others have made before this worker came."""
+        self.calls = calls
 
     def _name(self, what: str) -> None:
         if what:
@@ -210,7 +235,7 @@ class Agreement:
         if what != "settled":
             self.what = f"{what} of step {step}"
         try:
-            taken = None if self.tally is None else self.tally()
+            taken = None if self._tally is None else self._tally()
             answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error

@@ -25,7 +25,6 @@ from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
 from paceline.fault.replicate import Replicate
-from paceline.session.record.hangs import HangDetector
 from paceline.sync.context import SyncContext
 from paceline.trace import Trace
 
@@ -47,8 +46,6 @@ class WorkerContext:
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
     cancel_scope: CancelScope = field(default_factory=CancelScope)  # cancels waits of all groups made with this context
-    watching: HangDetector | None = None  # answers a launcher that asks what its workers do (`paceline run`)
-    world: DefaultProcessGroup | None = None  # torch.distributed's default group, for libraries that ask for it
 
     @property
     def local(self) -> int:
@@ -65,6 +62,48 @@ class WorkerContext:
         self.natives += 1
         backend = "nccl" if self.device.type == "cuda" and _own_devices(self) else "gloo"
         return network(self, f"native{self.natives}", backend=backend)
+
+
+class CurrentView:
+    """Where this worker is among those that take part now. `waits`: it has just joined, and isn't let in yet."""
+
+    def __init__(self, worker: WorkerContext) -> None:
+        self.worker, self.waits = worker, worker.place.joining
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker."""
+        return self.worker.place.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.worker.place.size
+
+    @property
+    def cluster(self) -> Topology:
+        """The hosts of all workers."""
+        return self.worker.cluster
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all workers."""
+        return self.rank == 0 and not self.waits
+
+    def move(self, worker: WorkerContext) -> None:
+        """Take the place that this worker has in a new view."""
+        self.worker = worker
+
+    def enter(self) -> None:
+        """Take part from now on."""
+        self.waits = False
+
+
+def first_members(worker_context: WorkerContext) -> tuple[int, ...]:
+    """Return the numbers of the workers that this one meets at the start, by rank. Collective."""
+    here, place = worker_context.store.sub("workers"), worker_context.place
+    here.put(str(place.rank), place.worker)
+    return tuple(here.take(str(rank)) for rank in range(place.size))
 
 
 def choose_device(asked: str | None, local: int) -> torch.device:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -13,7 +13,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from paceline.cluster.control import events
-from paceline.data.loader import ShareLoader, Turn
+from paceline.cluster.topology import Topology
+from paceline.comm.group import Group
+from paceline.data.loader import Turn
 from paceline.data.shares import Shares
 from paceline.data.spec import Loss, Readers, Sharding, Weigh
 from paceline.errors import UsageError
@@ -21,30 +23,48 @@ from paceline.fault import checkpoint
 from paceline.formatting import spell
 from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
 from paceline.session.checkpoint.state import RunProgress, WorkerState
-from paceline.session.elastic.adapter import ElasticRun
-from paceline.session.elastic.departure import Departure
-from paceline.session.elastic.recovery import Recovery, ViewGroups
-from paceline.session.groups import Subgroups, WorkerContext
+from paceline.session.elastic.survival import Survival
+from paceline.session.ending import RunEnding
+from paceline.session.groups import CurrentView
 from paceline.session.loop import collectives
-from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.turns import TrainingLoop
-from paceline.session.prepare import checks
-from paceline.session.prepare.abilities import resolve
 from paceline.session.prepare.optimizers import OptimizerWatch
 from paceline.session.prepare.registry import Prepared
-from paceline.session.record.collector import LogCollector
+from paceline.session.record.collector import LogCollector, LogMeetings
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hints import StartupHints
+from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog
-from paceline.session.record.status_line import StatusLine
-from paceline.session.record.summary import RunOutcome, conclude
 from paceline.session.record.total_steps import TotalSteps
-from paceline.session.replicas.compare import Comparison, ReplicaComparer
-from paceline.session.replicas.manual_gradients import ManualGradients
-from paceline.state.versioned import Randomness, Stateful
-from paceline.sync.autograd import GradientTracker
+from paceline.session.replicas.compare import ReplicaComparer
+from paceline.state.versioned import Stateful
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The parts of a run, as `session.assemble` has built them."""
+
+    view: CurrentView
+    context: SyncContext
+    strategy: Strategy
+    history: RunHistory
+    folder: RunFolder
+    log: MetricsLog
+    loop: TrainingLoop
+    prepared: Prepared
+    own: WorkerState
+    progress: RunProgress
+    plan: TotalSteps
+    saving: CheckpointSaver
+    hints: StartupHints
+    watch: OptimizerWatch
+    collector: LogCollector
+    meetings: LogMeetings
+    comparer: ReplicaComparer
+    survival: Survival | None  # where the run goes on when workers are lost
+    ending: RunEnding
 
 
 class Run:
@@ -54,67 +74,63 @@ class Run:
     `is_first` (of all workers) and `weight` (of my present batch) say where this worker is. `results`: what the first adds to the summary.
     """
 
-    def __init__(
-        self, worker: WorkerContext, context: SyncContext, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison
-    ) -> None:
-        place = worker.place
-        self.rank, self.size, self.local_rank = place.rank, place.size, worker.local
-        self.host = worker.cluster.of(place.rank).name
-        self.device, self.group = worker.device, context.group
-        self.strategy, self.cluster, self.began = strategy, worker.cluster, began
-        self.events: list[dict[str, Any]] = []
-        self.results: dict[str, Any] = {}
-        self._worker_context, self._context, self._agreement = worker, context, context.agreement
-        subgroups = Subgroups(context, lambda: self.cluster)  # strategies find the workers of a host through it
-        sync = strategy.begin(context)
-        abilities = resolve(sync)
-        self._backward = GradientTracker(sync, context, abilities)
-        self._loop = TrainingLoop(context, self._backward, abilities, self, worker.page)
-        self._prepared = Prepared(context, self._backward, self._loop, self.device, subgroups)
-        self._collector = LogCollector(self._loop, self._prepared, context, self.event)
-        self._watch = OptimizerWatch(self._prepared, self._loop, ManualGradients(self._loop, self._collector))
-        self._hints = StartupHints(self._prepared, self._loop)
-        self._watch.strange, self._prepared.first = self._hints.strange, self._hints.prepared
-        self.state = self._prepared.state
-        self._progress = RunProgress(self._loop, self._prepared.loaders)
-        self._own = WorkerState(Randomness(self.device), sync, abilities, self._prepared.optimizers)
-        tables, patience, pinned = self._prepared.tables, worker.deadline, self.device.type == "cuda"
-        self._saving = CheckpointSaver(self.state, self._own, context, self.event, tables=tables, deadline=patience, pinned=pinned)
-        self._endings: list[Callable[[], None]] = []
-        self._closed = self._waits = self._joined = False
-        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
-        self.seed = collectives.seed(context.agreement, seed, arguments)
-        self._comparer = ReplicaComparer(comparison, context, self._prepared, sync, abilities.replicated)
-        self._comparer.event, self._comparer.conclude = self.event, self._conclude
-        self._loop.asked = lambda loader: self._begin() if loader.terms.training else None
-        self.state.add("progress", self._progress)
-        self._recovery: Recovery | None = None
-        if place.worker is not None:
-            self._survive(worker)
-
-    def _survive(self, worker_context: WorkerContext) -> None:
-        """Go on when workers are lost, from the first epoch on."""
-        if self.device.type == "cuda":
-            raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
-        body = ElasticRun(self._context, self._prepared, self._loop, self._own, self._comparer, replicate=worker_context.replicate)
-        body.moved, body.lost, body.facts, body.learn = self._moved, self._lost, self._facts, self._learn
-        recovery = self._recovery = self._collector.recovery = Recovery(worker_context, self._agreement, body)
-        self._leaving = body.leaving = Departure(recovery, self._context, worker_context.home, body.keepers)
-        self._prepared.survives = True
-        self._loop.survive(Rollback(body.parts, self._loop.models, self._own.randomness, self._backward), self._generation)
-        self._waits = self._watch.tally.waits = recovery.fresh
-
-    def open(self, folder: RunFolder, log: MetricsLog, total_steps: int | None = None) -> None:
-        """Begin to write to the run's folder and log."""
-        self.folder, self._log, log.note = folder, log, self._lost
-        self._plan = TotalSteps(total_steps, lambda steps: setattr(log, "total_steps", steps))
-        self._loop.leads = self._plan.led
-        self._collector.open(log)
-        self._loop.idle_epochs.fold = log.fold
-        self._hints.begin()
-        self._watch.begin()
+    def __init__(self, parts: RunParts) -> None:
+        self._view, self._context, self._agreement = parts.view, parts.context, parts.context.agreement
+        self._history, self._log, self._loop, self._prepared = parts.history, parts.log, parts.loop, parts.prepared
+        self._own, self._progress, self._plan, self._saving = parts.own, parts.progress, parts.plan, parts.saving
+        self._hints, self._watch, self._collector, self._meetings = parts.hints, parts.watch, parts.collector, parts.meetings
+        self._comparer, self._survival, self._ending = parts.comparer, parts.survival, parts.ending
+        self._backward = parts.loop.backward
+        worker = parts.view.worker
+        self.device, self.host = worker.device, worker.cluster.of(worker.place.rank).name
+        self.strategy, self.folder, self.state = parts.strategy, parts.folder, parts.prepared.state
 
     # ---- who and where
+
+    @property
+    def rank(self) -> int:
+        """My number among all workers."""
+        return self._view.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._view.size
+
+    @property
+    def local_rank(self) -> int:
+        """My number among the workers of my host."""
+        return self._view.worker.local
+
+    @property
+    def cluster(self) -> Topology:
+        """The hosts, and the ranks of each."""
+        return self._view.cluster
+
+    @property
+    def group(self) -> Group:
+        """The group of all workers."""
+        return self._context.group
+
+    @property
+    def seed(self) -> int:
+        """The seed that all workers share."""
+        return self._history.seed
+
+    @property
+    def began(self) -> float:
+        """When the run began, in seconds since 1970."""
+        return self._history.began
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened so far, for the summary."""
+        return self._history.events
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What the first worker adds to the summary."""
+        return self._history.results
 
     @property
     def steps(self) -> int:
@@ -124,7 +140,7 @@ class Run:
     @property
     def is_first(self) -> bool:
         """Whether this is the first of all workers."""
-        return self.rank == 0 and not self._waits
+        return self._view.is_first
 
     @property
     def turn(self) -> Turn | None:
@@ -175,85 +191,16 @@ class Run:
             raise UsageError(f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or load_state_dict; write both")
         self.state.add(f"kept.{name}", thing)
 
-    # ---- when workers are lost
-
-    def _begin(self) -> None:
-        """Survive losses from here on, as all workers are about to train. A worker that joins while they train waits here to be let in."""
-        if self._recovery is not None:
-            checks.check_schedulers(self._prepared.optimizers, self.state.parts)
-        if self._recovery is not None and self._recovery.fresh:
-            self._recovery.join()
-            self._watch.tally.enter()
-            self._waits, self._joined = False, True
-        elif self._recovery is not None:
-            self._recovery.arm()
-        self._comparer.begin(self.steps)
-
-    def _generation(self, loader: ShareLoader) -> int:
-        """Return how often the group of workers has changed. Between two turns of training, waiting workers are let in."""
-        assert self._recovery is not None
-        leaves = self._leaving.goes or (self._recovery.orders.leaving and self._collector.sample_queue is not None)
-        if leaves and loader.terms.training and self._loop.turn is None:
-            self._depart()
-        training = [other for other in self._prepared.loaders if other.terms.training and other.under_way]
-        if training == [loader] and self._loop.turn is None and self._collector.sample_queue is not None:
-            self._collector.between(self._recovery)
-        elif training == [loader] and self._loop.turn is None:
-            if self._recovery.short and not self._recovery.pending:
-                self._wait_for_others()
-            if self._recovery.pending:
-                self._own.abilities.converge()
-                self._recovery.admit()
-        return self._recovery.generation
-
-    def _wait_for_others(self) -> None:
-        """Save, and wait until others come, as there are fewer workers than the job needs."""
-        assert self._recovery is not None
-        path = self.save()
-        self._lost(f"{self.size} of {self._worker_context.place.min_workers} workers are left: saved {path.name}, and waiting for others")
-        self._recovery.wait()
-
-    def _depart(self) -> None:
-        """Leave the job between two turns, as this host is asked to; the others deal the next turn among themselves."""
-        self._closed = True
-        assert self._recovery is not None
-        self._recovery.depart()
-        self._saving.wait()  # or the others would sweep it away
-        events.left(self._worker_context.place)
-        self._log.close()
-        self._end(failed=True)
-        raise SystemExit(0)
-
-    def _moved(self, founded: ViewGroups) -> None:
-        """Go on in the groups of a new view, in the middle of whatever call has failed."""
-        worker_context = founded.worker_context
-        self._worker_context, self.cluster, self.group = worker_context, worker_context.cluster, founded.group
-        self._watch.tally.doubt()
-        self.rank, self.size, self.local_rank = worker_context.place.rank, worker_context.place.size, worker_context.local
-        if self.is_first:
-            self._log.take_over(StatusLine())
-
-    def _lost(self, text: str) -> None:
-        self.event(text)
-        self._context.announce(text)
-
-    def _facts(self) -> dict[str, Any]:
-        return {"flush": self._collector.next, "events": self.events, "began": self.began, "log": self._log.number, "seed": self.seed}
-
-    def _learn(self, facts: dict[str, Any]) -> None:
-        self._collector.next, self.events, self.began, self.seed = (facts[name] for name in ("flush", "events", "began", "seed"))
-        self._log.place(facts["log"])
-
     # ---- in the loop
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield 0, 1, ... count - 1; after `resume` from the epoch that was under way. Ends early when all have agreed to `stop`."""
-        self._begin()
+        self._loop.begin_training()
         self._plan.begin(count, self._prepared.loaders)
         if not self._progress.enter():
             return
         while self._progress.epoch < count:
-            joined, self._joined = self._joined, False
+            joined = self._survival is not None and self._survival.take_joined()
             if not joined and self._collector.stop_agreed():  # a worker that has joined did so in the middle of an epoch
                 return
             self._progress.begin()
@@ -265,7 +212,7 @@ class Run:
 
     def event(self, what: str) -> None:
         """Note that something happened, for the summary."""
-        self.events.append({"time": time.time() - self.began, "what": what})
+        self._history.note(what)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Add up backward passes inside of the block on their own worker; the first one outside exchanges the whole sum."""
@@ -319,22 +266,7 @@ class Run:
 
     def stop(self) -> None:
         """Ask to stop early; never waits. All workers stop together, at the end of the present epoch at the latest."""
-        self._collector.asked = True
-
-    # ---- after each step
-
-    def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
-        steps = self._loop.steps
-        for account in self._context.accounts:
-            self._log.log(steps, account.take())
-        self._log.step(steps, turn.global_batch, seconds)
-        self._comparer.step_ended(steps)
-        if turn.source is not None:
-            self._hints.haunted()
-        if steps >= self._collector.next:
-            self._collector.step_ended()
-        if self._recovery is not None and not self._loop.apart:
-            self._leaving.step_ended()
+        self._collector.stop()
 
     # ---- state
 
@@ -366,7 +298,7 @@ class Run:
         found = self._saving.resume(places, named=self.folder.named or folder is not None)
         if found is None:
             return False
-        self._collector.next = self.steps + 1
+        self._meetings.put(self.steps + 1)
         self._context.announce(f"resumed from {found} at step {self.steps}")
         return True
 
@@ -374,7 +306,7 @@ class Run:
 
     def on_close(self, ending: Callable[[], None]) -> None:
         """Call `ending` when the run ends, however it ends."""
-        self._endings.append(ending)
+        self._ending.on_close(ending)
 
     def __enter__(self) -> Run:
         return self
@@ -387,61 +319,8 @@ class Run:
 
     def close(self) -> None:
         """Leave together with all workers: the summary is written, memory and sockets are freed. Twice is harmless."""
-        if self._closed:
-            return
-        self._closed = True
-        self._hints.ended()
-        try:
-            self._loop.finish()
-            self._conclude()
-            self._agreement.tell("the end of the run", self._saving.last)
-        except BaseException as error:
-            self._leave(type(error), error)
-            raise
-        events.closed(self._worker_context.place)
-        self._end(failed=False)
-
-    def _conclude(self) -> None:
-        self._log.finish(self._agreement)
-        self._saving.wait()
-        sent, tally, remote, tables = self._loop.sent, self._saving.tally(), self._own.abilities.remote, self._prepared.tables
-        facts, served = (tables.facts(), tables.served()) if self.is_first else ([], [])
-        if self.is_first and remote is not None and remote.attached:
-            facts, served = [*remote.facts(), *facts], [*remote.served(), *served]
-        outcome = RunOutcome(self.strategy, self.cluster, self._prepared, sent, self.event, self.events, tally, facts, served, self.results)
-        conclude(outcome, self._context, self.folder, self._log)
+        self._ending.close()
 
     def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once and without the others, after an error."""
-        if not self._closed:
-            self._closed = True
-            self._leave(kind, error)
-
-    def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
-        self._agreement.locate(error)
-        if self._worker_context.world is not None:
-            self._worker_context.world.explain(error)
-        self._loop.explain(error)
-        events.report_failure(self._worker_context.place, kind, error)
-        self._log.leave()
-        self._end(failed=True)
-
-    def _end(self, *, failed: bool) -> None:
-        if self._worker_context.watching is not None:
-            self._worker_context.watching.stop()
-        self._watch.end()
-        self._backward.unwatch()
-        self._loop.release()
-        groups = [*self._context.extra_groups, self.group]
-        for group in groups if failed else ():
-            group.abort()
-        self._prepared.release(failed=failed)
-        self._backward.sync.detach()
-        for group in groups:
-            group.close()
-        if self._worker_context.world is not None:
-            self._worker_context.world.close(failed=failed)
-        self._worker_context.store.close()
-        for ending in self._endings:
-            ending()
-        self._saving.end()
+        self._ending.fail(kind, error)

@@ -7,27 +7,30 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from paceline.cluster.control import events
-from paceline.cluster.control.progress import enter
+from paceline.cluster.control.progress import Page, enter
 from paceline.cluster.discover import Place, discover
 from paceline.cluster.launcher.janitor import brand
 from paceline.cluster.launcher.output import stand_in
 from paceline.cluster.store import connect, hosts
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
+from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.errors import UsageError
 from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
+from paceline.session.assemble import Joined, assemble
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
-from paceline.session.groups import WorkerContext, choose_device, everyone, world
+from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone, world
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
+from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.status_line import StatusLine
 from paceline.session.record.writer import MetricsWriter
@@ -85,26 +88,34 @@ def start(
     seconds = deadline if place.deadline is None else place.deadline
     check_lateness(late_after, seconds, timings=place.timings.hangs)
     events.joined(place)
-    announcer = Announcer(lambda: place.rank == 0 and not place.joining)
+    announcer = Announcer(place)
+    with _reporting(place), ExitStack() as undo:  # the store stays: others may still read there why this worker failed
+        page = enter(place.progress, began, deadline=seconds)
+        worker = _meet_others(place, device, seconds, announcer.say, trace=Trace(TRACES[trace]), page=page, replicate=replicate)
+        joined = _join(worker, late_after, undo)
+        announcer.follow(joined.view)
+        run = assemble(
+            joined,
+            strategy,
+            seed=seed if place.run is None else place.run[1],
+            began=began,
+            comparison=comparison,
+            open_records=Records(joined, Path(folder), name, on_nan).open,
+            total_steps=total_steps,
+        )
+        undo.pop_all()
+    ExitHooks(run).arm()
+    return run
+
+
+@contextmanager
+def _reporting(place: Place) -> Iterator[None]:
+    """Report to the launcher what this worker fails of."""
     try:
-        with ExitStack() as undo:  # the store stays: others may still read there why this worker failed
-            worker_context = _surroundings(place, device, seconds, announcer.say)
-            worker_context.page, worker_context.trace = enter(place.progress, began, deadline=seconds), Trace(TRACES[trace])
-            worker_context.replicate = _replicating(worker_context, replicate)
-            context = _context(worker_context, undo)
-            _watch(worker_context, context.agreement, late_after, undo)
-            shared = seed if place.run is None else place.run[1]
-            run = Run(worker_context, context, strategy, seed=shared, began=began, comparison=comparison)
-            announcer.first = lambda: run.is_first
-            where = _folder(context.agreement, place, Path(folder), name, announcer.say)
-            _announce(worker_context, where, run.seed)
-            run.open(where, MetricsLog(_book(where, place), on_nan=on_nan, say=announcer.say), total_steps)
-            undo.pop_all()
+        yield
     except BaseException as error:
         events.report_failure(place, type(error), error)
         raise
-    ExitHooks(run).arm()
-    return run
 
 
 def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:
@@ -117,7 +128,9 @@ def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> No
         raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
 
 
-def _surroundings(place: Place, device: str | None, seconds: float, say: Callable[[str], None]) -> WorkerContext:
+def _meet_others(
+    place: Place, device: str | None, seconds: float, say: Callable[[str], None], *, trace: Trace, page: Page | None, replicate: Replicate
+) -> WorkerContext:
     """Meet the other workers, and find out where all of them are."""
     stand_in()  # before the first socket
     if place.job is not None:
@@ -125,22 +138,27 @@ def _surroundings(place: Place, device: str | None, seconds: float, say: Callabl
     store = connect(place, deadline=seconds)
     cluster = hosts(store, place) if place.size > 1 else Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),))
     local = cluster.of(place.rank).ranks.index(place.rank)
-    return WorkerContext(place, store, cluster, choose_device(device, local), seconds, say)
+    worker = WorkerContext(place, store, cluster, choose_device(device, local), seconds, say, trace, replicate=replicate, page=page)
+    if isinstance(replicate, int) and place.worker is None:
+        say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
+    return worker
 
 
-def _replicating(worker_context: WorkerContext, replicate: Replicate) -> Replicate:
-    if isinstance(replicate, int) and worker_context.place.worker is None:
-        worker_context.say(f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was given no --min-workers")
-    return replicate
+def _join(worker: WorkerContext, late_after: float | None, undo: ExitStack) -> Joined:
+    context, default = _context(worker, undo)
+    watching = HangDetector(worker.place, context.agreement, worker.deadline, late_after)
+    undo.callback(watching.stop)
+    return Joined(CurrentView(worker), context, watching, default)
 
 
-def _context(worker_context: WorkerContext, undo: ExitStack) -> SyncContext:
-    """Make the group of all workers, and the context that strategies work with."""
+def _context(worker_context: WorkerContext, undo: ExitStack) -> tuple[SyncContext, DefaultProcessGroup | None]:
+    """Make the group of all workers, and the context that strategies work with; torch's default group, too."""
     group = everyone(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
-    worker_context.world = world(worker_context, group)
-    undo.callback(_leave_world, worker_context)
+    default = world(worker_context, group)
+    if default is not None:
+        undo.callback(default.close, failed=True)
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=worker_context.cluster.names())
     context = SyncContext(
@@ -151,43 +169,44 @@ def _context(worker_context: WorkerContext, undo: ExitStack) -> SyncContext:
         worker_context.cluster.where(),
         worker_context.say,
         worker_context.native,
+        servers=ServerStarter(worker_context, agreement).begin,
+        table_servers=ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin,
+        deadline=worker_context.deadline,
+        survives=worker_context.place.worker is not None,
+        cancel_scope=worker_context.cancel_scope,
         timings=worker_context.place.timings,
     )
-    context.servers, context.deadline = ServerStarter(worker_context, agreement).begin, worker_context.deadline
-    context.table_servers = ServerStarter(worker_context, agreement, "SparseEmbedding", "table server").begin
-    context.survives, context.cancel_scope = worker_context.place.worker is not None, worker_context.cancel_scope
-    return context
+    return context, default
 
 
-def _leave_world(worker_context: WorkerContext) -> None:
-    if worker_context.world is not None:
-        worker_context.world.close(failed=True)
+class Records:
+    """Opens the folder and the log of a run in `root`, on one worker."""
 
+    def __init__(self, joined: Joined, root: Path, name: str | None, on_nan: OnNan) -> None:
+        self._worker, self._context, self._root, self._name, self._on_nan = joined.view.worker, joined.context, root, name, on_nan
 
-def _watch(worker_context: WorkerContext, agreement: Agreement, late_after: float | None, undo: ExitStack) -> None:
-    worker_context.watching = HangDetector(worker_context.place, agreement, worker_context.deadline, late_after)
-    undo.callback(worker_context.watching.stop)
+    def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
+        """Open the folder and the log; `adds`: the samples of a step are each worker's own."""
+        folder, worker, say = self._folder(), self._worker, self._worker.say
+        events.opened(worker.place, str(folder.path.absolute()), history.seed)  # for launchers that start others for it
+        if worker.page is not None:
+            worker.page.writes_to(folder.path)
+        book = self._book(folder, adds=adds)
+        return folder, MetricsLog(book, on_nan=self._on_nan, say=say, note=history.tell, accounts=self._context.accounts)
 
+    def _folder(self) -> RunFolder:
+        """Return the folder of the run that this worker joins, or a new one. Collective."""
+        place, name = self._worker.place, self._name
+        if place.run is not None:
+            return RunFolder(Path(place.run[0]))
+        return RunFolder.agree(self._context.agreement, self._root, name if name is not None else place.run_name, say=self._worker.say)
 
-def _folder(agreement: Agreement, place: Place, root: Path, name: str | None, say: Callable[[str], None]) -> RunFolder:
-    """Return the folder of the run that this worker joins, or a new one. Collective."""
-    if place.run is not None:
-        return RunFolder(Path(place.run[0]))
-    return RunFolder.agree(agreement, root, name if name is not None else place.run_name, say=say)
-
-
-def _announce(worker_context: WorkerContext, folder: RunFolder, seed: int) -> None:
-    """Tell the launcher and onlookers where the run's folder is."""
-    events.opened(worker_context.place, str(folder.path.absolute()), seed)
-    if worker_context.page is not None:
-        worker_context.page.writes_to(folder.path)
-
-
-def _book(folder: RunFolder, place: Place) -> MetricsWriter | None:
-    """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
-    if place.rank == 0 and not place.joining:
-        return MetricsWriter(folder, StatusLine())
-    return None if place.worker is None else MetricsWriter(folder, stands_by=True)
+    def _book(self, folder: RunFolder, *, adds: bool) -> MetricsWriter | None:
+        """Return a writer of metrics on the first worker; where losses are survived, on all, as another one may have to go on."""
+        place = self._worker.place
+        if place.rank == 0 and not place.joining:
+            return MetricsWriter(folder, StatusLine(), adds=adds)
+        return None if place.worker is None else MetricsWriter(folder, stands_by=True, adds=adds)
 
 
 def _strategy(asked: Any) -> Strategy:
@@ -202,14 +221,23 @@ def _strategy(asked: Any) -> Strategy:
 class Announcer:
     """Prints messages once, on the first worker."""
 
-    def __init__(self, first: Callable[[], bool]) -> None:
-        self.first = first
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._view: CurrentView | None = None
         self._said: set[str] = set()
+
+    def follow(self, view: CurrentView) -> None:
+        """Speak on the first worker of the run, whichever that is by now."""
+        self._view = view
+
+    @property
+    def _first(self) -> bool:
+        return self._place.rank == 0 and not self._place.joining if self._view is None else self._view.is_first
 
     def say(self, text: str) -> None:
         """Print `text` on stderr, unless it was said before."""
         text = text.removeprefix("paceline: ")
-        if self.first() and text not in self._said:
+        if self._first and text not in self._said:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
         self._said.add(text)
 

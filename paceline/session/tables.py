@@ -54,10 +54,7 @@ class TableView:
             raise UsageError(
                 f"the sparse table {self._lookup.name} was frozen when it was prepared, and nothing steps it: thaw it before that"
             )
-        self._backward.begins()
-        self._backward.ran = True
-        step_state = self._backward.context.step_state
-        return 0.0 if step_state.ghost else step_state.scale
+        return self._backward.unhooked_scale()
 
 
 @dataclass

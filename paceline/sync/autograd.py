@@ -49,10 +49,10 @@ class ParameterHook:
 
 
 class GradientTracker:
-    """Follows the backward passes over some parameters, on behalf of a strategy."""
+    """Follows the backward passes over some parameters, on behalf of a strategy. `prepare` sets the step's state when a pass begins."""
 
-    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities) -> None:
-        self.sync, self.context = sync, context
+    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, prepare: Callable[[], None]) -> None:
+        self.sync, self.context, self._prepare = sync, context, prepare
         self._remote = abilities.remote is not None  # optimizers step elsewhere
         self.hooks: list[ParameterHook] = []
         self.slots: list[Slot] = []
@@ -62,7 +62,6 @@ class GradientTracker:
         self._overwrites: Callable[[int, Tensor], bool] = (
             (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
         )
-        self.begins: Callable[[], None] = lambda: None  # called when a pass begins, before it asks for the state of the step
         self.reached = False  # some worker's pass has touched a parameter, since this was last set to False
         self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
         self.transaction: Transaction = PlainTransaction(sync, context)
@@ -135,7 +134,7 @@ class GradientTracker:
     # ---- while backward runs
 
     def _begin(self) -> None:
-        self.begins()
+        self._prepare()
         step_state = self.context.step_state
         self.open = self.ran = True
         self._silent = step_state.defer_exchange
@@ -318,6 +317,13 @@ class GradientTracker:
         self.sync.abort()
 
     # ---- between passes
+
+    def unhooked_scale(self) -> float:
+        """Return what a gradient counts in the mean that a pass has, and that is of no parameter with hooks."""
+        self._prepare()
+        self.ran = True
+        step_state = self.context.step_state
+        return 0.0 if step_state.ghost else step_state.scale
 
     def join(self, where: str, *, due: bool = False) -> None:
         """Take part, with zeros, in what the others exchange in a turn in which backward reached no parameter here.

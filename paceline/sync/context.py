@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group, Traffic
+from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
 from paceline.sync.codec_cost import CodecAccount
 from paceline.timings import DEFAULTS, Timings
@@ -22,10 +23,21 @@ class StepState:
     step: int = 0
     scale: float = 1.0  # what my gradient counts in the mean: my weight / the weight of the global batch
     ghost: bool = False  # my share is empty: my gradients count as zeros
-    loss_scale: Callable[[], float] = lambda: 1.0  # what a GradScaler multiplies the loss by: residuals are kept without it
+    scalers: list[Any] = field(default_factory=list)  # GradScalers, which multiply the loss before its gradients are taken
     share_of_step: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
     exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+    def loss_scale(self) -> float:
+        """Return the scale that all enabled GradScalers have come to (1 without one): residuals are kept without it."""
+        known = [scaler for scaler in self.scalers if scaler.is_enabled()]
+        scales = {float(scaler.get_scale()) for scaler in known}
+        if len(scales) > 1:
+            raise UsageError(
+                f"{len(known)} GradScalers have come to different scales ({', '.join(f'{scale:g}' for scale in sorted(scales))}), "
+                "so what a codec keeps of a gradient has no unit; use one GradScaler for all, or sync without a codec"
+            )
+        return scales.pop() if scales else 1.0
 
 
 class SideGroup(Protocol):
@@ -67,6 +79,11 @@ class SyncContext:
     closed_traffic: Traffic = field(default_factory=Traffic)  # what was sent in groups that have been left
     closed_waited: float = 0.0
     pulling: float = 0.0  # seconds for parameters that were on their way when they were used, but for steps
+
+    def regroup(self, group: Group, hosts: tuple[int, ...], native: Callable[[], Group], cancel_scope: CancelScope) -> None:
+        """Go on in the groups of a new view, as the present ones have broken."""
+        self.leave()
+        self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
 
     def leave(self) -> None:
         """Leave the groups, which have broken, but keep counts of what they sent."""

@@ -24,8 +24,10 @@ from paceline.comm.solo import SoloGroup
 from paceline.comm.threads import spawn
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.main import Server
-from paceline.session.groups import WorkerContext
+from paceline.session.assemble import Joined, assemble
+from paceline.session.groups import CurrentView, WorkerContext
 from paceline.session.record.folder import RunFolder
+from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog, OnNan
 from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison
@@ -57,12 +59,16 @@ def make(
     around = WorkerContext(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
     step_state = StepState(scale=1.0 / group.size)
     agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.names())
-    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None)
-    context.servers = context.table_servers = serving(agreement, len(dealt))
-    run = Run(around, context, strategy, seed=1, began=0.0, comparison=comparison or Comparison())
-    kept = RunFolder.agree(agreement, Path(folder), "test", say=say)
-    run.open(kept, MetricsLog(MetricsWriter(kept) if group.rank == 0 else None, on_nan=on_nan, say=say))
-    return run
+    servers = serving(agreement, len(dealt))
+    context = SyncContext(group, agreement, step_state, Trace(), cluster.where(), say, None, servers=servers, table_servers=servers)
+
+    def open_records(history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
+        kept = RunFolder.agree(agreement, Path(folder), "test", say=say)
+        book = MetricsWriter(kept, adds=adds) if group.rank == 0 else None
+        return kept, MetricsLog(book, on_nan=on_nan, say=say, note=history.tell, accounts=context.accounts)
+
+    joined = Joined(CurrentView(around), context)
+    return assemble(joined, strategy, seed=1, began=0.0, comparison=comparison or Comparison(), open_records=open_records)
 
 
 def serving(agreement: Agreement, hosts: int) -> Callable[[int | None, int], ServerEndpoints]:

@@ -700,7 +700,7 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
 
         run._loop.survive(Rollback(dict, [model], Randomness(run.device), run._backward), lambda loader: 0)
         run._agreement.recovery = recover
-        run._collector.next = 100  # or workers would meet in a step that happens to come a second later
+        run._meetings.next = 100  # or workers would meet in a step that happens to come a second later
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):

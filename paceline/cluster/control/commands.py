@@ -89,16 +89,15 @@ def asked(descriptor: int, seconds: float) -> bool:
 
 
 class CommandPipe:
-    """The worker's end of the pipe. `latest` is the last view that came."""
+    """The worker's end of the pipe. `latest` is the last view that came; `answer` says where this worker is when its launcher asks."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, answer: Callable[[], None] = lambda: None) -> None:
+        self._descriptor, self._answer = descriptor, answer
         self._changed = threading.Condition()
         self._rosters: dict[int, Roster] = {}
         self._needed: frozenset[int] = frozenset()
         self._since = 0
         self.leaving = False  # whether this worker has been asked to go
-        self.asked: Callable[[], None] = lambda: None  # called when the launcher wants to know where this worker is
         self._trip: Callable[[], None] = lambda: None
         threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
 
@@ -149,7 +148,7 @@ class CommandPipe:
                 told = json.loads(line)
                 if "number" not in told:
                     self.leaving = self.leaving or "leave" in told
-                    self.asked() if "ask" in told else None
+                    self._answer() if "ask" in told else None
                     continue
                 roster = Roster.load(line)
                 with self._changed:

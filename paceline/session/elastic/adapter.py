@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
+import torch
 from torch import nn
 
 from paceline.data.loader import ShareLoader
@@ -16,26 +17,40 @@ from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.buddies import BuddyReplication
 from paceline.session.elastic.departure import Departure
 from paceline.session.elastic.recovery import ViewGroups
-from paceline.session.groups import reap
+from paceline.session.groups import CurrentView, reap
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
+from paceline.session.record.collector import RunRecords
+from paceline.session.record.status_line import StatusLine
 from paceline.session.replicas.compare import ReplicaComparer
 from paceline.session.replicas.contents import own_buffers
+from paceline.session.replicas.step_count import StepCount
 from paceline.state.snapshot import Snapshot, loads, pack
 from paceline.state.versioned import Stateful
+from paceline.sync.abilities import Abilities
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
 
 VERSION = 2  # of the state that a joining worker is given
 
 
+def check_elastic(device: torch.device, abilities: Abilities) -> None:
+    """Raise `UsageError` where a run can't go on when workers are lost."""
+    if device.type == "cuda":
+        raise UsageError("runs on GPUs can't go on yet when workers are lost; leave out --min-workers, or say start(device='cpu')")
+    if abilities.recoverable is None:
+        raise UsageError("with this strategy a run can't go on when workers are lost; leave out --min-workers")
+
+
+def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
+    """Return what keeps servers and their copies: the optimizer's, and those of sparse tables, where they exist."""
+    remote = own.abilities.remote
+    found = [None if remote is None else remote.copies, prepared.tables.copies]
+    return [copies for copies in found if copies is not None]
+
+
 class ElasticRun:
-    """A run that goes on when workers are lost.
-
-    `moved` is called with each new set of groups; `facts` and `learn` hand over what the run itself knows to a worker that joins.
-    """
-
-    leaving: Departure
+    """A run that goes on when workers are lost. `replicate`: how often buddies get copies of what only one worker has."""
 
     def __init__(
         self,
@@ -45,51 +60,49 @@ class ElasticRun:
         own: WorkerState,
         comparer: ReplicaComparer,
         *,
+        records: RunRecords,
+        view: CurrentView,
+        tally: StepCount,
+        leaving: Departure,
         replicate: Replicate,
     ) -> None:
         self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
-        self._replicate = replicate
-        if own.abilities.recoverable is None:
-            raise UsageError("with this strategy a run can't go on when workers are lost; leave out --min-workers")
+        self._records, self._view, self._tally, self._leaving, self._replicate = records, view, tally, leaving, replicate
+        assert own.abilities.recoverable is not None
         self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
-        loop.committed = self.buddies.committed
-        self.moved: Callable[[ViewGroups], None] = lambda founded: None
-        self.lost: Callable[[str], None] = lambda text: None
-        self.facts: Callable[[], dict[str, Any]] = dict
-        self.learn: Callable[[dict[str, Any]], None] = lambda facts: None
 
     def regroup(self, founded: ViewGroups) -> None:
         worker_context, context = founded.worker_context, self._context
         old = [*context.extra_groups, context.group]
-        context.leave()
-        context.group, context.hosts, context.native, context.cancel_scope = (
-            founded.group,
-            worker_context.cluster.where(),
-            worker_context.native,
-            worker_context.cancel_scope,
-        )
+        context.regroup(founded.group, worker_context.cluster.where(), worker_context.native, worker_context.cancel_scope)
         context.agreement.regroup(founded.group, worker_context.cluster.names(), founded.origins)
-        self.moved(founded)
+        self._view.move(worker_context)
+        self._tally.doubt()
+        if self._view.is_first:
+            self._records.log.take_over(StatusLine())
         self._loop.cut_turn(0 if self._loop.apart else founded.turn)
         self._prepared.regroup()
         layout = founded.layout or {}
-        self.leaving.hear(layout.get("leaving", ()))
+        self._leaving.regroup(founded.members, layout.get("leaving", ()))
         self._recoverable.regroup(context, layout.get("sync"))
         self._prepared.tables.regroup(context, layout.get("tables"))
         self.buddies.regroup(founded.members)
         self._loop.settle()
         reap(old)
 
+    def lost(self, text: str) -> None:
+        self._records.history.tell(text)
+
     def turn(self) -> int:
         return self._loop.steps + 1 if self._loop.led is not None else 0
 
     def figures(self) -> Any:
-        return [self.buddies.figures(), self.leaving.wish]
+        return [self.buddies.figures(), self._leaving.wish]
 
     def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
         self.buddies.hear([figures for figures, _ in told], members)
-        self.leaving.hear([wish for _, wish in told])
+        self._leaving.hear([wish for _, wish in told])
 
     def depart(self) -> None:
         self.buddies.depart()
@@ -97,19 +110,14 @@ class ElasticRun:
     def fates(self, before: tuple[int, ...]) -> str:
         return self.buddies.fates(before)
 
-    def keepers(self) -> list[ServerReplication]:
-        """Return what keeps servers and their copies: the optimizer's, and those of sparse tables, where they exist."""
-        found = [None if self._remote is None else self._remote.copies, self._prepared.tables.copies]
-        return [copies for copies in found if copies is not None]
-
     def servers_lost(self) -> list[str]:
-        return [name for keeper in self.keepers() for name in keeper.take_lost()]
+        return [name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
         return [] if self._remote is None else self._remote.servers_begun()
 
     def join_info(self) -> Any:
-        return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self.leaving.join_info()}
+        return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self._leaving.join_info()}
 
     def form(self) -> str:
         digest = hashlib.sha256(f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode())
@@ -120,7 +128,7 @@ class ElasticRun:
 
     def give(self) -> tuple[bytes, str]:
         snapshot = self._prepared.state.snapshot(copy=False)
-        facts = {"facts": self.facts(), "compared": self._comparer.facts()}
+        facts = {"facts": self._records.facts(), "compared": self._comparer.facts()}
         kept = self._own.sync.state_dict() if self._remote is None else {}  # lies on servers
         mine = {"random": self._own.randomness.state_dict(), "sync": kept, **facts}
         return bytes(msgpack.packb([snapshot.dumps(), pack(mine).dumps()])), self._hash(snapshot)
@@ -132,7 +140,7 @@ class ElasticRun:
         facts = loads(mine).unpack()
         self._recoverable.load_from_peer(facts["sync"])
         self._own.randomness.load_state_dict(facts["random"])
-        self.learn(facts["facts"])
+        self._records.learn(facts["facts"])
         self._comparer.learn(facts["compared"])
         return self._hash(snapshot)
 

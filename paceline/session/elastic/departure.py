@@ -14,16 +14,29 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from paceline.session.elastic.recovery import Recovery
+from paceline.cluster.control.commands import CommandPipe
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
 
 
 class Departure:
-    """One worker's part in a departure. `home` is its launcher; `keepers` returns the objects that look after servers."""
+    """One worker's part in a departure; the worker is one of these `members`.
 
-    def __init__(self, recovery: Recovery, context: SyncContext, home: str, keepers: Callable[[], list[ServerReplication]]) -> None:
-        self._recovery, self._context, self._home, self._keepers = recovery, context, home, keepers
+    `home` is its launcher, from which `orders` come; `keepers` returns the objects that look after servers.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        members: tuple[int, ...],
+        orders: CommandPipe,
+        context: SyncContext,
+        *,
+        home: str,
+        keepers: Callable[[], list[ServerReplication]],
+    ) -> None:
+        self._worker, self._members, self._orders = worker, members, orders
+        self._context, self._home, self._keepers = context, home, keepers
         self._asked: set[int] = set()  # workers of hosts that are asked to leave, as all know
         self._since: float | None = None  # when this worker began to wait for the copies
         self._ready = False  # nothing keeps this worker any more
@@ -31,18 +44,23 @@ class Departure:
     @property
     def goes(self) -> bool:
         """Whether this worker is to go now."""
-        return self._ready or (self._recovery.orders.leaving and not self._keepers())
+        return self._ready or (self._orders.leaving and not self._keepers())
 
     # ---- what is told
 
     @property
     def wish(self) -> int | None:
         """Number of this worker if it is asked to leave, else None; sent to all workers with their logs."""
-        return self._recovery.worker if self._recovery.orders.leaving else None
+        return self._worker if self._orders.leaving else None
 
     def hear(self, wishes: Iterable[int | None]) -> None:
         """Take in the `wish` of every worker, at the same step."""
         self._asked |= {wish for wish in wishes if wish is not None}
+
+    def regroup(self, members: tuple[int, ...], wishes: Iterable[int | None]) -> None:
+        """Go on among these members, with the wishes that a worker which has just joined has not heard."""
+        self._members = members
+        self.hear(wishes)
 
     def join_info(self) -> list[int]:
         """Return the numbers of the workers whose wish to leave all know of, for a worker that has just joined."""
@@ -52,7 +70,7 @@ class Departure:
 
     def step_ended(self) -> None:
         """Copy what leaving hosts keep, after each step while a host is to leave. Collective then."""
-        if not self._asked.isdisjoint(self._recovery.members) and self._keepers():
+        if not self._asked.isdisjoint(self._members) and self._keepers():
             leaving, staying, relieved = self._context.agreement.repeat(self._relieve, what="a host leaves")
             for keeper in self._keepers() if relieved else ():
                 keeper.part(leaving)
@@ -61,7 +79,7 @@ class Departure:
     def _relieve(self) -> tuple[set[str], set[str], bool]:
         """Return which hosts leave, which stay, and whether the staying ones have copies of all that the leaving ones keep."""
         agreement = self._context.agreement
-        mine = [agreement.origins[agreement.group.rank], self._home, self._recovery.orders.leaving]
+        mine = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
         told: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
         hosts, leaving = {worker: home for worker, home, _ in told}, {home for _, home, asked in told if asked}
         staying = {*hosts.values()} - leaving

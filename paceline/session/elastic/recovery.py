@@ -120,24 +120,21 @@ class SurvivingRun(Protocol):
 
 
 class Recovery:
-    """One worker's part in surviving losses."""
+    """One worker's part in surviving losses. `orders` come from its launcher; `members` are the numbers of all workers at the start."""
 
-    def __init__(self, worker_context: WorkerContext, agreement: Agreement, heart: SurvivingRun) -> None:
+    def __init__(
+        self, worker_context: WorkerContext, agreement: Agreement, heart: SurvivingRun, orders: CommandPipe, members: tuple[int, ...]
+    ) -> None:
         place = worker_context.place
-        assert place.worker is not None and place.orders_fd is not None
-        self.worker, self._timings = place.worker, place.timings.recovery
-        self.orders = CommandPipe(place.orders_fd)
-        if worker_context.watching is not None:
-            self.orders.asked = worker_context.watching.answer
+        assert place.worker is not None
+        self.worker, self.orders, self.members = place.worker, orders, members
+        self._timings = place.timings.recovery
         self.generation = 0  # how often the group of workers has changed
         self.view = 0 if place.joining else 1
         self.fresh = place.joining  # this worker has no state yet
         self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
         self._server = _serve(place)
-        here = worker_context.store.sub("workers")
-        here.put(str(place.rank), place.worker)
-        self.members: tuple[int, ...] = tuple(here.take(str(rank)) for rank in range(place.size))
         self._before = self.members  # as of the last event
 
     def arm(self) -> None:
@@ -148,7 +145,7 @@ class Recovery:
         self._survive()
 
     def _survive(self) -> None:
-        self._agreement.recovery = self.recover
+        self._agreement.recover_by(self.recover)
         events.surviving(self._worker_context.place)
 
     # ---- losses
@@ -393,7 +390,7 @@ class Recovery:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
         self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.cancel_scope))
         worker_context = self._moved(roster, door.here.sub("let in"), members, door.cancel_scope)
-        self._agreement.calls = found["calls"]
+        self._agreement.catch_up(found["calls"])
         self.generation, self.view = 0, roster.number
         self._found(ViewGroups(worker_context, everyone(worker_context), members, tuple(found["origins"]), layout=found["layout"]))
         self._hand_over(found["old"])

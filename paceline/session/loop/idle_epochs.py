@@ -13,7 +13,6 @@ from the first where all models are in eval mode, or where nothing was trained i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
@@ -21,6 +20,7 @@ from torch import nn
 from paceline.cluster.control.progress import Page
 from paceline.data.loader import ShareLoader, Turn
 from paceline.session.loop.iteration import LoaderProgress
+from paceline.session.loop.observers import LoopObservers
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 from paceline.sync.transaction import Transaction
@@ -33,20 +33,12 @@ NOTHING_TRAINED = (
 )
 
 
-class StepListener(Protocol):
-    """Whatever is called after each finished step."""
-
-    def step_ended(self, turn: Turn, seconds: dict[str, float]) -> None:
-        """Take note that step `turn` of a training loader is over. `seconds`: by part of the step."""
-        ...
-
-
 class StepCounter(Protocol):
     """A loop that counts steps. `quiet`: depth of `no_sync` blocks."""
 
     steps: int
     quiet: int
-    beat: StepListener
+    observers: LoopObservers
     models: list[nn.Module]
 
     @property
@@ -65,7 +57,6 @@ class IdleEpochs:
     def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
         self.acted = False  # an optimizer has stepped, or no_sync was entered, since `note` last looked
-        self.fold: Callable[[int], None] = lambda steps: None  # what was logged of later steps is of this one
 
     def asked(self, loader: ShareLoader) -> None:
         """Prepare for an epoch that is about to begin."""
@@ -115,7 +106,8 @@ class IdleEpochs:
             progress.held.append((number, turn, seconds))
             return
         self.flush(progress)
-        self._loop.beat.step_ended(turn, seconds)
+        for told in self._loop.observers.step_ended:
+            told(number, turn.global_batch, seconds)
 
     def flush(self, progress: LoaderProgress) -> None:
         """Hand over the steps that were held back."""
@@ -123,7 +115,8 @@ class IdleEpochs:
         now = self._loop.steps
         for number, turn, seconds in held:
             self._loop.place(number)
-            self._loop.beat.step_ended(turn, seconds)
+            for told in self._loop.observers.step_ended:
+                told(number, turn.global_batch, seconds)
         if held:
             self._loop.place(now)
 
@@ -147,4 +140,5 @@ class IdleEpochs:
         self._loop.place(steps)
         if self._page is not None:
             self._page.passed(steps)
-        self.fold(steps)
+        for told in self._loop.observers.went_back:
+            told(steps)

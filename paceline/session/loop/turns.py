@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.cluster.control.progress import Page
 from paceline.comm.group import Traffic
@@ -28,16 +29,16 @@ from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import UsageError
 from paceline.session.loop.batch_use import BatchUse
 from paceline.session.loop.ghost import buffers, level, put_back
-from paceline.session.loop.idle_epochs import IdleEpochs, StepListener
+from paceline.session.loop.idle_epochs import IdleEpochs
 from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
-from paceline.session.loop.loss_scale import loss_scale
+from paceline.session.loop.observers import LoopObservers
 from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.step_clock import StepClock
 from paceline.session.loop.transaction import RecoverableTransaction
 from paceline.session.tables import RunTables
 from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
-from paceline.sync.base import Slot
+from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.transaction import Transaction
 
@@ -47,15 +48,15 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside o
 class TrainingLoop:
     """Follows the loaders of a run (their `LoaderObserver`) and keeps the `StepState` of the context."""
 
-    def __init__(
-        self, context: SyncContext, backward: GradientTracker, abilities: Abilities, beat: StepListener, page: Page | None = None
-    ) -> None:
-        self.context, self.backward, self.abilities, self.beat, self._page = context, backward, abilities, beat, page
+    def __init__(self, sync: Sync, context: SyncContext, abilities: Abilities, page: Page | None = None) -> None:
+        self.context, self.abilities, self._page = context, abilities, page
+        self.backward = backward = GradientTracker(sync, context, abilities, prepare=self._weigh)
+        self.observers = LoopObservers()
         self.steps = 0
         self.quiet = 0  # depth of no_sync
         self.over = False  # all workers have agreed to stop: training loaders give no more steps
         self.models: list[nn.Module] = []
-        self.scalers: list[Any] = []
+        self.scalers = context.step_state.scalers
         self.frozen: list[Slot] = []
         self._clock = StepClock(context, backward)
         self.bound: list[Callable[[], None]] = []  # undo what was set on a user's objects
@@ -68,16 +69,14 @@ class TrainingLoop:
         self._part = 0.0  # of the step under way, mine
         self._announced = False
         self.tables = RunTables(context, backward)
-        self.committed: Callable[[int], None] | None = None  # told of each step that counts, when the strategy has been
         self.changes = False  # the membership may change
         self._generation_of: Callable[[ShareLoader], int] = lambda loader: 0
-        self.asked: Callable[[ShareLoader], None] = lambda loader: None
-        self.leads: Callable[[ShareLoader], None] | None = None  # told at each step whose turn it is
         self.apart = False  # workers are not in lockstep
-        self.parting: Callable[[], None] = lambda: None  # told that an epoch of training begins
         self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
-        backward.begins = self._weigh
-        context.step_state.loss_scale = lambda: loss_scale(self.scalers)
+
+    def observe(self, observers: LoopObservers) -> None:
+        """Call these observers from now on."""
+        self.observers = observers
 
     # ---- where we are
 
@@ -139,8 +138,14 @@ class TrainingLoop:
     # ---- the loader's calls
 
     def epoch_asked(self, loader: ShareLoader) -> None:
-        self.asked(loader)
+        if loader.terms.training:
+            self.begin_training()
         self.idle_epochs.asked(loader)
+
+    def begin_training(self) -> None:
+        """Tell the observers that all workers are about to train."""
+        for told in self.observers.training_begins:
+            told()
 
     def generation(self, loader: ShareLoader) -> int:
         return self._generation_of(loader)
@@ -157,7 +162,8 @@ class TrainingLoop:
             self.idle_epochs.begins(progress)
             if self.over:
                 loader.finish()
-            self.parting()
+            for told in self.observers.epoch_began:
+                told()
         self._clock.asked = time.perf_counter()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
@@ -169,8 +175,8 @@ class TrainingLoop:
             progress.used, self.batch_use.fresh = False, True
             if self.leader is None:
                 self.leader = progress
-                if self.leads is not None:
-                    self.leads(loader)
+                for told in self.observers.lead_taken:
+                    told(loader)
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 backward, leads = self.backward, progress is self.leader
@@ -247,13 +253,18 @@ class TrainingLoop:
             self.backward.sync.commit()
             if self.tables.kept:
                 self.tables.commit()
-            if self.committed is not None:
-                self.committed(steps)
+            observers = self.observers
+            for committed in observers.committed:
+                committed(steps)
             seconds = clock.settle(began)
             if progress.held or (progress.follows and not progress.trained):
                 self.idle_epochs.count(progress, steps, turn, seconds)
             else:
-                self.beat.step_ended(turn, seconds)
+                for ended in observers.step_ended:
+                    ended(steps, turn.global_batch, seconds)
+            if turn.source is not None:
+                for told in observers.ghost_ended:
+                    told()
         clock.asked = time.perf_counter()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
@@ -263,8 +274,8 @@ class TrainingLoop:
         if loader.terms.training:
             self.batch_use.epoch_ends(progress)
             self.idle_epochs.ends(progress, whole=loader.ran_through)
-        if self.apart and self.context.agreement.entering is not None:
-            self.context.agreement.entering()  # workers come together, with the same parameters
+        if self.apart:
+            self.context.agreement.enter()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers call it at the same place."""
@@ -357,8 +368,8 @@ class TrainingLoop:
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; in a loop without a loader this begins the next turn."""
         self.idle_epochs.acted = True
-        if self.abilities.observer is not None:
-            self.abilities.observer.stepped(optimizer)
+        for told in self.observers.stepped:
+            told(optimizer)
         if not self._open:
             backward = self.backward
             passes = backward.turn()
@@ -373,6 +384,15 @@ class TrainingLoop:
         if len(self._open) > 1:
             self.settle()  # an inner loop may have been left by `break` since
 
+    def first_step(self, optimizer: Optimizer) -> None:
+        """Tell the observers that a prepared optimizer steps for the first time."""
+        for told in self.observers.first_step:
+            told(optimizer)
+
+    def freeze(self, slots: list[Slot]) -> None:
+        """Watch out for these parameters, which are not trained so far."""
+        self.frozen = slots
+
     def thaw(self) -> None:
         """Watch parameters that were frozen at prepare and are not any more."""
         if self.frozen and any(slot.parameter.requires_grad for slot in self.frozen):
@@ -386,6 +406,15 @@ class TrainingLoop:
     def place(self, steps: int) -> None:
         """Go to step number `steps`, after a resume."""
         self.steps = self.context.step_state.step = self.context.trace.step = steps
+
+    def part(self) -> None:
+        """Begin to take steps that are not those of all workers."""
+        self.apart = True
+
+    def come_together(self, steps: int) -> None:
+        """Stand at this step, as all workers do from now on."""
+        self.apart = False
+        self.place(steps)
 
     def release(self) -> None:
         """Give the user's objects their own methods back."""

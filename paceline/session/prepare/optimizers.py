@@ -46,20 +46,20 @@ class OptimizerWatch:
     `strange` is called once for each that was not prepared, and told whether it has parameters of the run.
     """
 
-    def __init__(self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients) -> None:
-        self._prepared, self._loop, self._by_hand = prepared, loop, by_hand
+    def __init__(
+        self, prepared: Prepared, loop: TrainingLoop, by_hand: ManualGradients, tally: StepCount, strange: Callable[[Optimizer, bool], None]
+    ) -> None:
+        self._prepared, self._loop, self._by_hand, self.tally, self._strange = prepared, loop, by_hand, tally, strange
         self._alike = False  # all workers take the same steps
         self._known: dict[int, KnownOptimizer] = {}
         self._ours: set[int] = set()
         self._thread = threading.get_ident()
-        self.tally = StepCount(lambda: loop.steps)
-        self.strange: Callable[[Optimizer, bool], None] = lambda optimizer, ours: None
 
     def begin(self) -> None:
         """Watch from now on, and compare counts of steps where all workers take the same ones."""
         self._alike = not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
         if self._alike:
-            self._prepared.context.agreement.tally = self.tally.told
+            self._prepared.context.agreement.compare_steps(self.tally.told)
         with _REGISTRY:
             hook = next((hook for hook in _global_optimizer_pre_hooks.values() if isinstance(hook, _StepHook)), None)
             if hook is None:
@@ -109,7 +109,7 @@ class OptimizerWatch:
         self._known[id(optimizer)] = found
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
-            self.strange(optimizer, ours)
+            self._strange(optimizer, ours)
         return found
 
     def _check(self, optimizer: Optimizer) -> None:

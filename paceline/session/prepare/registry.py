@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -43,12 +42,11 @@ class Prepared:
         self.loaders: list[ShareLoader] = []
         self.slots: list[Slot] = []
         self.state = Versioned()
-        self.survives = False
+        self.survives = context.survives
         self.context, self._backward, self._loop, self._device, self.subgroups = context, backward, loop, device, subgroups
         self._synchronous: list[nn.Module] = []
         self._wishes = PrepareOptions()
         self.measured = False  # some metric was prepared
-        self.first: Callable[[Optimizer], None] = lambda optimizer: None  # told of the first step of each
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
@@ -146,7 +144,7 @@ class Prepared:
         """Check an optimizer that steps: all of its parameters must be exchanged. A copy of one is not checked."""
         if graded and id(optimizer) in self._unstepped:
             self._unstepped.remove(id(optimizer))
-            self.first(optimizer)
+            self._loop.first_step(optimizer)
         if len(optimizer.param_groups) == self._groups.get(id(optimizer), len(optimizer.param_groups)):
             if id(optimizer) in self._groups and id(optimizer) not in self._unstepped:
                 self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)  # nothing more to ask, until it has others
@@ -196,7 +194,7 @@ class Prepared:
         handles = self.tables.handles()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
-        loop.frozen = [slot for slot in slots if not slot.parameter.requires_grad]
+        loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
         if self._remote is not None and self._remote.arriving is not None:
             lazy.announce([model for _, model in self.models], self._remote.arriving, loop)
         for _, model in self.models:

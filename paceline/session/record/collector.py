@@ -7,7 +7,8 @@ not so         each posts a letter at its own pace                    letters ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 
@@ -16,33 +17,61 @@ from paceline.errors import UsageError
 from paceline.session.elastic.recovery import Recovery
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.registry import Prepared
+from paceline.session.record.history import RunHistory
 from paceline.session.record.log import MetricsLog
 from paceline.sync.context import SyncContext
 
 
-class LogCollector:
-    """Hands over what was logged. `event` notes what happened, for the summary."""
+class LogMeetings:
+    """When workers meet to hand over what was logged. `next`: the step after which they meet next."""
 
+    def __init__(self) -> None:
+        self.next = 1
+
+    def put(self, step: int) -> None:
+        """Have workers meet after this step."""
+        self.next = step
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run writes down, as far as a worker that has just come goes on with it."""
+
+    history: RunHistory
     log: MetricsLog
+    meetings: LogMeetings
 
-    def __init__(self, loop: TrainingLoop, prepared: Prepared, context: SyncContext, event: Callable[[str], None]) -> None:
-        self._loop, self._prepared, self._context, self._event = loop, prepared, context, event
+    def facts(self) -> dict[str, Any]:
+        """Return what such a worker has to know."""
+        return {"flush": self.meetings.next, "log": self.log.number, **self.history.facts()}
+
+    def learn(self, facts: dict[str, Any]) -> None:
+        """Go on where the others are."""
+        self.meetings.put(facts["flush"])
+        self.history.learn(facts)
+        self.log.place(facts["log"])
+
+
+class LogCollector:
+    """Collects what was logged on the first worker."""
+
+    def __init__(
+        self, loop: TrainingLoop, prepared: Prepared, context: SyncContext, records: RunRecords, recovery: Recovery | None
+    ) -> None:
+        self._loop, self._prepared, self._context, self._recovery = loop, prepared, context, recovery
+        self._history, self._log, self._meetings = records.history, records.log, records.meetings
         self._known: dict[int, bytes] = {}  # of each worker, how far its records are here, where they come by letter
-        self.recovery: Recovery | None = None
-        self.next = 1  # the step after which workers meet next
         self.asked = False  # this worker wants to stop
         self.stopping = False  # all have agreed to
-        loop.parting = self._part
 
     @property
     def sample_queue(self) -> SampleQueue | None:
         """Where workers get their samples while they are not in lockstep."""
         return self._loop.abilities.sample_queue
 
-    def open(self, log: MetricsLog) -> None:
-        """Collect what is in this log."""
-        self.log = log
-        log.adds = self.sample_queue is not None
+    def stop(self) -> None:
+        """Have all workers stop, when they learn that this one wants to."""
+        self.asked = True
 
     def stop_agreed(self) -> bool:
         """Whether all stop now, as one of them has asked to. Collective, until all have agreed to stop."""
@@ -54,26 +83,26 @@ class LogCollector:
         self.stopping = True
         self._loop.stop()
 
-    def step_ended(self) -> None:
+    def step_ended(self, step: int, *_: Any) -> None:
         """Collect logs after a step, if it is time."""
-        if self._loop.steps < self.next:
+        if step < self._meetings.next:
             return
         self._prepared.check_known()
         if self._loop.apart:
             self._post()
-            self.next = self._loop.steps + self.log.steps_ahead()
+            self._meetings.put(step + self._log.steps_ahead())
         else:
             self._meet()
 
     def _meet(self) -> None:
-        agreement, recovery = self._context.agreement, self.recovery
+        agreement, recovery = self._context.agreement, self._recovery
         news = None if recovery is None else recovery.news()
-        me = msgpack.packb([self.log.drain(), self.asked, self.log.steps_ahead(), agreement.origins[agreement.group.rank], news])
+        me = msgpack.packb([self._log.drain(), self.asked, self._log.steps_ahead(), agreement.origins[agreement.group.rank], news])
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
-        self.next = self._loop.steps + answers[0][2]
+        self._meetings.put(self._loop.steps + answers[0][2])
         if recovery is not None:
             recovery.hear([answer[4] for answer in answers])
-        reason = self.log.absorb([a[0] for a in answers], [a[3] for a in answers], agreement.hosts)
+        reason = self._log.absorb([a[0] for a in answers], [a[3] for a in answers], agreement.hosts)
         self._say(reason)
         if reason is not None or any(a[1] for a in answers):
             self._stop()
@@ -83,14 +112,14 @@ class LogCollector:
 
     def _say(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
-            self._event(f"stopped: {reason}")
+            self._history.note(f"stopped: {reason}")
             self._context.announce(f"stopping: {reason}")
 
     # ---- not in lockstep
 
     def _post(self) -> None:
         assert self.sample_queue is not None
-        self._read(self.sample_queue.post(self.log.drain(), stop=self.asked))
+        self._read(self.sample_queue.post(self._log.drain(), stop=self.asked))
 
     def _read(self, letters: list[tuple[int, bytes]]) -> None:
         """Take in letters on the first worker. Some may be of workers that were lost since."""
@@ -99,7 +128,7 @@ class LogCollector:
             gone = [] if worker in agreement.origins else [worker]
             names = [*agreement.origins, *gone]
             bodies = [letter if name == worker else self._known.get(name, _NOTHING) for name in names]
-            reason = self.log.absorb(bodies, names, () if gone else agreement.hosts)
+            reason = self._log.absorb(bodies, names, () if gone else agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
             self._known[worker] = msgpack.packb([upto, bad, []])
             self._say(reason)
@@ -108,11 +137,11 @@ class LogCollector:
                 assert self.sample_queue is not None
                 self.sample_queue.post(b"", stop=True)
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
-            self._loop.apart = True
-            self._context.agreement.entering = self._come_together
+            self._loop.part()
+            self._context.agreement.part(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
         """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
@@ -120,16 +149,15 @@ class LogCollector:
         assert sample_queue is not None
         if not sample_queue.paused:
             if not loop.apart and sample_queue.open:
-                self._part()  # all go on
+                self.part()  # all go on
             if recovery.waited or recovery.short:
                 sample_queue.pause()
             return
-        agreement.entering = None
+        agreement.come_together()
         recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
         if recovery.short and not recovery.pending:
             text = f"{self._context.group.size} workers are left, and more are needed: waiting for others"
-            self._event(text)
-            self._context.announce(text)
+            self._history.tell(text)
             recovery.wait()
         if recovery.pending:
             loop.abilities.converge()
@@ -142,7 +170,7 @@ class LogCollector:
                 "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
                 "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: do it between epochs"
             )
-        agreement.entering = None
+        agreement.come_together()
         loop.end_broken()
         self._line_up("the end of an epoch")
         loop.abilities.converge()
@@ -151,15 +179,14 @@ class LogCollector:
         """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
         loop = self._loop
         self._post()
-        told = self._context.agreement.meet(where, msgpack.packb([loop.steps, self.log.number, mine]))
+        told = self._context.agreement.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
         assert self.sample_queue is not None
         self._read(self.sample_queue.post(b""))
         steps, numbers, theirs = zip(*map(msgpack.unpackb, told), strict=True)
-        loop.apart = False
-        loop.place(max(steps))
-        self.log.place(max(numbers))
+        loop.come_together(max(steps))
+        self._log.place(max(numbers))
         self._known.clear()
-        self.next = max(steps) + 1
+        self._meetings.put(max(steps) + 1)
         return list(theirs)
 
 

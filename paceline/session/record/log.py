@@ -30,6 +30,7 @@ from paceline.session.record.folder import PARTS, RunTotals
 from paceline.session.record.status_line import StatusLine
 from paceline.session.record.stragglers import StragglerSensor
 from paceline.session.record.writer import MetricsWriter
+from paceline.sync.codec_cost import CodecAccount
 
 OnNan = Literal["warn", "stop"]
 RESERVED: Final = ("step", "time", "samples", "seconds")  # fields of a line in metrics.jsonl
@@ -63,7 +64,8 @@ class MetricsLog:
     """The numbers that a script logs, on every worker.
 
     `book`: where the first worker writes them; None on the others. `on_nan`: "warn" says which rank had the first loss that was no number,
-    "stop" has `absorb` return the reason to stop too. `say` is told warnings, on every worker.
+    "stop" has `absorb` return the reason to stop too. `say` is told warnings, on every worker, and `note` who makes the others wait.
+    `accounts` of codecs are logged with each step.
     """
 
     def __init__(
@@ -72,11 +74,14 @@ class MetricsLog:
         *,
         on_nan: OnNan = "warn",
         say: Callable[[str], None],
+        note: Callable[[str], None] | None = None,
+        accounts: Sequence[CodecAccount] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if on_nan not in ("warn", "stop"):
             raise UsageError(f"on_nan={on_nan!r} is unknown; possible are 'warn' and 'stop'")
-        self._book, self._on_nan, self._say, self._clock = book, on_nan, say, clock
+        self._book, self._on_nan, self._say, self._note, self._clock = book, on_nan, say, note or say, clock
+        self._accounts = accounts
         self._began = clock()
         self._open: dict[int, dict[str, _Sums]] = {}  # by step
         self._queue: deque[_LogEntry] = deque()
@@ -86,18 +91,11 @@ class MetricsLog:
         self._bad: tuple[int, int, str, str] | None = None  # my first loss that is no number: number, step, name, nan or inf
         self._reason: str | None = None  # the first of all workers, in words
         self._slowness = StragglerSensor()
-        self.note: Callable[[str], None] = say  # told who makes the others wait
         self.total_steps: int | None = None
 
-    @property
-    def adds(self) -> bool:
-        """Whether the samples of a step are each worker's own, and not those of all."""
-        return self._book is not None and self._book.adds
-
-    @adds.setter
-    def adds(self, adds: bool) -> None:
-        if self._book is not None:
-            self._book.adds = adds
+    def expect(self, steps: int | None) -> None:
+        """Tell the time left by so many steps in all, where that is known."""
+        self.total_steps = steps
 
     # ---- while a step is under way: never waits
 
@@ -121,6 +119,8 @@ class MetricsLog:
 
     def step(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
         """End step number `step`: it had `samples` over all workers (or only here: `adds`), and took `seconds` of each part here."""
+        for account in self._accounts:
+            self.log(step, account.take())
         self._number += 1
         now = self._clock() - self._began
         for late in sorted(number for number in self._open if number != step):
@@ -214,7 +214,7 @@ class MetricsLog:
             seconds = [[record[4] for record in records if record[4] is not None] for _, _, records in parts]
             slow = self._slowness.take(names or range(len(parts)), seconds, hosts) if hosts else None
             if slow is not None:
-                self.note(slow)
+                self._note(slow)
         return self._reason if self._on_nan == "stop" else None
 
     def _judge(self, heads: list[tuple[int, Any]]) -> None:

@@ -19,13 +19,13 @@ Record = list[Any]  # number, step, time, samples, seconds of PARTS or None, {na
 class MetricsWriter:
     """Writes `folder.metrics`, shows the steps on `line` if there is one, and adds up.
 
-    A writer that `stands_by` only adds up, until `take_over`.
+    A writer that `stands_by` only adds up, until `take_over`. `adds`: the samples of a record are its worker's own, and not those of all.
     """
 
-    def __init__(self, folder: RunFolder, line: StatusLine | None = None, *, stands_by: bool = False) -> None:
+    def __init__(self, folder: RunFolder, line: StatusLine | None = None, *, stands_by: bool = False, adds: bool = False) -> None:
         self._lines, self._line = JsonLines(folder.metrics), line
         self.stands_by = stands_by
-        self.adds = False  # the samples of a record are its worker's own
+        self.adds = adds
         self._recent: list[dict[str, Any]] = []  # what another worker has written last, or not any more
         self._groups: defaultdict[tuple[int, int], dict[int, Record]] = defaultdict(dict)
         self._steps = self._samples = 0

@@ -65,6 +65,20 @@ class Comparison:
         return f"compare={self.every!r}, differing={self.differing!r}"
 
 
+def has_sync_points(sync: Sync, replicated: Replicated | None) -> bool:
+    """Whether there are moments at which all replicas are equal."""
+    return not sync.replicas_diverge if replicated is None else replicated.has_sync_points
+
+
+def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated | None) -> None:
+    """Raise `UsageError` where replicas are to be compared that are never equal."""
+    if comparison.asked and not has_sync_points(sync, replicated):
+        raise UsageError(
+            f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
+            "a strategy that makes them equal, such as AllReduce() or LocalSGD(16)"
+        )
+
+
 class Difference(NamedTuple):
     """A part of the state that is not the same everywhere: which ranks have what most have, and which have something else."""
 
@@ -115,18 +129,22 @@ class ComparisonVerdict(NamedTuple):
 class ReplicaComparer:
     """One worker's part in comparing. `event` notes what has happened, `conclude` writes the summary (collective)."""
 
-    def __init__(self, comparison: Comparison, context: SyncContext, prepared: Prepared, sync: Sync, replicated: Replicated | None) -> None:
-        meets = not sync.replicas_diverge if replicated is None else replicated.has_sync_points
-        if comparison.asked and not meets:
-            raise UsageError(
-                f"start({comparison}) can't be honoured: with this strategy replicas differ all the time, by design; leave it out, or give "
-                "a strategy that makes them equal, such as AllReduce() or LocalSGD(16)"
-            )
+    def __init__(
+        self,
+        comparison: Comparison,
+        context: SyncContext,
+        prepared: Prepared,
+        sync: Sync,
+        replicated: Replicated | None,
+        *,
+        event: Callable[[str], None],
+        conclude: Callable[[], None],
+    ) -> None:
+        meets = has_sync_points(sync, replicated)
         every = USUAL if comparison.every == "auto" else comparison.every
         self._comparison, self._every = comparison, every if meets else None
         self._context, self._mirrored, self._replicated = context, ReplicaContents(prepared, apart=sync.replicas_diverge), replicated
-        self.event: Callable[[str], None] = lambda text: None
-        self.conclude: Callable[[], None] = lambda: None
+        self._event, self._conclude = event, conclude
         self._done: int | None = None  # how many comparisons have been made
         self._start = 0  # steps before the first; where nothing else was asked for they are compared one step later, too
         self._said = False  # whether it was said that buffers are each worker's own
@@ -152,7 +170,7 @@ class ReplicaComparer:
         """Go on where the others are, from their `facts`."""
         self._every, self._done, self._start = facts
 
-    def step_ended(self, steps: int) -> None:
+    def step_ended(self, steps: int, *_: Any) -> None:
         """Compare replicas after step `steps`, if a comparison is due and replicas should be equal now. Collective.
 
         Raises `ReplicasDiffer`, on all workers, if they differ and aren't healed.
@@ -243,8 +261,8 @@ class ReplicaComparer:
         self._say(f"{text}; healed by {whose}")
 
     def _stop(self, text: str, verdict: ComparisonVerdict) -> None:
-        self.event(text)
-        self.conclude()
+        self._event(text)
+        self._conclude()
         cause = (
             f"These workers compute differently ({verdict.kinds}), which may be all there is to it; give them the same number of threads "
             "(paceline run --threads), or say start(compare=None)"
@@ -255,7 +273,7 @@ class ReplicaComparer:
         raise ReplicasDiffer(f"{text}. {cause}. start(differing='heal') goes on instead, with what most workers have")
 
     def _say(self, text: str) -> None:
-        self.event(text)
+        self._event(text)
         self._context.announce(text)
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 class StepCount:
     """Counts for the present step of training (a turn of the loader; without one, all is one step) and for the one before."""
 
-    def __init__(self, steps: Callable[[], int]) -> None:
+    def __init__(self, steps: Callable[[], int], *, waits: bool = False) -> None:
         self._steps = steps  # of training, that are over
         self.at = 0  # the present step of training
         self.now = self._before = 0  # steps of optimizers in it, and in the one before
         self._sure = 0  # the first step of training that this worker has counted from its beginning
-        self.waits = False  # this worker isn't let in yet: nothing of it is compared
+        self.waits = waits  # this worker isn't let in yet: nothing of it is compared
 
     def add(self) -> None:
         """Count a step of an optimizer."""

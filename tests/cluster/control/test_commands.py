@@ -92,11 +92,13 @@ def test_who_waits_for_a_view_that_breaks_hears_of_one_that_does_not(launcher: L
     assert found is not None and found.number == 4
 
 
-def test_it_is_asked_where_it_is(launcher: Launcher) -> None:
+def test_it_is_asked_where_it_is() -> None:
     asked = threading.Event()
-    launcher.orders.asked = asked.set
-    os.write(launcher.told, b'{"ask": true}\n')
-    assert asked.wait(5.0) and launcher.orders.latest == 0
+    heard, told = os.pipe()
+    orders = CommandPipe(heard, asked.set)
+    os.write(told, b'{"ask": true}\n')
+    assert asked.wait(5.0) and orders.latest == 0
+    os.close(told)
 
 
 def test_a_worker_that_is_told_nothing_else_is_asked_too() -> None:

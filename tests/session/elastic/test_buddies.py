@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -59,7 +59,7 @@ class Training:
         said: list[str] = []
         run._context.announce = said.append
         buddies = BuddyReplication(run._context, run._own.abilities.unreplicated, run._loop, replicate)
-        run._loop.committed = buddies.committed
+        run._loop.observe(replace(run._loop.observers, committed=(buddies.committed,)))
         return cls(run, model(), buddies, said)
 
     def steps(self, count: int, at: Callable[[int], None] = lambda step: None, meets: Sequence[int] = (1,), **options: Any) -> None:
@@ -110,8 +110,7 @@ def trained(
         whole = run.group
         found = body(Training.begin(run, replicate))
         whole.barrier().wait()
-        run._closed = True  # together: the workers may have come apart
-        run._end(failed=False)
+        run._ending.free(failed=False)  # together: the workers may have come apart
         return found
 
     return workers(size, work, strategy=strategy, hosts=hosts or tuple(range(size)))
@@ -403,7 +402,7 @@ def test_where_nobody_has_anything_alone_nothing_is_sent(strategy: Strategy) -> 
 
 KEPT = r"rank {old} was lost: .*; what it alone had is kept by rank {new}, as of step {step} \({ago} ago\)"
 COPIED = """
-            buddies = run._recovery._heart.buddies
+            buddies = run._survival.recovery._heart.buddies
             def copied():
                 while buddies.courier.whole < run.steps:
                     time.sleep(0.001)

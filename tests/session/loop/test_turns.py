@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.errors import Mismatch, PacelineError, UsageError
+from paceline.session.loop.observers import LoopObservers
 from paceline.session.run import Run
 from tests.harness.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
@@ -614,7 +615,7 @@ def test_seconds_of_a_step_add_up() -> None:
     def body(run: Run) -> None:
         model, opt, loader = ready(run)
         seen: list[dict[str, float]] = []
-        run._loop.beat.step_ended = lambda turn, seconds: seen.append(seconds)  # type: ignore[method-assign]
+        run._loop.observe(LoopObservers(step_ended=(lambda step, samples, seconds: seen.append(seconds),)))
         for x, y in loader:
             advance(model, opt, x, y)
         assert len(seen) == 5 and all(set(s) == {"data", "wait", "exchange", "compute"} and min(s.values()) >= 0 for s in seen)

@@ -1,0 +1,227 @@
+"""Builds a run: every part of it once, whole when it is there, and the parts that follow the training loop in one list.
+
+Joined             this worker, and what it has met the others by
+  strategy.begin   -> the strategy as it runs, and what it can
+  TrainingLoop     -> the loop, which watches backward passes
+  Prepared         -> what a script gives to `run.prepare`
+  RunHistory       -> the seed of all, what happens; then the folder and the log are opened
+  RunEnding        -> what is left, and how all is freed
+  LogCollector, ReplicaComparer, StartupHints, OptimizerWatch, CheckpointSaver
+  Recovery         -> where the run goes on when workers are lost
+  LoopObservers    -> who is told of what in the loop, in order
+  Run              -> what a script holds on to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.cluster.control.commands import CommandPipe
+from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.formatting import spell
+from paceline.session.checkpoint.saving import CheckpointSaver, SaveRequest
+from paceline.session.checkpoint.state import RunProgress, WorkerState
+from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
+from paceline.session.elastic.departure import Departure
+from paceline.session.elastic.recovery import Recovery
+from paceline.session.elastic.survival import Survival
+from paceline.session.ending import RunConclusion, RunEnding
+from paceline.session.groups import CurrentView, Subgroups, first_members
+from paceline.session.loop import collectives
+from paceline.session.loop.observers import LoopObservers
+from paceline.session.loop.rollback import Rollback
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.abilities import resolve
+from paceline.session.prepare.optimizers import OptimizerWatch
+from paceline.session.prepare.registry import Prepared
+from paceline.session.record.collector import LogCollector, LogMeetings, RunRecords
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.hangs import HangDetector
+from paceline.session.record.hints import StartupHints
+from paceline.session.record.history import RunHistory
+from paceline.session.record.log import MetricsLog
+from paceline.session.record.total_steps import TotalSteps
+from paceline.session.replicas.compare import Comparison, ReplicaComparer, check_comparison
+from paceline.session.replicas.manual_gradients import ManualGradients
+from paceline.session.replicas.step_count import StepCount
+from paceline.session.run import Run, RunParts
+from paceline.state.versioned import Randomness
+from paceline.sync.base import Strategy
+from paceline.sync.context import SyncContext
+
+OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker that has joined: where it stands, what strategies work with, and who sees when it hangs.
+
+    `world` is torch.distributed's default group, for libraries that ask for it.
+    """
+
+    view: CurrentView
+    context: SyncContext
+    watching: HangDetector | None = None
+    world: DefaultProcessGroup | None = None
+
+
+def assemble(
+    joined: Joined,
+    strategy: Strategy,
+    *,
+    seed: int | None,
+    began: float,
+    comparison: Comparison,
+    open_records: OpenRecords,
+    total_steps: int | None = None,
+) -> Run:
+    """Build the run of a worker that has joined. Collective.
+
+    `open_records` returns the folder and the log. It is given the history, which has the seed of all workers, and whether the samples of
+    a step are each worker's own, as they are where workers are not in lockstep.
+    """
+    return _Assembly(joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records).run(total_steps)
+
+
+class _Assembly:
+    """The parts of a run in the order in which they are built."""
+
+    def __init__(
+        self, joined: Joined, strategy: Strategy, *, seed: int | None, began: float, comparison: Comparison, open_records: OpenRecords
+    ) -> None:
+        view, context = joined.view, joined.context
+        worker, self.elastic = view.worker, view.worker.place.worker is not None
+        self.joined, self.view, self.context, self.strategy = joined, view, context, strategy
+        subgroups = Subgroups(context, lambda: view.cluster)  # strategies find the workers of a host through it
+        self.sync = strategy.begin(context)
+        self.abilities = resolve(self.sync)
+        self.loop = TrainingLoop(self.sync, context, self.abilities, worker.page)
+        self.prepared = Prepared(context, self.loop.backward, self.loop, worker.device, subgroups)
+        self.own = WorkerState(Randomness(worker.device), self.sync, self.abilities, self.prepared.optimizers)
+        arguments = f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
+        self.history = RunHistory(collectives.seed(context.agreement, seed, arguments), began, context.announce)
+        check_comparison(comparison, self.sync, self.abilities.replicated)
+        if self.elastic:
+            check_elastic(worker.device, self.abilities)
+        self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
+        self._watch(comparison)
+
+    def _watch(self, comparison: Comparison) -> None:
+        """Build what follows the training, and what ends it."""
+        context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
+        worker = self.view.worker
+        self.progress = RunProgress(loop, prepared.loaders)
+        prepared.state.add("progress", self.progress)
+        tables, pinned = prepared.tables, worker.device.type == "cuda"
+        self.saving = CheckpointSaver(
+            prepared.state, self.own, context, history.note, tables=tables, deadline=worker.deadline, pinned=pinned
+        )
+        self.records, self.hints = RunRecords(history, self.log, LogMeetings()), StartupHints(prepared, loop)
+        self.tally = StepCount(lambda: loop.steps, waits=self.view.waits)
+        by_hand = ManualGradients(loop, self.records.meetings)
+        self.watch = OptimizerWatch(prepared, loop, by_hand, self.tally, self.hints.strange)
+        conclusion = RunConclusion(
+            self.strategy, context, self.abilities, self.view, loop, prepared, self.saving, history, self.folder, self.log
+        )
+        self.ending = RunEnding(conclusion, self.watch, self.hints, self.joined.watching, self.joined.world)
+        self.comparer = ReplicaComparer(
+            comparison, context, prepared, self.sync, self.abilities.replicated, event=history.note, conclude=conclusion.write
+        )
+
+    def run(self, total_steps: int | None) -> Run:
+        """Connect the parts, and return the run that a script works with."""
+        body, recovery, leaving = self._recovery() if self.elastic else (None, None, None)
+        loop, log, comparer = self.loop, self.log, self.comparer
+        collector = LogCollector(loop, self.prepared, self.context, self.records, recovery)
+        survival = None
+        if body is not None and recovery is not None and leaving is not None:
+            survival = self._survive(body, recovery, leaving, collector)
+        plan = TotalSteps(total_steps, log.expect)
+        observer = self.abilities.observer
+
+        def begin_comparing() -> None:
+            comparer.begin(loop.steps)
+
+        loop.observe(
+            LoopObservers(
+                training_begins=(*(() if survival is None else (survival.begin,)), begin_comparing),
+                epoch_began=(collector.part,),
+                lead_taken=(plan.led,),
+                first_step=(self.hints.prepared,),
+                stepped=() if observer is None else (observer.stepped,),
+                committed=() if body is None else (body.buddies.committed,),
+                step_ended=(
+                    log.step,
+                    comparer.step_ended,
+                    collector.step_ended,
+                    *(() if survival is None else (survival.step_ended,)),
+                ),
+                ghost_ended=(self.hints.haunted,),
+                went_back=(log.fold,),
+            )
+        )
+        self.hints.begin()
+        self.watch.begin()
+        return Run(
+            RunParts(
+                view=self.view,
+                context=self.context,
+                strategy=self.strategy,
+                history=self.history,
+                folder=self.folder,
+                log=log,
+                loop=loop,
+                prepared=self.prepared,
+                own=self.own,
+                progress=self.progress,
+                plan=plan,
+                saving=self.saving,
+                hints=self.hints,
+                watch=self.watch,
+                collector=collector,
+                meetings=self.records.meetings,
+                comparer=comparer,
+                survival=survival,
+                ending=self.ending,
+            )
+        )
+
+    def _recovery(self) -> tuple[ElasticRun, Recovery, Departure]:
+        """Build the parts that go on when workers are lost."""
+        worker, context, own, prepared = self.view.worker, self.context, self.own, self.prepared
+        place, watching = worker.place, self.joined.watching
+        assert place.worker is not None and place.orders_fd is not None
+        orders = CommandPipe(place.orders_fd, *(() if watching is None else (watching.answer,)))
+        members = first_members(worker)
+        leaving = Departure(place.worker, members, orders, context, home=worker.home, keepers=lambda: keepers(own, prepared))
+        body = ElasticRun(
+            context,
+            prepared,
+            self.loop,
+            own,
+            self.comparer,
+            records=self.records,
+            view=self.view,
+            tally=self.tally,
+            leaving=leaving,
+            replicate=worker.replicate,
+        )
+        return body, Recovery(worker, context.agreement, body, orders, members), leaving
+
+    def _survive(self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector) -> Survival:
+        loop, saving, folder = self.loop, self.saving, self.folder
+        survival = Survival(
+            recovery,
+            leaving,
+            self.view,
+            loop,
+            self.prepared,
+            collector=collector,
+            history=self.history,
+            tally=self.tally,
+            save=lambda: saving.save(SaveRequest(folder.checkpoints, loop.steps, keep=3, background=False)),
+            depart=self.ending.depart,
+        )
+        loop.survive(Rollback(body.parts, loop.models, self.own.randomness, loop.backward), survival.generation)
+        return survival

@@ -1,0 +1,147 @@
+"""The end of a run: in good order with all workers, alone after an error, or between two turns when its host leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from paceline.cluster.control import events
+from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.session.checkpoint.saving import CheckpointSaver
+from paceline.session.groups import CurrentView
+from paceline.session.loop.turns import TrainingLoop
+from paceline.session.prepare.optimizers import OptimizerWatch
+from paceline.session.prepare.registry import Prepared
+from paceline.session.record.folder import RunFolder
+from paceline.session.record.hangs import HangDetector
+from paceline.session.record.hints import StartupHints
+from paceline.session.record.history import RunHistory
+from paceline.session.record.log import MetricsLog
+from paceline.session.record.summary import RunOutcome, conclude
+from paceline.sync.abilities import Abilities
+from paceline.sync.base import Strategy
+from paceline.sync.context import SyncContext
+
+
+@dataclass(frozen=True)
+class RunConclusion:
+    """What is left of a run when it ends well."""
+
+    strategy: Strategy
+    context: SyncContext
+    abilities: Abilities
+    view: CurrentView
+    loop: TrainingLoop
+    prepared: Prepared
+    saving: CheckpointSaver
+    history: RunHistory
+    folder: RunFolder
+    log: MetricsLog
+
+    def write(self) -> None:
+        """Write the summary and the trace. Collective."""
+        self.log.finish(self.context.agreement)
+        self.saving.wait()
+        history, remote, tables = self.history, self.abilities.remote, self.prepared.tables
+        facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
+        if self.view.is_first and remote is not None and remote.attached:
+            facts, served = [*remote.facts(), *facts], [*remote.served(), *served]
+        outcome = RunOutcome(
+            self.strategy,
+            self.view.cluster,
+            self.prepared,
+            self.loop.sent,
+            history.note,
+            history.events,
+            self.saving.tally(),
+            facts,
+            served,
+            history.results,
+        )
+        conclude(outcome, self.context, self.folder, self.log)
+
+
+class RunEnding:
+    """Ends a run, once. `conclusion` is written if it ends well; `world` is torch's default group, where there is one."""
+
+    def __init__(
+        self,
+        conclusion: RunConclusion,
+        watch: OptimizerWatch,
+        hints: StartupHints,
+        watching: HangDetector | None,
+        world: DefaultProcessGroup | None,
+    ) -> None:
+        self._conclusion, self._watch, self._hints, self._watching, self._world = conclusion, watch, hints, watching, world
+        self._view, self._context, self._loop = conclusion.view, conclusion.context, conclusion.loop
+        self._log, self._saving, self._prepared = conclusion.log, conclusion.saving, conclusion.prepared
+        self._endings: list[Callable[[], None]] = []
+        self.closed = False
+
+    def on_close(self, ending: Callable[[], None]) -> None:
+        """Call `ending` when the run ends, however it ends."""
+        self._endings.append(ending)
+
+    def close(self) -> None:
+        """Leave together with all workers: write the summary, and free memory and sockets. Twice is harmless."""
+        if self.closed:
+            return
+        self.closed = True
+        self._hints.ended()
+        try:
+            self._loop.finish()
+            self._conclusion.write()
+            self._context.agreement.tell("the end of the run", self._saving.last)
+        except BaseException as error:
+            self._leave(type(error), error)
+            raise
+        events.closed(self._view.worker.place)
+        self.free(failed=False)
+
+    def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
+        """Leave at once and without the others, after an error."""
+        if not self.closed:
+            self.closed = True
+            self._leave(kind, error)
+
+    def depart(self, prepare: Callable[[], None]) -> NoReturn:
+        """Call `prepare`, and leave the job between two turns; the others deal the next turn among themselves."""
+        self.closed = True
+        prepare()
+        self._saving.wait()  # or the others would sweep it away
+        events.left(self._view.worker.place)
+        self._log.close()
+        self.free(failed=True)
+        raise SystemExit(0)
+
+    def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
+        self._context.agreement.locate(error)
+        if self._world is not None:
+            self._world.explain(error)
+        self._loop.explain(error)
+        events.report_failure(self._view.worker.place, kind, error)
+        self._log.leave()
+        self.free(failed=True)
+
+    def free(self, *, failed: bool) -> None:
+        """Give everything back that the run has taken; the script's objects are plain ones again."""
+        self.closed = True
+        if self._watching is not None:
+            self._watching.stop()
+        self._watch.end()
+        self._loop.backward.unwatch()
+        self._loop.release()
+        groups = [*self._context.extra_groups, self._context.group]
+        for group in groups if failed else ():
+            group.abort()
+        self._prepared.release(failed=failed)
+        self._loop.backward.sync.detach()
+        for group in groups:
+            group.close()
+        if self._world is not None:
+            self._world.close(failed=failed)
+        self._view.worker.store.close()
+        for ending in self._endings:
+            ending()
+        self._saving.end()
