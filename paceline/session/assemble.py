@@ -9,7 +9,7 @@ Joined             this worker, and what it has met the others by
   LogCollector, ReplicaComparer, StartupHints, OptimizerWatch, CheckpointSaver
   Recovery         -> where the run goes on when workers are lost
   LoopObservers    -> who is told of what in the loop, in order
-  Run              -> what a script holds on to
+  Run              -> what a script works with
 """
 
 from __future__ import annotations
