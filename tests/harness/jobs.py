@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from paceline.cluster.launcher import janitor
-from tests.harness import nursery
+from tests.harness import nursery, short_timings
 from tests.harness.preloaded import ROOM
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,14 @@ class Job:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
-        own = {"PYTHONPATH": path, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark, ROOM: " " * 4096}
+        own = {
+            "PYTHONPATH": path,
+            "TMPDIR": str(temporary),
+            "OMP_NUM_THREADS": "1",
+            MARK: self.mark,
+            ROOM: " " * 4096,
+            **short_timings.environ(),
+        }
         self.began, whole = time.monotonic(), kept | own | environ
         self.process: subprocess.Popen[str] | nursery.Nursed
         if command[1] == PRELOADED[0]:

@@ -6,6 +6,7 @@ import json
 
 import psutil
 
+from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.survivors import Outcome, outcome, script
 
@@ -23,7 +24,12 @@ class Hosts:
 
     def come(self, hosts: int = 1, **parts: object) -> Job:
         """One more host."""
-        environ = {"OUT": str(self.out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
+        environ = {
+            "OUT": str(self.out),
+            "PACELINE_SECRET": "5a" * 32,
+            "PACELINE_INTERFACE": "lo",
+            **short_timings.environ(**short_timings.MEETING),
+        }
         text = script(**({"start": "name='run', folder='killed/runs'", "nap": SLOWLY, "epochs": EPOCHS} | parts))
         return self._job.run(text, 2, *self._options, "--hosts", str(hosts), "--join", self._point, **environ)
 

@@ -11,6 +11,7 @@ import pytest
 
 from paceline import lab
 from paceline.lab.running import Outcome as Ended
+from tests.harness import short_timings
 from tests.harness.jobs import PRELUDE
 from tests.harness.survivors import Outcome, apart, check, gap, outcome, script, until
 
@@ -26,7 +27,9 @@ def train(
     (folder / "script.py").write_text(PRELUDE + script(start=f"name='run', folder='{out}/runs'", **parts))
     with lab.cluster(hosts=hosts, workers=each) as cluster:
         options = {"min_workers": 1, "restarts": restarts, "patience": 60.0, "folder": folder, "deadline": 300, "sync": sync}
-        ended = cluster.run(folder / "script.py", faults=faults, environ={"OUT": str(out), "OMP_NUM_THREADS": "1"}, **options)
+        ended = cluster.run(
+            folder / "script.py", faults=faults, environ={"OUT": str(out), "OMP_NUM_THREADS": "1", **short_timings.environ()}, **options
+        )
     assert ended.code == 0, ended.output
     return ended, outcome(out, out)
 

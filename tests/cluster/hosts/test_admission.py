@@ -42,7 +42,9 @@ class Running:
         listening = network.listen("127.0.0.1")
         facts = {"name": f"h{host}", "address": "127.0.0.1", "port": listening.getsockname()[1]}
         view = view or View(1, (HostSeat(0, (10, 11), facts),), 1)
-        return ElasticPeers(host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point), timings=self._timings)
+        return ElasticPeers(
+            host, view, enter(view, host, SECRET), MeetingPoint(listening, SECRET, self.point, timings=self._timings), timings=self._timings
+        )
 
     def meeting(self, *, deadline: float = 8.0, hosts: int = 1, elastic: bool = True) -> Meeting:
         """What a newcomer brings."""
@@ -125,7 +127,7 @@ def test_a_stranger_gets_nowhere(job: Running) -> None:
 @pytest.mark.slow
 def test_who_waits_at_the_meeting_point_is_invited() -> None:
     """Nobody of the job listens there: its host was gone when the newcomer came."""
-    job = Running(("127.0.0.2", free_port()))
+    job = Running(("127.0.0.2", free_port()), Timings(membership=MembershipTimings(visit=0.1)))
     asked = job.asks(job.meeting(hosts=2))
     time.sleep(0.5)  # it listens at the meeting point by now; if not, the job takes it in there
     job.start()

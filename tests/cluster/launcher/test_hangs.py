@@ -15,6 +15,7 @@ from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start
+from paceline.timings import HangTimings
 from tests.harness.launchers import wait_for
 
 LATE = LateCall(7, "backward of step 3", False)
@@ -48,7 +49,7 @@ class Host:
     def __init__(self) -> None:
         self.peers, self.said = NoPeers(), list[str]()
         self.workers: list[WorkerProcess] = []
-        self.lateness = HangSearch(self.peers, "box7", self.said.append)
+        self.lateness = HangSearch(self.peers, "box7", self.said.append, timings=HangTimings(answer=0.5, stack_dump=0.2))
 
     def start(self, body: str) -> WorkerProcess:
         """A worker that has done this, and hangs."""

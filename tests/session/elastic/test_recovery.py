@@ -20,6 +20,7 @@ from paceline.errors import ServerLost
 from paceline.session.elastic import recovery as surviving
 from paceline.session.elastic.recovery import Recovery
 from paceline.timings import RecoveryTimings
+from tests.harness import short_timings
 from tests.harness.jobs import Job, Jobs, free_port
 from tests.harness.survivors import AT, BATCH, NET, PLACES, SAMPLES, Outcome, check, gap, kill, outcome, pause, play, script, trains, until
 
@@ -145,7 +146,8 @@ def test_a_worker_comes_back(job: Jobs, alone: Callable[..., Outcome]) -> None:
 def test_a_stopped_worker_is_left_behind(job: Jobs) -> None:
     out = job.folder / "killed"
     out.mkdir()
-    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "1", OUT=str(out))
+    short = short_timings.environ(replacement={"stopped": 0.5, "look": 0.1})
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "1", OUT=str(out), **short)
     trains(launched, out, 3)
     kill(launched, random.Random(1), signal.SIGSTOP)
     ended = launched.end(60)

@@ -1,0 +1,22 @@
+"""Shorter timings for jobs under test: nothing that a test shows depends on how long a default is (`tests/test_timings.py` has those).
+
+Only waits that end by themselves are shorter everywhere. What tells a slow process from a lost one stays as it is, unless a test says
+otherwise: a busy machine is slow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+USUAL: dict[str, dict[str, float]] = {"replacement": {"backoff": 0.1}}  # before a worker is started again
+MEETING: dict[str, dict[str, float]] = {  # hosts that may join a job that runs: they look for it, and it for them
+    "rendezvous": {"invitation": 1.5},
+    "membership": {"visit": 0.2},
+}
+
+
+def environ(**groups: Mapping[str, float]) -> dict[str, str]:
+    """Make the variable by which all processes of a job have these timings, and the shorter usual ones."""
+    names = USUAL.keys() | groups.keys()
+    return {"PACELINE_TIMINGS": json.dumps({name: {**USUAL.get(name, {}), **groups.get(name, {})} for name in sorted(names)})}
