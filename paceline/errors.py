@@ -7,7 +7,7 @@ PacelineError
 │   ├── SecretError                 the job's secret is missing, unreadable, or not the others'
 │   └── DataError                   a loader, sampler or batch that can't be dealt
 ├── Mismatch                        the workers were about to do different things; both sides are named
-├── ReplicasDiffer                  what ought to be equal on all workers is not; who differs, and in what, is named
+├── ReplicasDiffer                  what ought to be equal on all workers is not; names which worker differs, and in what
 ├── DeadlineExceeded (TimeoutError) a wait has passed its deadline; the missing ranks and hosts are named
 ├── WorkerLost                      another worker is gone
 │   └── ServerLost                  a server is gone; the workers may all be there

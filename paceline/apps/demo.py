@@ -19,7 +19,7 @@ from paceline.errors import UsageError
 from paceline.formatting import counted
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-# Runs a script with arguments on so many workers of so many threads each; gives its exit code.
+# Runs a script with arguments on so many workers of so many threads each; returns its exit code.
 Launch = Callable[[Path, Sequence[str], int, int], int]
 
 

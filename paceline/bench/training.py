@@ -43,7 +43,7 @@ MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], float]:
-    """Make a function that trains one step, and gives the seconds it took."""
+    """Make a function that trains one step, and returns the seconds it took."""
 
     def step(x: Tensor, y: Tensor) -> float:
         start = time.perf_counter()

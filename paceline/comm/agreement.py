@@ -90,7 +90,7 @@ class Agreement:
     def settle(self, act: Callable[[], T], what: str = "", *, apart: bool = False) -> T:
         """Make a call whose result is too large to hand over, or can't be made twice: when it returns, all have what `act` gave them.
 
-        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act` itself waits for nobody.
+        Raises `CallDiscarded` on all of them where a worker was lost before that. `apart`: `act` itself doesn't wait.
         """
         mine: list[T] = []
 
@@ -142,7 +142,7 @@ class Agreement:
                 self.since = None if since is None else time.monotonic()
 
     def call_all(self, why: PacelineError) -> None:
-        """Bring all workers together as after a loss, though nobody is lost; perhaps not at once."""
+        """Bring all workers together as after a loss, though no worker is lost; perhaps not at once."""
         assert self.recovery is not None and not self._inside
         try:
             self.recovery(why)
@@ -199,7 +199,7 @@ class Agreement:
         return result
 
     def _attempt(self, act: Callable[[], T]) -> CallResult[T] | None:
-        """Make the call once; give its result from here or elsewhere, None if a worker was lost and nobody has completed it."""
+        """Make the call once; return its result from here or elsewhere, None if a worker was lost and no worker completed it."""
         assert self.recovery is not None
         self._inside, self.since = True, time.monotonic()
         try:

@@ -4,9 +4,9 @@
     call(kind, body, tensors)    [head][tensor][tensor] --->   receive() -> RpcMessage
     wait(number) -> RpcMessage      <--- [head][tensor] ...       answer(message, ...)
 
-Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role, and a guard lets in only who has
-the key of the workers. Tensors travel in small frames there: a stranger, too, may have one begun. Inside a host they go through a socket
-file that only its owner can open, each in one frame.
+Between hosts they are encrypted (CURVE), with keys that are derived from the job's secret for each role, and a guard lets in only clients
+with the key of the workers. Tensors travel in small frames there: a stranger, too, may have one begun. Inside a host they go through a
+socket file that only its owner can open, each in one frame.
 
 Nothing that comes is believed: a header has at most `HEAD_BYTES`, nests at most `DEPTH` deep, and says what form each tensor has before one
 is made of it; what is cut short, repeated or no message at all is refused with a line in the log, and the receiver lives on.
@@ -173,7 +173,7 @@ class RpcServer:
             for host in hosts:
                 socket = self._open(FRAME)
                 socket.curve_server, socket.curve_secretkey, socket.zap_domain = True, keys.server[1], _DOMAIN.encode()
-                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard nobody gets in
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its guard no client gets in
                 socket.ipv6, socket.backlog = ":" in host, 512
                 self._guard.watch(socket)
                 socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
@@ -393,7 +393,7 @@ class RpcClient:
         return self._broken is not None
 
     def forget(self) -> None:
-        """Drop the messages sent so far: nobody will wait for their answers."""
+        """Drop the messages sent so far, as their answers are not needed any more."""
         with self._lock:
             self._sent.clear()
             self._found.clear()

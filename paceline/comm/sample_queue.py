@@ -34,5 +34,5 @@ class SampleQueue(Protocol):
         ...
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
-        """Send a note to the first worker, perhaps with the wish that all stop; gives, on that worker, the notes received by rank."""
+        """Send a note to the first worker, perhaps with the wish that all stop; return, on that worker, the notes received by rank."""
         ...

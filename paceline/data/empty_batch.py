@@ -26,7 +26,8 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
     """Make `one` with no rows, where `one` is a batch of one sample and `two` of twice that sample: what grows between them are rows.
 
-    Raises `DataError` for values that have changed otherwise, with their type, and where nothing has grown (gives `one` unless `surely`).
+    Raises `DataError` for values that have changed otherwise, naming their type, and where nothing has grown; without `surely` that
+    returns `one`.
     """
     emptier = _Emptier()
     try:

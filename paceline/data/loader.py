@@ -317,7 +317,7 @@ class ShareLoader:
             if step is None and self._pipeline.paused:
                 self._generation = self.hooks.generation(self)  # where all come together, and others are let in
                 self.regroup(self.terms.agreement, self.terms.reshared())
-            elif not (changes and self._follow()):  # nobody was lost meanwhile
+            elif not (changes and self._follow()):  # no worker was lost meanwhile
                 return step
 
     def _move(self) -> None:

@@ -1,4 +1,4 @@
-"""Failures of readers: gives the next batch of a DataLoader, or names the reader (process) that has died instead of giving one."""
+"""Failures of readers: reads the next batch of a DataLoader, or names the reader (process) that has died instead."""
 
 from __future__ import annotations
 

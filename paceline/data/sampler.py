@@ -121,7 +121,7 @@ class EpochIndices:
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
-        """Go on in another group from `step` on, whoever is the first worker there; every worker of it calls this at the same step."""
+        """Go on in another group from `step` on, whichever worker is the first there; every worker of it calls this at the same step."""
         self.agreement = agreement
         mark = self._marks[step]
         self._batches.clear()

@@ -85,7 +85,7 @@ class FileLayout:
 def image(snapshot: Snapshot) -> FileLayout:
     """Lay `snapshot` out; its tensors stay where they are, and must not change before they are held or written."""
     tensors, notes = plain(snapshot.tensors)
-    order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))  # each stands where its dtype may stand
+    order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))  # so that each is aligned for its dtype
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
     return FileLayout(tree, _head({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
 

@@ -1,4 +1,4 @@
-"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps whose, how often, and which are whole.
+"""Replicas of state that one worker alone has, in the memory of workers on other hosts: who keeps which, how often, and which are whole.
 
     host 0   rank 0 ──┐                    a rank that has such state is an owner; the next host that has owners keeps its copy,
     host 1   rank 2 <─┘ ──┐                and the last host's the first; on one host, the next owner does
@@ -29,7 +29,7 @@ FORM: Final = 1  # of a label
 BUDGET: Final = 0.10  # part of the time that copies may take
 ALIGNED: Final = 64  # bytes: each tensor begins at a multiple
 
-# ---- who keeps what, and how often
+# ---- which worker keeps what, and how often
 
 Replicate = int | Literal["auto", "off"]  # every so many steps; as often as it costs little, where there are several hosts; never
 

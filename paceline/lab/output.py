@@ -30,7 +30,7 @@ class OutputSorter:
         first = Screen(1, self._prefix, self._shown.append)
         same = not show or os.path.sameopenfile(1, 2)  # then there is one, so that lines don't mix
         self.screens = {1: first, 2: first if same else Screen(2, self._prefix, self._shown.append)}
-        first.broken = not show  # nobody looks: it is only remembered
+        first.broken = not show  # not shown: it is only remembered
         self._said: dict[bytes, int] = {}  # lines of launchers, and which said them first
         self._closings: defaultdict[int, list[bytes]] = defaultdict(list)
         self._verdicts: dict[int, bytes] = {}

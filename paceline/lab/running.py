@@ -299,7 +299,7 @@ class _Run:
         """Pass on signals, and end a run that takes too long."""
         now = time.monotonic()
         if self._start.show and self._desk.broken and self._asked is None:
-            self._signals.append(signal.SIGPIPE)  # nobody reads any more
+            self._signals.append(signal.SIGPIPE)  # the reader of the output is gone
         for signum in self._signals:
             self._asked_at = self._asked_at if self._asked is not None else now
             self._asked = self._asked or signum
@@ -307,7 +307,7 @@ class _Run:
         self._signals.clear()
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
             self._kill()
-            self._desk.drop()  # nobody reads it, or it would be written by now
+            self._desk.drop()  # the reader is gone, or it would be written by now
         if self._start.deadline is not None and self._asked is None and now - began > self._start.deadline:
             running = [self._cluster.hosts[launcher.host].name for launcher in self._launchers if not launcher.over]
             self._kill()

@@ -1,4 +1,4 @@
-"""The commands of `paceline lab`: each gives its exit code, and writes to this terminal."""
+"""The commands of `paceline lab`: each returns its exit code, and writes to this terminal."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ class Shard:
         return told + sum(value.nbytes for value in found if isinstance(value, Tensor))
 
     def drop(self, worker: int) -> None:
-        """Discard this worker's pushes that are not applied, and all sums: the turn comes again."""
+        """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt again."""
         for unit in self.units:
             unit.total = None
             unit.pushed.pop(worker, None)

@@ -70,7 +70,7 @@ class PartialSteps:
             self._late.discard(worker)
 
     def rest(self) -> None:
-        """Note that an epoch begins: nobody knows how long its first turns take, as readers start with them."""
+        """Note that an epoch begins: its first turns take an unknown time, as readers start with them."""
         self._began.clear()
         self._late.clear()
         self._seen = dict.fromkeys(self._seen, self.steps)
@@ -142,7 +142,7 @@ class PartialSteps:
         if not on_time:
             return False
         if len(self._spans) < len(absent) + len(self.came) or any(worker not in self._began for worker in on_time):
-            return True  # nobody knows yet how long turns take
+            return True  # it isn't known yet how long turns take
         last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
         if last > now:
             self.due = last

@@ -85,7 +85,7 @@ class Run:
         self.device, self.host = worker.device, worker.cluster.of(worker.place.rank).name
         self.strategy, self.folder, self.state = parts.strategy, parts.folder, parts.prepared.state
 
-    # ---- who and where
+    # ---- where this worker is
 
     @property
     def rank(self) -> int:
@@ -281,7 +281,7 @@ class Run:
         """
         step = self.steps + (self._loop.led is not None and self._loop.led.last_micro)
         folder = self.folder.checkpoints
-        if self._loop.transaction.failed:  # this turn comes again, and saves then
+        if self._loop.transaction.failed:  # this turn is dealt again, and saves then
             return next(iter(checkpoint.newest(folder)), folder)
         return self._saving.save(SaveRequest(folder, step, keep, background))
 

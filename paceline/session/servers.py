@@ -125,7 +125,7 @@ class ServerStarter:
         }
         asked |= {"launcher": os.getppid()} if self._outlive else {"parent": os.getpid()}
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: who waits for it finds out
+        with contextlib.suppress(BrokenPipeError):  # it has ended: a wait for it finds out
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
         return process

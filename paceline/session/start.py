@@ -69,7 +69,7 @@ def start(
     `sync`: a strategy, as an object or in its notation (default `AllReduce()`; `paceline run --sync` overrides it). `name`: of the run's
     folder in `folder` (default: the date and time). `seed`: the number that `run.seed` has on all workers (default: drawn by the first).
     `device`: "cpu", "cuda" or "cuda:i" (default: a GPU of its own if there is one). `deadline`: seconds after which a wait for other
-    workers is given up, naming who is missing. `late_after`: seconds after which `paceline run` shows what a worker does that others wait
+    workers is given up, naming the missing ones. `late_after`: seconds after which `paceline run` shows what a worker does that others wait
     for (default: ten times what calls take here, at least 5). `trace`: "last" keeps the spans of the last steps, "all", or "off".
     `on_nan`: "warn" or "stop" when a logged loss is not a number. `total_steps`: for the time left, where the script's epochs don't tell.
     `compare`: steps between two comparisons of all replicas (None: never; "auto": 100, where the strategy has moments at which they are

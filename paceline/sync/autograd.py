@@ -45,7 +45,7 @@ class ParameterHook:
         self.carry: Tensor | None = None  # weighted gradients of silent passes, not exchanged yet
         self.shown: Tensor | None = None  # the p.grad that a silent pass left, and its version then
         self.version = 0
-        self.given = 0  # the id of what p.grad was set to, in the strategy's memory: that sees by references who else holds it
+        self.given = 0  # id of what p.grad was set to, in the strategy's memory, which counts references to see whether others hold it
 
 
 class GradientTracker:

@@ -67,7 +67,7 @@ class PlainTransaction:
         self._sync, self._agreement = sync, context.agreement
 
     def begin(self, *, leads: bool, passes: int) -> None:
-        """Keep nothing: no turn comes again."""
+        """Keep nothing, as no turn is dealt again."""
 
     def deliver(self) -> Deliver:
         return self._sync.ready

@@ -114,9 +114,9 @@ def _unweighted() -> None:
     turn = ShareLoader._turn
 
     def equal(self: ShareLoader, *args: Any) -> Any:
-        found, held = turn(self, *args)
-        found.scale = 1.0 / self.terms.agreement.group.size
-        return found, held
+        now, held = turn(self, *args)
+        now.scale = 1.0 / self.terms.agreement.group.size
+        return now, held
 
     ShareLoader._turn = equal  # type: ignore[method-assign]
 

@@ -69,13 +69,13 @@ def check(folder: Path, size: int, steps: int = STEPS) -> None:
 
     weights = {}
     for name in WAYS:
-        found = seen(folder, name, size)
-        assert len({worker["digest"] for worker in found}) == 1, f"{name}: weights differ at the end"
+        workers = seen(folder, name, size)
+        assert len({worker["digest"] for worker in workers}) == 1, f"{name}: weights differ at the end"
         if name not in APART:
-            assert [worker["grads"] for worker in found] == [found[0]["grads"]] * size, f"{name}: gradients differ"
-            assert len(set(found[0]["grads"])) == steps
-        elif name != "sequence" or len({worker["host"] for worker in found}) > 1:
-            assert len({tuple(worker["grads"]) for worker in found}) > 1, f"{name}: all workers saw the same samples"
+            assert [worker["grads"] for worker in workers] == [workers[0]["grads"]] * size, f"{name}: gradients differ"
+            assert len(set(workers[0]["grads"])) == steps
+        elif name != "sequence" or len({worker["host"] for worker in workers}) > 1:
+            assert len({tuple(worker["grads"]) for worker in workers}) > 1, f"{name}: all workers saw the same samples"
         weights[name] = torch.load(folder / f"{name}.pt").tolist()
     for codec in CODECS:
         assert weights[codec] != weights["exact"], f"{codec}: it wasn't used"

@@ -31,6 +31,6 @@ def finished(tmp_path: Path, parts: dict[str, float] | None = None, steps: list[
     rate, loss = 64 * count / whole, changes.pop("loss", 1.2345)
     totals = RunTotals(count, 64 * count, changes.pop("seconds", whole * 1.01), rate, loss, parts, [parts, parts], work)
     RunSummary(totals=totals, parameters_sha256="00", **(fields | changes)).write(folder)
-    lines = ({"step": number, "time": 0.1 * number, "samples": 64, "seconds": step} for number, step in enumerate(steps, 1))
+    lines = ({"step": index, "time": 0.1 * index, "samples": 64, "seconds": step} for index, step in enumerate(steps, 1))
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder.path

@@ -59,9 +59,9 @@ OFFER = {"kind": "offer", "offer": asdict(Offer("x", 2, "127.0.0.1", "m", 1, 2, 
 def senseless(drawn: random.Random, like: list[dict[str, Any]], accepted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """A message like these that isn't one of them."""
     while True:
-        found = strangers.bent(drawn, drawn.choice(like))
-        if isinstance(found, dict) and not accepted(found):
-            return found
+        message = strangers.bent(drawn, drawn.choice(like))
+        if isinstance(message, dict) and not accepted(message):
+            return message
 
 
 def offered(message: dict[str, Any]) -> bool:

@@ -108,24 +108,24 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """All of its processes that live."""
-        found = []
+        alive = []
         for process in psutil.process_iter():
             try:
                 if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    found.append(process)
+                    alive.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-        return found
+        return alive
 
     def workers(self) -> list[psutil.Process]:
         """Its workers that have been started, by rank (children of the launcher that are programs of their own by now)."""
-        found = {}
+        by_rank = {}
         for process in psutil.Process(self.process.pid).children():
             try:
-                found[int(process.environ()["RANK"])] = process
+                by_rank[int(process.environ()["RANK"])] = process
             except (KeyError, psutil.NoSuchProcess, psutil.AccessDenied, OSError):
                 continue
-        return [found[rank] for rank in sorted(found)]
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def worker(self, rank: int) -> psutil.Process:
         """The process of this rank."""
@@ -178,9 +178,9 @@ class Jobs:
     def left(self, seconds: float = 2.0) -> list[str]:
         """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
         end = time.monotonic() + seconds
-        while (found := self._left()) and time.monotonic() < end:
+        while (remains := self._left()) and time.monotonic() < end:
             time.sleep(0.05)
-        return found
+        return remains
 
     def _left(self) -> list[str]:
         processes = [str(process) for job in self._started for process in job.processes()]
@@ -205,12 +205,12 @@ class Jobs:
 def jobs(folder: Path, launcher: Sequence[str] = PLAIN) -> Iterator[Jobs]:
     """Jobs in `folder`, of which nothing may be left in the end; their workers start as themselves, or `PRELOADED`."""
     with tempfile.TemporaryDirectory(prefix="pl-") as temporary:  # a short name: sockets are made in it
-        found = Jobs(folder, Path(temporary), launcher)
+        started = Jobs(folder, Path(temporary), launcher)
         try:
-            yield found
-            left = found.left()
+            yield started
+            left = started.left()
         finally:
-            found.kill()
+            started.kill()
         assert not left, f"left behind: {left}"
 
 
@@ -221,8 +221,8 @@ def shared_memory() -> set[str]:
 
 def listening(pids: set[int] | None = None) -> set[int]:
     """The TCP ports on which these processes (None: all) listen."""
-    found = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
-    return {entry.laddr.port for entry in found if pids is None or entry.pid in pids}
+    entries = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
+    return {entry.laddr.port for entry in entries if pids is None or entry.pid in pids}
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:

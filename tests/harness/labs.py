@@ -29,21 +29,21 @@ def traces() -> set[str]:
     Labs of other programs that run meanwhile are left out.
     """
     others = [record for record in remains.read_all() if remains.alive(record) and record["process"] != os.getpid()]
-    found = {f"interface {name}" for _, name in socket.if_nameindex()}
-    found |= {f"network {path}" for path in Path("/run/netns").glob("*")}
-    found |= {f"group {folder}" for folder in GROUPS.glob("**/paceline-lab-*")}
-    found |= {f"record {path}" for path in (*remains.records().glob("*"), *SCRATCH.glob("paceline-lab-*"))}
-    found |= {f"shared memory {path}" for path in Path("/dev/shm").glob("*") if path.name.startswith(("torch_", "paceline", "psm_"))}
+    seen = {f"interface {name}" for _, name in socket.if_nameindex()}
+    seen |= {f"network {path}" for path in Path("/run/netns").glob("*")}
+    seen |= {f"group {folder}" for folder in GROUPS.glob("**/paceline-lab-*")}
+    seen |= {f"record {path}" for path in (*remains.records().glob("*"), *SCRATCH.glob("paceline-lab-*"))}
+    seen |= {f"shared memory {path}" for path in Path("/dev/shm").glob("*") if path.name.startswith(("torch_", "paceline", "psm_"))}
     names = [name for record in others for name in (record["identity"], record["folder"])]
-    return {trace for trace in found if not any(name in trace for name in names)}
+    return {trace for trace in seen if not any(name in trace for name in names)}
 
 
 def left(before: set[str], seconds: float = 2.0) -> set[str]:
     """What there is more than before, after at most these seconds."""
     end = time.monotonic() + seconds
-    while (found := traces() - before) and time.monotonic() < end:
+    while (remaining := traces() - before) and time.monotonic() < end:
         time.sleep(0.05)
-    return {trace for trace in found if not _used(trace)}
+    return {trace for trace in remaining if not _used(trace)}
 
 
 def _used(trace: str) -> bool:
@@ -54,11 +54,11 @@ def _used(trace: str) -> bool:
 
 def spaces() -> set[str]:
     """The networks that some process is in."""
-    found = set()
+    seen = set()
     for process in psutil.pids():
         with suppress(OSError):
-            found.add(os.readlink(f"/proc/{process}/ns/net"))
-    return found
+            seen.add(os.readlink(f"/proc/{process}/ns/net"))
+    return seen
 
 
 def measure(cluster: Cluster, source: int, target: int, seconds: float = 1.0) -> float:

@@ -44,12 +44,12 @@ class Launched:
 
 
 def alive_in(folder: Path) -> list[psutil.Process]:
-    found = []
+    alive = []
     for process in psutil.process_iter(["pid", "cwd", "cmdline", "status"]):
         info = process.info
         if info["status"] != psutil.STATUS_ZOMBIE and (info["cwd"] == str(folder) or str(folder) in " ".join(info["cmdline"] or ())):
-            found.append(process)
-    return found
+            alive.append(process)
+    return alive
 
 
 def wait_gone(folder: Path, seconds: float = 2.0) -> list[psutil.Process]:

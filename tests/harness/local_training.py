@@ -52,9 +52,9 @@ def train(run: Run, *, each: Each = lambda net: None, make: Made = sgd, epochs: 
 
 
 def runs(strategy: Strategy, size: int = 3, **options: Any) -> Tensor:
-    found = workers(size, lambda run: train(run, **options), strategy=strategy)
-    assert all(torch.equal(other, found[0]) for other in found), "replicas are equal in the end"
-    return found[0]
+    weights = workers(size, lambda run: train(run, **options), strategy=strategy)
+    assert all(torch.equal(other, weights[0]) for other in weights), "replicas are equal in the end"
+    return weights[0]
 
 
 @cache

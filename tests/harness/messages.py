@@ -38,8 +38,8 @@ FOREIGN: dict[Any, Any] = {Any: None, Mapping[str, Any]: [], bool: 1, float: "1.
 
 def messages(module: ModuleType) -> list[Any]:
     """The classes of messages that are defined in a module."""
-    found = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Message)]
-    return [kind for kind in found if kind.__module__ == module.__name__ and kind not in (Message, Request)]
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Message)]
+    return [kind for kind in kinds if kind.__module__ == module.__name__ and kind not in (Message, Request)]
 
 
 def hints(kind: type[Message]) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def received(message: Message) -> Message:
     body, tensors = message.pack()
     frames = [memoryview(frame) for frame in RpcMessage("x", 1, body=body, tensors=tuple(tensors)).dump(FRAME)]
     frames = [memoryview(bytes(frame.cast("B"))) if frame.nbytes else memoryview(b"") for frame in frames]
-    found = RpcMessage.load(frames, frame=FRAME)
-    return type(message).unpack(found.body, found.tensors)
+    came = RpcMessage.load(frames, frame=FRAME)
+    return type(message).unpack(came.body, came.tensors)
 
 
 def same(one: Any, other: Any) -> bool:

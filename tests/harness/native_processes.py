@@ -55,26 +55,26 @@ class Crew:
     def results(self, seconds: float = 60.0) -> list[Any]:
         """What each rank gave, once all have ended; raises what the first one raised."""
         end = time.monotonic() + seconds
-        found: list[Any] = []
+        answers: list[Any] = []
         try:
             for rank, pipe in enumerate(self.pipes):
                 assert pipe.poll(max(0.0, end - time.monotonic())), f"rank {rank} gave nothing within {seconds} s"
                 try:
-                    found.append(pipe.recv())
+                    answers.append(pipe.recv())
                 except EOFError:
-                    found.append(("ended", None))
+                    answers.append(("ended", None))
             for rank, process in enumerate(self.processes):
                 process.join(max(0.1, end - time.monotonic()))
                 assert not process.is_alive(), f"rank {rank} has not ended within {seconds} s"
                 if process.exitcode not in (0, -signal.SIGKILL):
-                    found.append(("failed", f"rank {rank} has ended with {process.exitcode}: {found[rank]}"))
+                    answers.append(("failed", f"rank {rank} has ended with {process.exitcode}: {answers[rank]}"))
         finally:
             for process in self.processes:
                 process.kill()
                 process.join()
-        failures = [what for kind, what in found if kind == "failed"]
+        failures = [what for kind, what in answers if kind == "failed"]
         assert not failures, failures[0]
-        return [what for _, what in found]
+        return [what for _, what in answers]
 
 
 def run(size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 20.0, hosts: list[int] | None = None) -> list[Any]:

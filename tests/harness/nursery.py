@@ -121,24 +121,24 @@ def _readable(wire: socket.socket, seconds: float | None) -> bool:
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = wire.recv(count - len(found))
+    data = b""
+    while len(data) < count:
+        more = wire.recv(count - len(data))
         assert more, "the nursery has ended"
-        found += more
-    return found
+        data += more
+    return data
 
 
 @functools.cache
 def path() -> str:
     """Where the nursery of these tests listens; it begins if there is none."""
     folder = tempfile.mkdtemp(prefix="paceline-nursery-")
-    found = os.path.join(folder, "socket")
+    address = os.path.join(folder, "socket")
     environ = {"OMP_NUM_THREADS": "1", preloaded.ROOM: " " * ROOM}
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(found)
+        listener.bind(address)
         listener.listen(64)
-        command = [sys.executable, "-m", "tests.harness.nursery", found, str(listener.fileno()), " " * ROOM]
+        command = [sys.executable, "-m", "tests.harness.nursery", address, str(listener.fileno()), " " * ROOM]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
 
     def end() -> None:
@@ -148,7 +148,7 @@ def path() -> str:
         shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
-    return found
+    return address
 
 
 def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nursed:

@@ -64,8 +64,8 @@ class Forked:
 
 def reset(mask: Any, prepare: Callable[[], None] | None = None) -> None:
     """Signals are answered as in a program that begins; `mask`: those that are blocked."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     if prepare is not None:
         prepare()
@@ -84,8 +84,8 @@ def keep(three: Sequence[int], given: Sequence[int]) -> None:
     """These descriptors alone, the first three as input, output and errors."""
     gc.freeze()  # garbage of the process this was forked from is never looked for here: it would close descriptors that are others' by then
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in three]
-    for number, descriptor in enumerate(above):
-        os.dup2(descriptor, number)
+    for place, descriptor in enumerate(above):
+        os.dup2(descriptor, place)
     for descriptor in given:
         os.set_inheritable(descriptor, True)
     kept = {0, 1, 2, *given}

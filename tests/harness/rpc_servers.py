@@ -25,10 +25,10 @@ class Server:
 
     def _run(self) -> None:
         while not self._over.is_set():
-            found = self.receiver.receive(0.02)
-            if found is not None:
-                self.heard.append(found)
-                self._act(self.receiver, found)
+            message = self.receiver.receive(0.02)
+            if message is not None:
+                self.heard.append(message)
+                self._act(self.receiver, message)
 
     def close(self) -> None:
         self._over.set()

@@ -17,8 +17,8 @@ SECONDS = 10.0  # in which a server under test answers
 
 def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
     shapes = [BucketShape.of(torch.empty(size)) for size in ((rows, 3), (5,))]
-    found = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
-    return ShardPlan(found, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
+    pieces = [RowRange(number, 0, shape.size[0], shape, True) for number, shape in enumerate(shapes)]
+    return ShardPlan(pieces, [[1], [0]], [(0, 0), (0, 1)], [("SGD", [{"lr": 0.5}, {"lr": 0.25}])], [*ways])
 
 
 def packed(found: ShardPlan) -> Tensor:

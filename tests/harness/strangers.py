@@ -35,38 +35,38 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def bent(found: random.Random, value: Any) -> Any:
+def bent(drawn: random.Random, value: Any) -> Any:
     """The same with something else in it somewhere: a number, a list, a name, nothing."""
-    if isinstance(value, dict) and value and found.random() < 0.9:
-        key = found.choice(sorted(value, key=str))
-        if found.random() < 0.15:
+    if isinstance(value, dict) and value and drawn.random() < 0.9:
+        key = drawn.choice(sorted(value, key=str))
+        if drawn.random() < 0.15:
             return {k: v for k, v in value.items() if k != key}
-        if found.random() < 0.1:
-            return {**value, str(found.choice(ODD)): found.choice(ODD)}
-        return {**value, key: bent(found, value[key])}
-    if isinstance(value, list | tuple) and value and found.random() < 0.8:
-        place = found.randrange(len(value))
-        rest = [*value[:place], *([] if found.random() < 0.15 else [bent(found, value[place])]), *value[place + 1 :]]
-        return rest + [found.choice(ODD)] * (found.random() < 0.05)
-    return found.choice(ODD)
+        if drawn.random() < 0.1:
+            return {**value, str(drawn.choice(ODD)): drawn.choice(ODD)}
+        return {**value, key: bent(drawn, value[key])}
+    if isinstance(value, list | tuple) and value and drawn.random() < 0.8:
+        place = drawn.randrange(len(value))
+        rest = [*value[:place], *([] if drawn.random() < 0.15 else [bent(drawn, value[place])]), *value[place + 1 :]]
+        return rest + [drawn.choice(ODD)] * (drawn.random() < 0.05)
+    return drawn.choice(ODD)
 
 
-def spoilt(found: random.Random, line: bytes) -> bytes:
+def spoilt(drawn: random.Random, line: bytes) -> bytes:
     """The same, cut, doubled, or with other bytes in it."""
-    place = found.randrange(len(line) + 1)
-    return found.choice((line[:place], line[:place] + found.randbytes(found.randrange(9)) + line[place + 1 :], line + line, line[place:]))
+    place = drawn.randrange(len(line) + 1)
+    return drawn.choice((line[:place], line[:place] + drawn.randbytes(drawn.randrange(9)) + line[place + 1 :], line + line, line[place:]))
 
 
-def line(found: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
+def line(drawn: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
     """Something to send: often like one of these messages, and never one of them."""
-    kind = found.randrange(10)
+    kind = drawn.randrange(10)
     if kind < 5:
-        return json.dumps(bent(found, found.choice(like))).encode() + b"\n"
+        return json.dumps(bent(drawn, drawn.choice(like))).encode() + b"\n"
     if kind == 5:
-        return spoilt(found, json.dumps(found.choice(like)).encode() + b"\n")
+        return spoilt(drawn, json.dumps(drawn.choice(like)).encode() + b"\n")
     if kind == 6:
-        return found.randbytes(found.randrange(1, 300)) + b"\n"
-    return found.choice(
+        return drawn.randbytes(drawn.randrange(1, 300)) + b"\n"
+    return drawn.choice(
         (
             *(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", TLS_HELLO, b"SSH-2.0-x\r\n", b"\n", b"\0", b"\n" * 3000, b"[" * 4000 + b"\n"),
             *(b'{"a":' * 700 + b"\n", b"x" * 70_000, b'{"paceline": 1', b"\xff\xfe[\x001\x00]\x00\n", b"9" * 4000 + b"\n", b"NaN\n"),
@@ -90,14 +90,14 @@ def call(point: tuple[str, int], data: bytes, *, rudely: bool = False) -> None:
 def held_open(point: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
     """So many connections that say nothing."""
     with many_descriptors(count + 300):
-        found: list[socket.socket] = []
+        connections: list[socket.socket] = []
         try:
             for _ in range(count):
                 with suppress(OSError):
-                    found.append(socket.create_connection(point, timeout=5))
-            yield found
+                    connections.append(socket.create_connection(point, timeout=5))
+            yield connections
         finally:
-            for connection in found:
+            for connection in connections:
                 connection.close()
 
 

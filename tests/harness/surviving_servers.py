@@ -14,11 +14,11 @@ from tests.harness.survivors import Outcome, check, gap, outcome, pause, script,
 
 def servers(job: Job) -> list[psutil.Process]:
     """Those of a job, the eldest first."""
-    found = []
+    processes = []
     for process in job.processes():
         with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            found += [process] if "paceline.server.main" in process.cmdline() else []
-    return sorted(found, key=lambda process: process.create_time())
+            processes += [process] if "paceline.server.main" in process.cmdline() else []
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def ended(job: Jobs, launched: Job) -> Outcome:

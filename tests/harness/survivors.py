@@ -116,7 +116,7 @@ def outcome(out: Path, folder: Path) -> Outcome:
 
 def apart(one: Outcome, other: Outcome) -> float:
     """How far the weights are from each other, relative to their size."""
-    a, b = (torch.cat([x.reshape(-1) for x in found.weights]).double() for found in (one, other))
+    a, b = (torch.cat([x.reshape(-1) for x in outcome.weights]).double() for outcome in (one, other))
     return float((a - b).norm() / b.norm())
 
 
@@ -132,12 +132,12 @@ def play(job: Jobs, name: str, *options: str, workers: int = 4, **parts: Any) ->
     return outcome(out, out)
 
 
-def check(found: Outcome, wanted: Outcome, *, close: float = 1e-12) -> None:
+def check(outcome: Outcome, wanted: Outcome, *, close: float = 1e-12) -> None:
     """Each sample once, the same weights, every step in the log."""
-    other = {step: (samples, found.samples.get(step)) for step, samples in wanted.samples.items() if samples != found.samples.get(step)}
-    assert not other, (other, found.events)
-    assert apart(found, wanted) < close
-    assert found.logged == list(range(1, len(wanted.samples) + 1))
+    other = {step: (samples, outcome.samples.get(step)) for step, samples in wanted.samples.items() if samples != outcome.samples.get(step)}
+    assert not other, (other, outcome.events)
+    assert apart(outcome, wanted) < close
+    assert outcome.logged == list(range(1, len(wanted.samples) + 1))
 
 
 def until(events: int, nap: float = 0.3) -> str:

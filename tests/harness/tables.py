@@ -104,10 +104,10 @@ def train(
     model = Net(make, dtype, mode)
     optimizers = OPTIMIZERS[kind](model)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, rate) for optimizer in optimizers]
-    model, *found, batches = run.prepare(model, *optimizers, *schedules, loader(count), **options)
+    model, *others, batches = run.prepare(model, *optimizers, *schedules, loader(count), **options)
     for _ in run.epochs(epochs):
         for batch in batches:
-            each(model, found[: len(optimizers)], batch, run=run)
+            each(model, others[: len(optimizers)], batch, run=run)
         for schedule in schedules:
             schedule.step()
     return everything(model)

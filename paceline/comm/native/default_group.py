@@ -1,7 +1,7 @@
 """The default process group of torch.distributed, for libraries that ask it for rank and size (torchmetrics and others).
 
 open     where the script has none: Gloo on the job's interface, beside it NCCL where the run has that; on the job's store
-used     by whoever asks torch.distributed. Gloo connects then, not before: a start costs a millisecond, and waits for nobody
+used     by code that asks torch.distributed. Gloo connects then, not before: a start costs a millisecond, and doesn't wait
 close    at the end of the run, with all groups that were made of it
 """
 

@@ -188,7 +188,7 @@ def _sockets() -> dict[int, str]:
 
 
 class _borrowed_socket:
-    """A socket object over a descriptor of somebody else's, which stays open; an unconnected one when it has gone meanwhile."""
+    """A socket object over a descriptor that belongs to other code, and stays open; an unconnected one when it has gone meanwhile."""
 
     def __init__(self, descriptor: int) -> None:
         try:

@@ -2,7 +2,7 @@
 
 A segment is an anonymous file (memfd) that peers open as `/proc/PID/fd/FD`: it has no name that a killed process could
 leave behind, and /dev/shm's size (64 MB in many containers) does not bound it. Where the kernel has no memfd, or a peer may
-not open it, a file in /dev/shm serves, which is unlinked as soon as everybody has mapped it. No descriptor stays open.
+not open it, a file in /dev/shm serves, which is unlinked as soon as all processes have mapped it. No descriptor stays open.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.reductions import DEPTH, flow
 from paceline.comm.shm.segment import ControlSegment, Steps
 
-ALL = -1  # a message to everybody
+ALL = -1  # a message to all ranks
 Landing = Sequence[tuple[int, Tensor]]
 
 

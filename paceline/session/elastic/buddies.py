@@ -47,11 +47,11 @@ class BuddyReplication:
         self.every = replicate if isinstance(replicate, int) else None  # steps from one copy to the next; None: not known yet
         self.shelf = CopyShelf()
         self.courier: Replicator | None = None
-        self._on = False  # somebody has something of its own
+        self._on = False  # some worker has unreplicated state
         self._start = 0  # the first step as of which there are copies
         self._names: tuple[int, ...] = ()  # of the ranks; none is used twice
-        self._owners: set[int] = set()  # who had something of its own, by name
-        self._fates: dict[int, Fate] = {}  # of those who are gone, by name
+        self._owners: set[int] = set()  # numbers of the workers that had unreplicated state
+        self._fates: dict[int, Fate] = {}  # of lost workers, by number
         self._stalls: deque[float] = deque(maxlen=5)
         self._steps: deque[float] = deque(maxlen=LATELY)  # seconds of those beside which nothing was on its way
         self._last: float | None = None  # when the last one was over; None: something was on its way then
@@ -73,7 +73,7 @@ class BuddyReplication:
         return step == self._start or (self.every is not None and step > self._start and step % self.every == 0)
 
     def _copy(self, courier: Replicator, step: int, began: float) -> None:
-        if not courier.idle:  # the one before: copies are made too often, or somebody doesn't come
+        if not courier.idle:  # the one before: copies are made too often, or a worker doesn't come
             self._context.agreement.wait(courier.wait, "the last copies to buddies")
         while not courier.remarks.empty():
             self._context.announce(courier.remarks.get())

@@ -158,7 +158,7 @@ class Recovery:
             roster = self.orders.newer(self.view, self._timings.view) if void else self.orders.breaking(seconds, complained)
             if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
                 raise error
-            if roster is None:  # nobody has died: a connection broke; who had decided on another view by then did not hear it
+            if roster is None:  # no worker has died: a connection broke; launchers that had decided on another view did not hear it
                 complained, seconds = latest, self._timings.view
                 events.broken(self._worker_context.place, latest)
                 continue
@@ -277,7 +277,7 @@ class Recovery:
         roster = self.orders.roster(number)
         if {*roster.workers} <= {*self.members}:
             return
-        # One decides who comes, and all hear it in the group that they have: those who come may be lost meanwhile.
+        # One worker decides which join, and all hear it in the group that they have: the joining ones may be lost meanwhile.
         fresh, refused = json.loads(self._agreement.tell("who comes", lambda: json.dumps(self._look(roster)).encode()))
         self.view = number
         if refused:
@@ -365,7 +365,7 @@ class Recovery:
                         break
                 except LOSSES as error:
                     doors.remove(door)
-                    if door.roster.number == heard:  # who trains is lost, too, and there is a newer view soon, or nobody is left to join
+                    if door.roster.number == heard:  # those that train are lost, too: a newer view comes soon, or no worker is left to join
                         lost, end = error, time.monotonic() + self._timings.view
         self._agreement.attempt(lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit())
 

@@ -88,7 +88,7 @@ def unknown(found: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
 
 
 def check_known(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer], known: list[Slot]) -> None:
-    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: nobody would exchange its gradient."""
+    """Raise `UsageError` for a parameter that a model or an optimizer got after it was prepared: its gradient would not be exchanged."""
     for slot in unknown(slots(models, optimizers), known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"

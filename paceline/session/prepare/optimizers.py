@@ -91,7 +91,7 @@ class OptimizerWatch:
         if not known.prepared:
             self._check(optimizer)
         if self._prepared.context.group.size == 1:
-            return  # nobody to compare with
+            return  # no other worker to compare with
         if tally.at == loop.steps:
             tally.now += 1
         else:

@@ -36,7 +36,7 @@ class HangDetector:
         self._listens = place.worker is None  # else the thread that hears of views listens for questions, too (`commands.CommandPipe`)
         self._borne = 0.0  # seconds
         self._over = threading.Event()
-        if place.stack_fd is not None:  # other launchers than `paceline run` ask nobody
+        if place.stack_fd is not None:  # only `paceline run` asks its workers
             events.show(place)
             threading.Thread(target=self._watch, name="paceline watching", daemon=True).start()
 

@@ -102,7 +102,9 @@ def _write(outcome: RunOutcome, context: SyncContext, folder: RunFolder, totals:
     if any(found.spans.values()):
         events = timeline.merge(found.spans, names=cluster.names(), offsets=found.ahead, servers=outcome.served)
         timeline.write(folder.trace, events, offsets=found.ahead)
-    if totals.steps and not (folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())):  # goes with who asked for it
+    if totals.steps and not (
+        folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
+    ):  # else it is removed by what asked for it
         context.announce(told(folder.path, totals))
     return b""
 

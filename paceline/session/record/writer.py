@@ -57,7 +57,7 @@ class MetricsWriter:
     def totals(self, seconds: float) -> RunTotals:
         """Return the totals of all steps, after `seconds` of running."""
         inside = sum(self._seconds.values())
-        if self.adds:  # workers have taken different numbers of steps: the time is that of the one who trained longest
+        if self.adds:  # workers have taken different numbers of steps: the time is that of the one that trained longest
             inside = max((sum(ranks[part] for part in PARTS) for ranks in self._ranks.values()), default=0.0)
         return RunTotals(
             steps=self._steps,

@@ -70,7 +70,7 @@ class Fragment:
     parts: float = 0.0  # my part of the samples of those, in steps
     length: int = 1  # the steps of what is under way
     mine: float = 0.0  # my part, for that
-    weights: float = 1.0  # of all workers, for that, those who were lost included
+    weights: float = 1.0  # of all workers, for that, lost ones included
     living: float = 1.0  # of all workers, without those
     lost: float = 0.0  # the part of the samples that is in what is carried, in steps
     flying: bool = False

@@ -41,7 +41,7 @@ from paceline.trace import Served
 class ParameterServerSync:
     """The running side of `ParameterServer`."""
 
-    exchanges_in_backward = False  # backward waits for nobody
+    exchanges_in_backward = False  # backward doesn't wait
 
     def __init__(self, context: SyncContext, options: ServerOptions) -> None:
         if context.servers is None:

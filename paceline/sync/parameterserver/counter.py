@@ -44,7 +44,7 @@ class LockstepSampleQueue:
         return None if found is None else (found[0], found[1], found[2])
 
     def pause(self) -> None:
-        """Let nobody in, as no loss is survived here."""
+        """Do nothing: no worker can be let in, as no loss is survived here."""
 
     def leave(self) -> None:
         """Take no more turns in this epoch, so that no worker waits for this one."""

@@ -75,7 +75,7 @@ class ServerReplication:
         """Whether a copy is being started."""
         return bool(self._anew)
 
-    # ---- who is left
+    # ---- after a loss
 
     def survey(self, context: SyncContext) -> None:
         """Go on with the workers and servers that are left, and begin to start what is missing. Collective.
@@ -128,7 +128,7 @@ class ServerReplication:
             starter = next(worker for worker, host in hosts.items() if host == home)
             self._anew[self.pool.spawn(shard, mine=starter == self.me)] = StartingReplica(shard, starter)
 
-    # ---- who leaves
+    # ---- leaving hosts
 
     def relieve(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
         """Begin to copy what only `leaving` hosts keep; return whether nothing (more) is kept by them alone.
@@ -147,7 +147,7 @@ class ServerReplication:
         self._left |= {*numbers}
         self._connections.reach(self.pool.lose(numbers), self.me)
 
-    # ---- who comes
+    # ---- new copies
 
     def begun(self) -> list[Any]:
         """Return which of my copies have begun, or failed to, with what the others need to know of them."""
