@@ -60,16 +60,9 @@ ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects tha
     "paceline.sync.compressed": 6,
     "paceline.sync.gossip.strategy": 3,
     "paceline.sync.localsgd.rounds": 30,
-    "paceline.sync.parameterserver.client": 3,
     "paceline.sync.parameterserver.compression": 5,
-    "paceline.sync.parameterserver.consistency": 4,
-    "paceline.sync.parameterserver.consistency_elastic": 1,
-    "paceline.sync.parameterserver.counter": 1,
     "paceline.sync.parameterserver.prefetch": 2,
     "paceline.sync.parameterserver.replication": 2,
-    "paceline.sync.parameterserver.sample_queue": 1,
-    "paceline.sync.tables.freerows": 1,
-    "paceline.sync.tables.steps": 3,
 }
 
 

@@ -31,8 +31,7 @@ from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.replication import ServerReplication
 from paceline.sync.tables.client import TableClient, TableGradient, TableServers, merged
-from paceline.sync.tables.freerows import UnlockedRows
-from paceline.sync.tables.steps import RowSteps
+from paceline.sync.tables.steps import LockstepRowSteps, PerWorkerRowSteps
 from paceline.trace import Served
 
 
@@ -88,8 +87,8 @@ class RunTables:
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
         self._library: TableServers | None = None
-        self.lasting: RowSteps | None = None  # where losses are survived
-        self._free: UnlockedRows | None = None  # where workers are not in lockstep
+        self.lasting: LockstepRowSteps | None = None  # where losses are survived
+        self._free: PerWorkerRowSteps | None = None  # where workers are not in lockstep
         self.kept: list[RunTable] = []
         self._begun: list[tuple[SparseEmbedding, Any]] = []  # the gradients that the turn under way began with
 
@@ -102,7 +101,9 @@ class RunTables:
                     found.setdefault(id(module), (prefix + name if name else prefix.rstrip(".") or "model", module))
         return list(found.values())
 
-    def open(self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: UnlockedRows | None = None) -> None:
+    def open(
+        self, found: Sequence[tuple[str, SparseEmbedding]], optimizers: Sequence[Optimizer], free: PerWorkerRowSteps | None = None
+    ) -> None:
         """Open these tables on servers. Collective. Raises `UsageError` for options that can't be honoured.
 
         `free`: steps the tables where workers are not in lockstep.
@@ -134,7 +135,7 @@ class RunTables:
     def _begin(self, servers: int | None, replicas: int | None) -> None:
         self._library = TableServers(self._context, servers, replicas or 1)
         if self._library.endpoints.pool is not None:
-            self.lasting = RowSteps(self._library, self._library.endpoints.pool)
+            self.lasting = LockstepRowSteps(self._library, self._library.endpoints.pool)
 
     def handles(self) -> set[int]:
         """Return the ids of the parameters that stand for tables."""

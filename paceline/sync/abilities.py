@@ -18,7 +18,7 @@ from paceline.trace import Served
 
 if TYPE_CHECKING:
     from paceline.sync.parameterserver.replication import ServerReplication
-    from paceline.sync.tables.freerows import UnlockedRows
+    from paceline.sync.tables.steps import PerWorkerRowSteps
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ class RemoteOptimizer(Protocol):
         ...
 
     @property
-    def rows(self) -> UnlockedRows:
+    def rows(self) -> PerWorkerRowSteps:
         """Steps the sparse tables of these optimizers, where workers are not in lockstep."""
         ...
 

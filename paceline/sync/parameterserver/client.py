@@ -26,15 +26,13 @@ from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver import transfer
 from paceline.sync.parameterserver.clipping import PendingClip, covered
-from paceline.sync.parameterserver.consistency import Consistency, OutOfLockstep
-from paceline.sync.parameterserver.consistency_elastic import ElasticConsistency, consistency
+from paceline.sync.parameterserver.consistency import Consistency, consistency
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.options import ServerOptions
 from paceline.sync.parameterserver.prefetch import PendingPulls
 from paceline.sync.parameterserver.replication import ServerReplication
-from paceline.sync.parameterserver.settled import ElasticBulkSynchronous
 from paceline.sync.parameterserver.units import packed
-from paceline.sync.tables.freerows import UnlockedRows
+from paceline.sync.tables.steps import PerWorkerRowSteps
 from paceline.trace import Served
 
 
@@ -48,7 +46,7 @@ class ParameterServerSync:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
         self.context = context
         self.link = ServerLink(context, options)
-        self.rows = UnlockedRows(self.link)  # what else these optimizers step, where workers are not in lockstep
+        self.rows = PerWorkerRowSteps(self.link)  # what else these optimizers step, where workers are not in lockstep
         self.consistency: Consistency = consistency(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # this worker hasn't been told yet where servers are
@@ -62,17 +60,11 @@ class ParameterServerSync:
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        model = self.consistency
-        return model.sample_queue if self.link.free and isinstance(model, OutOfLockstep | ElasticConsistency) else None
+        return self.consistency.sample_queue if self.link.free else None
 
     @property
     def arriving(self) -> PendingPulls | None:
         return self.link.pulls if self.link.pulls_later else None
-
-    @property
-    def _elastic(self) -> ElasticBulkSynchronous | ElasticConsistency | None:
-        """The consistency model, where losses are survived."""
-        return self.consistency if isinstance(self.consistency, ElasticBulkSynchronous | ElasticConsistency) else None
 
     # ---- what lies where
 
@@ -106,11 +98,7 @@ class ParameterServerSync:
         link, replicas = self.link, self.link.options.replicas
         if endpoints.pool is not None:
             filled = partial(transfer.copy, link)
-            replication = ServerReplication(self.context, endpoints.pool, link.connections, replicas, fill=filled)
-            if isinstance(self.consistency, ElasticConsistency):
-                self.consistency.copies = replication
-            else:
-                self.consistency = ElasticBulkSynchronous(link, replication)
+            self.consistency.survive(ServerReplication(self.context, endpoints.pool, link.connections, replicas, fill=filled))
         elif replicas > 1:
             raise UsageError(
                 f"replicas={replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
@@ -180,15 +168,13 @@ class ParameterServerSync:
     def abort(self) -> None:
         self._grads.clear()
         self.link.codec.forget()
-        if isinstance(self.consistency, ElasticBulkSynchronous):
-            self.link.release()
-            self.consistency.abort()
+        self.consistency.abort()
 
     def converge(self) -> None:
-        link, agreement, model = self.link, self.context.agreement, self.consistency
+        link, agreement, sample_queue = self.link, self.context.agreement, self.consistency.sample_queue
         link.pulls.arrive()
-        if link.free and link.slots and isinstance(model, OutOfLockstep | ElasticConsistency) and model.sample_queue.open:
-            model.sample_queue.open = False
+        if link.free and link.slots and sample_queue is not None and sample_queue.open:
+            sample_queue.rest()
             agreement.meet("servers rest")  # from here on no worker pushes
             agreement.lasting(lambda: link.catch_up({}, exactly=True))
             agreement.meet("servers are read")  # no worker pushes again before all have read
@@ -197,10 +183,10 @@ class ParameterServerSync:
             self._leveled = [*link.steps_taken]
 
     def join_info(self) -> Any:
-        assert self._elastic is not None
-        times = self.consistency.sample_queue.times + 1 if isinstance(self.consistency, ElasticConsistency) else 0
-        room = self._elastic.copies.pool.join_info()
-        return {"room": room, "steps": self.link.steps_taken, "leveled": self._leveled, "times": times}
+        recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
+        assert recovery is not None
+        times = 0 if sample_queue is None else sample_queue.times + 1
+        return {"room": recovery.copies.pool.join_info(), "steps": self.link.steps_taken, "leveled": self._leveled, "times": times}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Go on with the workers and servers that are left. Raises `StateLost` where what a lost server kept is nowhere else."""
@@ -208,14 +194,15 @@ class ParameterServerSync:
         self.link.regroup(context)
         if not self.link.slots:
             return
-        assert self._elastic is not None
+        recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
+        assert recovery is not None
         if self._waiting:
             self._waiting = False
-            self._enter(self._elastic.copies.pool.join(layout["room"]))
+            self._enter(recovery.copies.pool.join(layout["room"]))
             self.link.steps_taken[:], self._leveled = layout["steps"], list(layout["leveled"])
-            if isinstance(self.consistency, ElasticConsistency):
-                self.consistency.sample_queue.times = layout["times"]
-        self._elastic.regroup()
+            if sample_queue is not None:
+                sample_queue.join(layout["times"])
+        self.consistency.regroup()
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         """Do nothing, as all state is on servers or came with the parameters."""
@@ -233,10 +220,11 @@ class ParameterServerSync:
 
     @property
     def copies(self) -> ServerReplication | None:
-        return None if self._elastic is None or self._endpoints is None else self._elastic.copies
+        recovery = self.consistency.recovery
+        return None if recovery is None or self._endpoints is None else recovery.copies
 
     def servers_begun(self) -> list[str]:
-        return self.consistency.take_begun() if isinstance(self.consistency, ElasticConsistency) else []
+        return [] if self.consistency.recovery is None else self.consistency.recovery.take_begun()
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what each server has done so far, for the summary."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -127,6 +127,13 @@ class ReplicaConnections(ServerLinks):
         """Keep a connection that exists already, for when `reach` comes to that server."""
         if caller is not None:
             self._by_number[number] = caller
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for servers, or for other workers there."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
 
     def lost(self, seconds: float) -> list[int]:
         """Return the numbers of servers that don't answer within so many seconds. Messages under way are forgotten."""

@@ -6,26 +6,29 @@
                                                                                a late worker is in the next step, and goes on before it
     Asynchronous       each applies what it has pushed as a step of its own    no worker waits
 
-In all but the first each worker takes its samples when it is ready for them (`counter`).
+In all but the first each worker takes its samples when it is ready for them (`sample_queue`). Where losses are survived a model has a
+recovering part (`recovery`), and a loss in the middle of a step leaves no doubt whether that was made.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-
-from paceline.errors import UsageError
+from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.server import optimizers
 from paceline.sync.parameterserver.clipping import shrink
-from paceline.sync.parameterserver.counter import LockstepSampleQueue
 from paceline.sync.parameterserver.link import ServerLink
+from paceline.sync.parameterserver.recovery import LockstepRecovery, ServerRecovery
+from paceline.sync.parameterserver.replication import ServerReplication
+from paceline.sync.parameterserver.sample_queue import SampleQueueClient
+from paceline.sync.parameterserver.scheduled_steps import ScheduledSteps
 
 if TYPE_CHECKING:
-    from paceline.sync.tables.freerows import UnlockedRows
+    from paceline.sync.tables.steps import PerWorkerRowSteps
+
+T = TypeVar("T")
 
 
 def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
@@ -41,6 +44,20 @@ def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
 class Consistency(Protocol):
     """A consistency model. Optimizers are known by their numbers."""
 
+    @property
+    def sample_queue(self) -> SampleQueueClient | None:
+        """The queue from which workers that are not in lockstep take their samples; None where they are."""
+        ...
+
+    @property
+    def recovery(self) -> ServerRecovery | None:
+        """The part that goes on after a loss; None where nothing can be lost."""
+        ...
+
+    def survive(self, copies: ServerReplication) -> None:
+        """Make steps from now on so that servers and workers may be lost."""
+        ...
+
     def begin(self) -> None:
         """Begin, as servers have been started."""
         ...
@@ -50,7 +67,7 @@ class Consistency(Protocol):
         ...
 
     def step(self, number: int) -> None:
-        """Make a step of an optimizer."""
+        """Make a step of an optimizer. Raises `CallDiscarded` where the turn is dealt again."""
         ...
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
@@ -58,139 +75,121 @@ class Consistency(Protocol):
         ...
 
     def commit(self) -> None:
-        """End a turn."""
+        """End a turn. If this worker is too far ahead of others, wait."""
+        ...
+
+    def abort(self) -> None:
+        """Undo the turn on servers, as it is dealt again. Raises `StateLost` where that can't be."""
+        ...
+
+    def regroup(self) -> None:
+        """Go on with the workers and servers that are there now. Collective. Raises `StateLost` where no copy of a shard is left."""
         ...
 
 
 class BulkSynchronous:
     """Bulk-synchronous: all workers make every step together."""
 
-    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
+    sample_queue: None = None
+
+    def __init__(self, link: ServerLink) -> None:
         self._link = link
-        self._told: list[optimizers.Settings] = []
+        self._told: list[optimizers.Settings] = []  # by optimizer: the settings that servers know
+        self.recovery: LockstepRecovery | None = None
+
+    def survive(self, copies: ServerReplication) -> None:
+        self.recovery = LockstepRecovery(self._link, copies)
 
     def begin(self) -> None:
         self._told = [optimizers.settings(optimizer) for optimizer in self._link.optimizers]
 
     def pushing(self, number: int) -> None: ...
 
-    def step(self, number: int) -> None:
+    def _settle(self, number: int, *, wait: bool = True) -> dict[str, Any]:
+        """Push what this step is made of; return what servers are told of the workers that make it."""
+        if self.recovery is not None:
+            return {"workers": self.recovery.settle(number), "decided": True}
+        self._link.settle(number, wait=wait)
+        return {"workers": self._link.workers}
+
+    def _repeat(self, act: Callable[[], T], what: str) -> T:
+        """Run `act`; where losses are survived, again after each loss, on all workers."""
+        return act() if self.recovery is None else self._link.context.agreement.repeat(act, what=what)
+
+    def _wait(self, caller: RpcClient, message: int, what: str, number: int, step: int) -> RpcMessage:
+        """Return the answer to a message; servers wait for the other workers before, unless all are known to have come."""
         link = self._link
-        units = link.settle(number, wait=False)
-        now, step = optimizers.settings(link.optimizers[number]), link.steps_taken[number] + 1
-        changes = [[group, values] for group, values in optimizers.changed(self._told[number], now).items()]
-        factor = link.factors.pop(number, 1.0)
-        body = {"workers": link.workers, "factor": factor, "settings": changes}
-        closes = link.everywhere("close", number, step, body)
-        reads = link.ask_for(units, step)
-        began = time.perf_counter()
-        who = ("absent", {"optimizer": number, "step": step, "workers": link.workers})
-        for caller, message in closes:
-            link.wait(caller, message, f"optimizer.step {step}", who)
-        link.connections.waited += time.perf_counter() - began
-        link.take_in(units, reads)
+        if self.recovery is not None:
+            return caller.wait(message, link.seconds)
+        return link.wait(caller, message, what, ("absent", {"optimizer": number, "step": step, "workers": link.workers}))
+
+    def step(self, number: int) -> None:
+        link, makers = self._link, self._settle(number, wait=False)
+        units, now, step = link.units(number), optimizers.settings(link.optimizers[number]), link.steps_taken[number] + 1
+        changes = optimizers.changed(self._told[number], now) if self.recovery is None else dict(enumerate(now))
+        body = {**makers, "factor": link.factors.pop(number, 1.0), "settings": [list(change) for change in changes.items()]}
+        body |= {} if self.recovery is None else self.recovery.terms
+
+        def act() -> None:
+            closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
+            with link.connections.waiting():
+                for caller, message in closes:
+                    self._wait(caller, message, f"optimizer.step {step}", number, step)
+            link.take_in(units, reads)
+
+        self._repeat(act, "optimizer.step")
         self._told[number], link.steps_taken[number] = now, step
+        if self.recovery is not None:
+            self.recovery.stepped(number)
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        link, found = self._link, []
-        for number in numbers:
-            link.settle(number)
-        for number in numbers:
-            step = link.steps_taken[number] + 1
-            body = {"workers": link.workers, "kind": None if kind == math.inf else kind}
-            who = ("absent", {"optimizer": number, "step": -step, "workers": link.workers})
-            sent = link.everywhere("norm", number, step, body)
-            found += [float(link.wait(caller, message, "run.clip", who).body["norm"]) for caller, message in sent]
-        return found
-
-    def commit(self) -> None: ...
-
-
-class OutOfLockstep:
-    """Common base of the models in which workers are not in lockstep."""
-
-    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
-        self._link, self._rows = link, rows
-        self.sample_queue = LockstepSampleQueue(link, self._leave)
-        self.going: int | None = None  # the message that is answered when this worker may go on
-
-    def begin(self) -> None: ...
-
-    def pushing(self, number: int) -> None: ...
-
-    def _leave(self) -> None:
-        """Wait until all that I have pushed is in a step, as I take no more turns."""
-        for number in range(len(self._link.optimizers)):
-            self.pushing(number)
-
-    def _check(self) -> None:
-        if not self.sample_queue.open and len(self._link.workers) > 1:
-            raise UsageError(
-                "with staleness or backup_workers optimizers step inside the loop over a prepared DataLoader, whose samples are dealt to "
-                "whoever is ready for them: prepare the loader too, or leave both out"
-            )
-
-    def _ask(self, number: int, kind: str, count: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask which workers make a step of an optimizer that I have pushed for the `count`-th time, and wait until it is decided."""
         link = self._link
-        said = {
-            "part": link.context.step_state.share_of_step,
-            "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
-        }
-        began = time.perf_counter()
-        asked = {"optimizer": number, "said": said, **body}
-        sent = link.callers[0].send(kind, step=step, body=asked, seconds=link.seconds)
-        who = ("missing", {"optimizer": number, "step": step})
-        found = link.wait(link.callers[0], sent, f"optimizer.step {count}", who).body
-        link.connections.waited += time.perf_counter() - began
-        return found
+        bodies = {number: {**self._settle(number), "kind": None if kind == math.inf else kind} for number in numbers}
+        steps = {number: link.steps_taken[number] + 1 for number in numbers}
 
-    def _close(self, number: int, step: int, found: Mapping[str, Any], *, read: bool = True, **more: Any) -> None:
-        """Let the found workers make this step of an optimizer, by the mean of their gradients. `read`: take in the result."""
-        link, units = self._link, self._link.units(number) if read else []
-        body = {
-            "workers": found["workers"],
-            "factor": link.factors.pop(number, 1.0) / found["parts"],
-            "settings": found["said"]["settings"],
-            "decided": True,
-            **more,
-        }
-        closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
-        closes += self._rows.close(number, step, found, float(more.get("part", 1.0)))
-        for caller, message in closes:
-            caller.wait(message, link.seconds)
-        if read:
-            link.take_in(units, reads)
-        link.steps_taken[number] = step
+        def act() -> list[float]:
+            asked = [
+                (number, *sent)
+                for number in numbers
+                for sent in link.everywhere("norm", number, steps[number], bodies[number], ask=self.recovery is not None)
+            ]
+            answers = [self._wait(caller, message, "run.clip", number, -steps[number]) for number, caller, message in asked]
+            return [float(answer.body["norm"]) for answer in answers]
 
-    def _norm(self, number: int, step: int, found: Mapping[str, Any], kind: float) -> float:
-        """Return the norm of the mean of these workers' gradients."""
-        link = self._link
-        body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-        sent = link.everywhere("norm", number, step, body)
-        norms = [float(caller.wait(message, link.seconds).body["norm"]) for caller, message in sent]
-        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
+        return self._repeat(act, "run.clip")
 
-    def _tick(self, dropped: str = "", bound: float = math.inf) -> None:
-        """End my turn. `going` becomes the message that is answered when I may go on."""
-        link, sample_queue = self._link, self.sample_queue
-        if self.going is not None:
-            link.callers[0].wait(self.going, link.seconds)
-        sample_queue.clock += 1
-        body = {"clock": sample_queue.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
-        self.going = link.callers[0].send("tick", body=body, seconds=link.seconds)
+    def commit(self) -> None:
+        if self.recovery is not None:
+            self.recovery.commit()
+
+    def abort(self) -> None:
+        if self.recovery is not None:
+            self.recovery.abort()
+
+    def regroup(self) -> None:
+        assert self.recovery is not None
+        self.recovery.regroup()
 
 
-class Asynchronous(OutOfLockstep):
+class Asynchronous(ScheduledSteps):
     """Asynchronous: each gradient is a step of its own."""
 
-    def step(self, number: int) -> None:
-        self._check()
+    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+        gradient = self._gradient(number)
+        return self._call(number, "gather", gradient, 0, {"number": gradient, "bound": -1, "alone": True, "part": False})
+
+    def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+        return 1.0, super()._weigh(found)[1]  # a gradient is pushed unweighted
+
+    def _step(self, number: int) -> None:
+        """Step at once where nothing can be lost: nobody has to decide on the step, nor to write it down."""
+        if self.recovery is not None:
+            super()._step(number)
+            return
         link = self._link
-        units = link.settle(number, wait=False)
-        step = link.steps_taken[number] + 1
+        units, step = link.settle(number, wait=False), link.steps_taken[number] + 1
         body = {
-            "factor": link.factors.pop(number, 1.0),
+            "factor": link.factors.get(number, 1.0),
             "part": link.context.step_state.share_of_step,
             "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
         }
@@ -201,164 +200,120 @@ class Asynchronous(OutOfLockstep):
         link.take_in(units, reads)
         link.steps_taken[number] = step
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """Return the norm of my own gradients."""
-        link = self._link
-        return [link.norm(numbers, kind)]
-
-    def commit(self) -> None:
-        if self.sample_queue.open:
-            self._tick()
+    def _norm_of_step(self, number: int, kind: float, limit: float, *, part: bool) -> float:
+        return self._link.norm([number], kind)
 
 
-class StaleSynchronous(OutOfLockstep):
+class StaleSynchronous(ScheduledSteps):
     """Stale-synchronous: a step is made by all workers on time, and by those that were late for the one before.
 
-    A late worker doesn't wait for the open step, but goes on with the parameters there are; before it pushes more, that step has been made.
+    Where nothing can be lost, a late worker doesn't wait for the open step, but goes on with the parameters there are; before it pushes
+    more, that step has been made.
     """
 
-    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
-        super().__init__(link, rows)
-        self._bound = int(link.options.staleness)
-        self._asked: dict[int, int] = {}  # by optimizer: how many gradients this worker has pushed
-        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
+    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps) -> None:
+        super().__init__(link, rows, link.options.staleness)
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when its parameters were last read
         self._open: set[int] = set()  # optimizers whose step with this worker's last gradient had not been made when it went on
         self._clips: dict[int, tuple[float, float]] = {}  # of the open ones: the kind of norm, and its limit
 
-    def _gather(self, number: int, *, part: bool) -> Mapping[str, Any]:
-        count = self._asked[number]
-        return self._ask(number, "gather", count, 0, {"number": count, "bound": self._bound, "part": part})
+    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+        return self._gather(number, self._gradient(number), part=part and self.recovery is None)
 
-    def _decide(self, number: int, *, part: bool = True) -> Mapping[str, Any]:
-        """Ask in which "step" I am, with which "workers", what the first of them "said", the sum of "parts", and what all have completed.
+    def _gather(self, number: int, gradient: int, *, part: bool) -> Mapping[str, Any]:
+        """Ask in which "step" a gradient is, how many turns all have completed ("slowest"), and whether the step is "mine" to close.
 
-        With `part`, perhaps that it is "open" still, and the last "step" before it, where I go on.
+        With `part`, the step may be "open" still, and "step" the last one before it.
         """
-        if number not in self._decided:
-            self.pushing(number)
-            self._link.settle(number)
-            self._rows.hold(number)
-            self._asked[number] = self._asked.get(number, 0) + 1
-            self._decided[number] = self._gather(number, part=part)
-        found: Mapping[str, Any] = self._decided[number]
-        return found
+        return self._call(number, "gather", gradient, 0, {"number": gradient, "bound": int(self._bound), "part": part})
 
-    def step(self, number: int) -> None:
-        self._check()
-        link, found = self._link, self._decide(number)
-        link.settle(number)  # or p.grad was changed since
-        del self._decided[number]
+    def _close(self, number: int, found: Mapping[str, Any], *, read: bool = True) -> None:
         if found["open"]:
+            link, units = self._link, self._link.units(number)
             self._open.add(number)
-            link.factors.pop(number, None)
-            units = link.units(number)
             link.take_in(units, link.ask_for(units, found["step"]))
             link.steps_taken[number] = found["step"]
             self._rows.go(number, found["step"])
         else:
-            self._close(number, found["step"], found, part=found["parts"], keep=True)
-        self._known[number] = found["slowest"]
+            super()._close(number, found, read=read)
+        if read:
+            self._known[number] = found["slowest"]
 
     def pushing(self, number: int) -> None:
         """Wait until what I pushed before is in a step that servers have made."""
         if number not in self._open:
             return
-        link, found, clip = self._link, self._gather(number, part=False), self._clips.pop(number, None)
+        link, clip = self._link, self._clips.pop(number, None)
+        found = self._gather(number, self._count[number], part=False)
         self._open.remove(number)
         if found["mine"]:
             if clip is not None:
-                link.factors[number] = shrink(self._norm(number, found["step"], found, clip[0]), clip[1])
-            self._close(number, found["step"], found, read=False, part=found["parts"], keep=True)
+                link.factors[number] = shrink(self._norm(number, found, clip[0]), clip[1])
+            self._close(number, found, read=False)
+            link.factors.pop(number, None)
         else:
             for caller, message in link.everywhere("taken", number, found["step"], {}):
                 link.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
             self._rows.go(number, found["step"])
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """Return norms of the gradients that make the step; of mine, where I go on before that. Steps of several optimizers wait."""
-        norms = list[float]()
-        for number in numbers:
-            found = self._decide(number, part=len(numbers) == 1)
-            if found["open"]:
-                self._clips[number] = kind, limit
-                norms.append(self._link.norm([number], kind))
-            else:
-                norms.append(self._norm(number, found["step"], found, kind))
-        return norms
+    def _norm_of_step(self, number: int, kind: float, limit: float, *, part: bool) -> float:
+        """Return the norm of the gradients that make the step; of mine, where I go on before that."""
+        found = self._decide(number, part=part)
+        if not found["open"]:
+            return self._norm(number, found, kind)
+        self._clips[number] = kind, limit
+        return self._link.norm([number], kind)
 
-    def commit(self) -> None:
-        """End a turn. If I am too far ahead, wait, and then read what I waited for."""
-        if not self.sample_queue.open:
-            return
-        link = self._link
-        self._tick("", self._bound)
+    def _follow(self) -> None:
+        """Wait where I am too far ahead of the slowest, and then read what I waited for."""
+        link, sample_queue = self._link, self.sample_queue
         known = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
-        if self.sample_queue.clock - known > self._bound:
-            began = time.perf_counter()
-            assert self.going is not None
-            told = link.wait(link.callers[0], self.going, f"turn {self.sample_queue.clock + 1}", ("behind", {})).body["made"]
-            self.going = None
-            link.connections.waited += time.perf_counter() - began
-            link.catch_up(dict(told))
-            for number, step in told:
-                self._rows.go(number, step)
-            self._known = dict.fromkeys(range(len(link.optimizers)), self.sample_queue.clock - self._bound)
+        if sample_queue.clock - known <= self._bound:
+            return
+        made = sample_queue.go()
+        steps = made if self.recovery is None else {}  # with it, who has gone on from a step has had it made
+        link.context.agreement.lasting(lambda: link.catch_up(steps))
+        for number, step in steps.items():
+            self._rows.go(number, step)
+        self._known = dict.fromkeys(range(len(link.optimizers)), sample_queue.clock - int(self._bound))
 
 
-class BackupWorkers(OutOfLockstep):
+class BackupWorkers(ScheduledSteps):
     """Backup workers: the first to arrive make a step."""
-
-    def __init__(self, link: ServerLink, rows: UnlockedRows) -> None:
-        super().__init__(link, rows)
-        self._decided: dict[int, Any] = {}  # by optimizer: who makes its next step, where that has been asked for
-        self._late = self._made = False  # in this turn: late for any optimizer, and in a step of any
 
     @property
     def _again(self) -> bool:
         """Whether my samples are dealt again."""
         return self._link.options.requeue and again(self._decided, late=self._late, made=self._made)
 
-    def _decide(self, number: int) -> dict[str, Any]:
-        """Ask who makes the next step: "workers", what the first of them "said", and the sum of "parts"; or "late", the last step."""
-        if number not in self._decided:
-            self._link.settle(number)
-            self._rows.hold(number)
-            step = 0 if self._again else self._link.steps_taken[number] + 1  # 0: late
-            self._decided[number] = self._ask(number, "arrive", step, step, {"step": step, "backups": self._link.options.backup_workers})
-        found: dict[str, Any] = self._decided[number]
-        return found
+    def _gradient(self, number: int) -> int:
+        """Return the number of the step: a gradient that is late for one is in no later one."""
+        return self._link.steps_taken[number] + 1
 
-    def step(self, number: int) -> None:
-        self._check()
-        link, found = self._link, self._decide(number)
-        link.settle(number)  # or p.grad was changed since
-        step = link.steps_taken[number] + 1
-        del self._decided[number]
-        if "late" in found:
-            link.factors.pop(number, None)
-            units, self._late, step = link.units(number), True, int(found["late"])
-            link.take_in(units, link.ask_for(units, step), stepped=False)
-            link.steps_taken[number] = step
-            self._rows.go(number, step)
-        else:
-            self._close(number, step, found)
-            self._made = True
+    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+        gradient = self._gradient(number)
+        step = 0 if self._again else gradient  # 0: late
+        found = self._call(number, "arrive", gradient, step, {"step": step, "backups": self._link.options.backup_workers})
+        return {"step": gradient, **found}
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        """Return norms of the gradients that make the step; of mine, where I am too late."""
-        link, norms = self._link, list[float]()
-        for number in numbers:
-            found, step = self._decide(number), link.steps_taken[number] + 1
-            if "late" in found:
-                norms.append(link.norm([number], kind))
-                continue
-            norms.append(self._norm(number, step, found, kind))
-        return norms
+    def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+        return found["parts"], {}
 
-    def commit(self) -> None:
-        if not self.sample_queue.open:
-            return
-        dropped = "again" if self._again else "dropped" if self._late else ""
-        self._late = self._made = False
-        self._tick(dropped)
+    def _skip(self, number: int, step: int) -> None:
+        link, units = self._link, self._link.units(number)
+        reads = link.ask_for(units, step)
+        self._late = (True if self.recovery is None else self.recovery.skip(number, step, again=self._again)) or self._late
+        link.take_in(units, reads, stepped=False)
+        link.steps_taken[number] = step
+        self._rows.go(number, step)
+
+    def _dropped(self) -> str:
+        return "again" if self._again else "dropped" if self._late else ""
+
+
+def consistency(link: ServerLink, rows: PerWorkerRowSteps) -> Consistency:
+    """Return the consistency model that the options ask for."""
+    if link.lockstep:
+        return BulkSynchronous(link)
+    kind = BackupWorkers if link.drops else Asynchronous if link.alone else StaleSynchronous
+    return kind(link, rows)

@@ -5,7 +5,7 @@
     then                  it counts
     a host leaves         the same for what only its servers keep; once those copies count, its servers don't any more, and it goes
 
-When that is, and what the others do meanwhile, differs: between two turns (`renewal`), or in a meeting (`consistency_elastic`).
+When that is differs: between two steps (`renew`), or in a meeting of all workers (`recovery`).
 Some workers may have come further than others when the next server is lost: so all also say which copies they start, which have been
 taken in, and which servers have left.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -191,6 +192,31 @@ class ServerReplication:
             self._connections.know(number, self._early.pop(number, None))
             self._connections.reach(self.pool.add(found), self.me)
 
+    def renew(self) -> None:
+        """Fill the copies that have begun and take them in, while no worker sends servers anything. Collective, if any are being started.
+
+        The first worker fills a copy with what others have; the rest wait, and all meet now and then as long as that takes.
+        """
+        if self.waits:
+            self.take_in(*self.context.agreement.repeat(self._renewed, what=f"{self.kind}s begin"))
+
+    def _renewed(self) -> tuple[list[Any], list[int]]:
+        """Return the copies that have begun, with what all workers need to know, and the numbers of those that were filled."""
+        answers = self.context.agreement.meet(f"{self.kind}s begin", json.dumps(self.begun()).encode())
+        told = sorted(found for answer in answers for found in json.loads(answer))
+        return told, [number for number, found in told if found and self._filled(found)]
+
+    def _filled(self, told: Any) -> bool:
+        """Whether the first worker could fill this copy. Collective."""
+        first = self.context.group.rank == 0
+        filling = self.filling(told) if first else iter(())
+        seconds = min(self.context.timings.servers.fill, self.context.deadline / 4)
+        while True:
+            word = _slice(filling, seconds) if first else b""
+            answer = self.context.agreement.meet(f"{self.kind}s are filled", word)[0]
+            if answer != b"on":
+                return answer == b"filled"
+
     # ---- for others
 
     def take_lost(self) -> list[str]:
@@ -204,3 +230,14 @@ class ServerReplication:
             with contextlib.suppress(*LOSSES):
                 caller.close()
         self._early.clear()
+
+
+def _slice(filling: Iterator[bool], seconds: float) -> bytes:
+    """Fill for a while. Returns b"on" if there is more to do."""
+    end = time.monotonic() + seconds
+    for alive in filling:
+        if not alive:
+            return b"lost"
+        if time.monotonic() > end:
+            return b"on"
+    return b"filled"

@@ -1,16 +1,15 @@
-"""The sample queue of workers out of lockstep, where losses are survived: it asks the scheduler, and outlives it.
+"""One worker's end of the sample queue: what it asks the scheduler on the first server for, samples and whether to go on.
 
     taken     | piece 4 | piece 6 | piece 7 |     the oldest is that of the turn under way; a tick takes it away
     carried   | piece 1 | piece 3 |               turns that are over, whose gradients are in no step yet (accumulated by hand)
 
-Each call is begun anew after a loss, and does nothing twice.
+The queue outlives the scheduler where losses are survived: each call is begun anew after a loss, and does nothing twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -30,10 +29,13 @@ T = TypeVar("T")
 
 
 class SampleQueueClient:
-    """Asks the scheduler for samples, and whether to go on. `bound`: how many turns this worker may be ahead of the slowest."""
+    """Asks the scheduler for samples, and whether to go on. `bound`: how many turns this worker may be ahead of the slowest.
 
-    def __init__(self, link: ServerLink, bound: float) -> None:
-        self._link, self._bound = link, bound
+    `leaving` is called before this worker takes no more turns.
+    """
+
+    def __init__(self, link: ServerLink, bound: float, leaving: Callable[[], None] = lambda: None) -> None:
+        self._link, self._bound, self._leaving = link, bound, leaving
         self.clock = 0  # turns that are over
         self.open = False  # an epoch is under way
         self.part: Part = NONE
@@ -59,10 +61,8 @@ class SampleQueueClient:
         return self._lasting(lambda: link.callers[0].call(kind, body=body, tensors=tensors, seconds=link.seconds))
 
     def _wait(self, act: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        found = self._lasting(act)
-        self._link.connections.waited += time.perf_counter() - began
-        return found
+        with self._link.connections.waiting():
+            return self._lasting(act)
 
     # ---- samples
 
@@ -97,13 +97,19 @@ class SampleQueueClient:
 
     def leave(self) -> None:
         link = self._link
-        if self.open and link.callers and not self._left:
-            self._left = True
+        if self.open and link.callers:
+            left, self._left = self._left, True
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
-                link.callers[0].call("leave", seconds=link.seconds)
+                self._leaving()  # or what was pushed last might be in no step
+                if not left:
+                    link.callers[0].call("leave", seconds=link.seconds)
+
+    def rest(self) -> None:
+        """Note that all workers have ended the epoch, and are in lockstep until the next."""
+        self.open = False
 
     def pause(self) -> None:
-        if self._asked != self.part:
+        if self._link.context.survives and self._asked != self.part:  # elsewhere nobody is let in
             self._asked = self.part
             self._call("pause", {})
 
@@ -119,7 +125,7 @@ class SampleQueueClient:
     # ---- turns
 
     def tick(self, dropped: str) -> None:
-        """End my turn."""
+        """End my turn, that of the oldest piece. `dropped`: "" where it is in a step, "dropped", or "again" to be dealt again."""
         self.go()
         piece = self.taken.popleft()
         self._carried += [] if self._stepped else [piece]
@@ -135,18 +141,21 @@ class SampleQueueClient:
         if self._owes and self._going is None:
             self._going = link.callers[0].send("tick", body=self._tick, seconds=link.seconds)
 
-    def go(self) -> None:
-        """Wait until I may begin the next turn."""
+    def go(self) -> dict[int, int]:
+        """Wait until I may begin the next turn; return the last step that was decided of each optimizer, if that had to be asked."""
         link = self._link
 
-        def act() -> None:
+        def act() -> RpcMessage | None:
             self._send()
-            if self._going is not None:
-                link.wait(link.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
+            if self._going is None:
+                return None
+            return link.wait(link.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
 
-        if self._owes:
-            self._wait(act)
-            self._owes, self._going = False, None
+        if not self._owes:
+            return {}
+        found = self._wait(act)
+        self._owes, self._going = False, None
+        return {} if found is None else dict(found.body["made"])
 
     # ---- letters
 
@@ -166,7 +175,11 @@ class SampleQueueClient:
         self._had = len(found.tensors)
         return letters(found)
 
-    # ---- losses
+    # ---- losses, and workers that join
+
+    def join(self, times: int) -> None:
+        """Take up how often the part of the epoch was resumed, as the others count it."""
+        self.times = times
 
     def report(self) -> WorkerReport:
         """Return where this worker is."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.errors import LOSSES, DeadlineExceeded, UsageError
 from paceline.server import row_optimizers
+from paceline.server.endpoints import ServerEndpoints
 from paceline.server.protocol import rows
 from paceline.server.protocol.message import Acknowledged, Index, R, Request, SentRequest, call, send
 from paceline.server.table import TableSpec
@@ -65,14 +66,27 @@ class TableServers:
                 f"SparseEmbedding(replicas={replicas}) is for runs that go on when a server is lost: start them with `paceline run "
                 "--min-workers N`, or leave it out"
             )
-        self.waiting = (
-            self.endpoints.pool is not None and not self.endpoints.addresses
-        )  # this worker hasn't been told yet where servers are
+        self.waiting = self.endpoints.pool is not None and not self.endpoints.addresses  # this worker isn't told yet where servers are
+        self._known = -1 if self.waiting else self.me  # the number by which servers know this worker
         if not self.waiting:
             self.wires.open(self.endpoints, self.me)
-        self.free = ""  # out of lockstep: each worker steps tables "alone", or "together" with those that make a step (`freerows`)
+        self.free = ""  # out of lockstep: each worker steps tables "alone", or "together" with those that make a step (`steps`)
         self._given: list[SentRequest[Acknowledged]] = []  # requests that were not acknowledged yet
         self.tables: list[TableClient] = []
+
+    def unlock(self, *, alone: bool) -> None:
+        """Let servers step rows with the optimizers of a strategy under which workers are not in lockstep."""
+        self.free = "alone" if alone else "together"
+
+    def enter(self, endpoints: ServerEndpoints) -> None:
+        """Use these servers, as a worker has joined, perhaps this one. A worker that tried to join before may have a new number."""
+        self.endpoints = endpoints
+        if self.me != self._known:
+            self.wires.close()
+            self.wires.open(endpoints, self.me)
+        else:
+            self.wires.reach(endpoints, self.me)
+        self._known, self.waiting = self.me, False
 
     @property
     def me(self) -> int:
@@ -280,8 +294,9 @@ class TableClient:
             with contextlib.suppress(*LOSSES if self._library.endpoints.pool is not None else ()):
                 self._library.wait(sent)
 
-    def void(self) -> None:
-        """Discard what was asked for ahead without waiting for answers, as a turn is dealt again, or workers have changed."""
+    def void(self, step: int | None = None) -> None:
+        """Discard what was asked for ahead without waiting for answers, as workers have changed, or a turn is dealt again after `step`."""
+        self.steps = self.steps if step is None else step
         self._ahead.clear()
         self._trained = False
 
