@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench import asked
 from paceline.bench.collectives import Timing, measure, parse_ways, words
 from paceline.comm.group import Finished, Group
 from paceline.comm.schedule import SCHEDULES
 from paceline.comm.threads import spawn
 from paceline.errors import PacelineError, UsageError
-
-
-@pytest.mark.parametrize(("text", "nbytes"), [("4KB", 4000), (" 33MB", 33_000_000), ("7B", 4), ("1MB", 1_000_000)])
-def test_sizes(text: str, nbytes: int) -> None:
-    assert asked.size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "4", "KB", "-4KB", "4 GB", "3B", "1.5MB", "0MB"])
-def test_sizes_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="such as 256KB"):
-        asked.size(text)
 
 
 def test_every_way_is_measured_and_right() -> None:

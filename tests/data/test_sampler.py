@@ -21,7 +21,7 @@ from paceline.comm.threads import spawn
 from paceline.data import sampler
 from paceline.data.loader import deal
 from paceline.data.sampler import EpochIndices
-from paceline.data.serialization import flatten, pack, room, unflatten, unpack
+from paceline.data.serialization import pack, unpack
 from paceline.errors import DataError, Mismatch
 from tests.harness.loaders import Numbers, plain, run, steps, walk
 
@@ -281,25 +281,3 @@ def test_indices_are_there_before_they_are_asked_for(ahead, chunk, monkeypatch):
     results = spawn(3, body)
     assert results[0] == results[1] == results[2]
     assert results[0][0] == list(DataLoader(Numbers(100), 3).batch_sampler)
-
-
-def test_values_travel_with_their_types():
-    value = {
-        "a": (1, [2.5, None, True], "x", b"y", 2**100, -(2**70)),
-        3: torch.arange(6).reshape(2, 3),
-        "b": {"empty": torch.empty(0, 4), "half": torch.ones((), dtype=torch.bfloat16)},
-        "n": np.arange(3, dtype=np.int16),
-        "s": np.float32(1.5),
-    }
-    back = unpack(pack(value))
-    assert back["a"] == value["a"] and type(back["a"]) is tuple
-    assert torch.equal(back[3], value[3]) and back["b"]["empty"].shape == (0, 4)
-    assert back["b"]["half"].dtype == torch.bfloat16 and back["b"]["half"].shape == ()
-    assert back["n"].dtype == np.int16 and back["s"] == np.float32(1.5) and type(back["s"]) is np.float32
-    apart: list[torch.Tensor] = []
-    body = pack(value, apart=apart)
-    heads, buffer = flatten(apart)
-    assert buffer.numel() == room(heads)
-    assert torch.equal(unpack(body, unflatten(heads, buffer))[3], value[3])
-    with pytest.raises(DataError, match=r"a batch holds a builtins\.set"):
-        pack({1, 2}, what="a batch")

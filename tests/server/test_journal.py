@@ -5,31 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.errors import StateLost
 from paceline.server import journal
 from paceline.server.journal import StepJournal, merged
-from paceline.server.spans import SampleSpans
 
 
 def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     return {"optimizer": optimizer, "step": step, "came": list(came), "of": list(of), "settings": [[0, {"lr": 0.1, "betas": [0.9, 0.99]}]]}
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    cuts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(1, 9)), max_size=12),
-)
-def test_spans_and_holes_are_all_there_is(sizes: list[int], cuts: list[tuple[int, int, int]]) -> None:
-    rows = [[5 + batch, start, min(stop, sizes[batch])] for batch, start, stop in cuts if batch < len(sizes)]
-    rows = [row for row in rows if row[1] < row[2]]
-    spans = SampleSpans(rows)
-    inside = {(batch, sample) for batch, start, stop in rows for sample in range(start, stop)}
-    assert [(batch, sample) for batch, start, stop in spans.rows() for sample in range(start, stop)] == sorted(inside)
-    outside = [(batch, sample) for batch, start, stop in spans.holes(5, sizes) for sample in range(start, stop)]
-    assert outside == [(5 + n, sample) for n, size in enumerate(sizes) for sample in range(size) if (5 + n, sample) not in inside]
 
 
 def test_what_was_made_is_known_and_travels() -> None:

@@ -20,20 +20,11 @@ from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import ResourceError, UsageError
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.log import MetricsLog, OnNan
-from paceline.session.record.status_line import FinishedStep, StatusLine, describe, spoken
+from paceline.session.record.status_line import StatusLine
 from paceline.session.record.writer import MetricsWriter
+from tests.harness.clocks import Clock
 
 SECONDS = {"compute": 0.6, "exchange": 0.2, "wait": 0.1, "data": 0.1}
-
-
-class Clock:
-    """Time that passes when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def silent(text: str) -> None:
@@ -355,74 +346,6 @@ def test_records_are_small() -> None:
     log.step(1, 4, SECONDS)
     assert len(log.drain()) < 100
     assert msgpack.unpackb(log.drain()) == [1, None, []]
-
-
-# The line ---------------------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is one."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def beat(step: int, now: float = 0.0, **values: float) -> FinishedStep:
-    return FinishedStep(step, now, 64, values or {"loss": 1.0}, SECONDS)
-
-
-def test_at_most_one_line_a_second_and_the_last_in_any_case() -> None:
-    clock, stream = Clock(), io.StringIO()
-    line = StatusLine(stream, clock=clock)
-    for step in range(1, 36):
-        clock.now += 0.125
-        line.step(beat(step, clock.now), 35)
-    line.close(35)
-    line.close(35)
-    steps = [int(text.split()[1].split("/")[0]) for text in stream.getvalue().splitlines()]
-    assert steps == [1, 9, 17, 25, 33, 35]
-
-
-def test_a_last_line_that_was_shown_is_not_repeated() -> None:
-    stream = io.StringIO()
-    line = StatusLine(stream, clock=Clock())
-    line.step(beat(1), None)
-    line.close(None)
-    assert len(stream.getvalue().splitlines()) == 1
-
-
-def test_what_a_line_says() -> None:
-    clock, stream = Clock(), io.StringIO()
-    line = StatusLine(stream, clock=clock)
-    for step in (1, 3):
-        clock.now += 10
-        line.step(beat(step, clock.now, loss=2.34567, accuracy=0.5), 63)
-    assert stream.getvalue().splitlines()[1] == (
-        "step 3/63  loss 2.346  accuracy 0.5  64 samples/s  compute 60% exchange 20% wait 10% data 10%  5:00 left"
-    )
-
-
-def test_parts_that_are_unknown_are_left_out() -> None:
-    assert describe(FinishedStep(3, 0.0, 0, {}, {}), 0, {}, total=None, left=None) == "step 3"
-    assert describe(beat(5), 0, {}, total=5, left=0.0) == "step 5/5  loss 1"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
-def test_times(seconds: float, text: str) -> None:
-    assert spoken(seconds) == text
-
-
-def test_on_a_terminal_one_line_is_kept_up_to_date() -> None:
-    clock, stream = Clock(), Terminal()
-    line = StatusLine(stream, clock=clock)
-    for step in range(1, 4):
-        clock.now += 2
-        line.step(beat(step), None)
-    line.close(None)
-    text = stream.getvalue()
-    assert "\x1b[" in text or "\r" in text
-    assert text.rstrip("\x1b[?25h\n").count("\n") <= 1
-    assert "step 3" in text
 
 
 def test_a_book_shows_what_it_writes(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Objects are written as the calls that make them, and unknown names come with the nearest known one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from paceline.formatting import choices, counted, sized, spell
+
+
+@dataclass(frozen=True)
+class Engine:
+    steps: int
+    name: str = "plain"
+    parts: list[int] = field(default_factory=list)
+    __repr__ = spell
+
+
+def test_defaults_are_left_out_and_required_arguments_have_no_name() -> None:
+    assert spell(Engine(4)) == "Engine(4)"
+    assert spell(Engine(4, "fast")) == "Engine(4, name='fast')"
+    assert spell(Engine(4, parts=[1])) == "Engine(4, parts=[1])"
+
+
+def test_an_equal_value_of_another_type_is_no_default() -> None:
+    assert spell(Engine(True, "plain")) == "Engine(True)"
+
+    @dataclass(frozen=True)
+    class Switch:
+        on: bool = True
+        __repr__ = spell
+
+    assert spell(Switch(1)) == "Switch(on=1)"  # type: ignore[arg-type]
+
+
+def test_what_is_inside_is_written_too() -> None:
+    assert spell((Engine(1),)) == "(Engine(1),)"
+    assert spell([Engine(1), 2]) == "[Engine(1), 2]"
+    assert spell(Engine(1, parts=[Engine(2)])) == "Engine(1, parts=[Engine(2)])"  # type: ignore[list-item]
+
+
+def test_functions_and_classes_have_no_notation() -> None:
+    assert spell(Engine) == "<class Engine: no notation>"
+    assert spell(len) == "<function len: no notation>"
+
+
+def test_the_nearest_name_is_named_whatever_its_case() -> None:
+    assert choices("rnig", ["tree", "ring"]) == "possible: ring, tree; did you mean ring?"
+    assert choices("RING", ["tree", "ring"]).endswith("did you mean ring?")
+    assert choices("zzz", ["tree", "ring"]) == "possible: ring, tree"
+    assert choices("ring", []) == "there are none to choose from"
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 steps"), (1, "1 step"), (2000, "2,000 steps")])
+def test_numbers_of_things(number: int, text: str) -> None:
+    assert counted(number, "step") == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(12, "12 bytes"), (999, "999 bytes"), (1e3, "1.0 KB"), (7.5e6, "7.5 MB"), (2e9, "2.0 GB")])
+def test_numbers_of_bytes(number: float, text: str) -> None:
+    assert sized(number) == text

@@ -1,0 +1,39 @@
+"""Spans are kept with the step they belong to, as many as asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.trace import Span, Trace
+
+
+def test_a_span_belongs_to_the_step_under_way() -> None:
+    trace = Trace()
+    trace.record("forward", "compute", 10, 20)
+    trace.step = 3
+    trace.record("bucket 0", "exchange", 15, 30)
+    assert trace.spans() == [Span("forward", "compute", 10, 20, 0), Span("bucket 0", "exchange", 15, 30, 3)]
+
+
+def test_the_newest_spans_are_kept() -> None:
+    trace = Trace(2)
+    for start in range(4):
+        trace.record("span", "data", start, start + 1)
+    assert [span.start for span in trace.spans()] == [2, 3]
+
+
+def test_nothing_or_everything_is_kept() -> None:
+    off, everything = Trace(0), Trace(None)
+    for trace in (off, everything):
+        for start in range(30_000):
+            trace.record("span", "data", start, start + 1)
+    assert off.spans() == [] and not off.kept
+    assert len(everything.spans()) == 30_000 and everything.kept
+
+
+def test_a_block_is_recorded_even_when_it_raises() -> None:
+    trace = Trace()
+    with pytest.raises(ValueError, match="broken"), trace.span("load", "data"):
+        raise ValueError("broken")
+    (span,) = trace.spans()
+    assert (span.name, span.kind) == ("load", "data") and 0 < span.start <= span.end
