@@ -44,7 +44,7 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "session/groups",
     "session/loop/collectives",
     "session/loop/step_clock",
-    "session/loop/transaction",
+    "session/elastic/transaction",
     "session/prepare/abilities",
     "session/prepare/binding",
     "session/prepare/checks",

@@ -25,12 +25,13 @@ from paceline.session.checkpoint.state import RunProgress, WorkerState
 from paceline.session.elastic.adapter import ElasticRun, check_elastic, keepers
 from paceline.session.elastic.departure import Departure
 from paceline.session.elastic.recovery import Recovery
+from paceline.session.elastic.rollback import Rollback
 from paceline.session.elastic.survival import Survival
+from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.ending import RunConclusion, RunEnding
 from paceline.session.groups import CurrentView, Subgroups, first_members
 from paceline.session.loop import collectives
 from paceline.session.loop.observers import LoopObservers
-from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.abilities import resolve
 from paceline.session.prepare.optimizers import OptimizerWatch
@@ -223,5 +224,6 @@ class _Assembly:
             save=lambda: saving.save(SaveRequest(folder.checkpoints, loop.steps, keep=3, background=False)),
             depart=self.ending.depart,
         )
-        loop.survive(Rollback(body.parts, loop.models, self.own.randomness, loop.backward), survival.generation)
+        rollback = Rollback(body.parts, loop.models, self.own.randomness, loop.backward)
+        loop.recover_by(RecoverableTransaction(loop, loop.backward, rollback, self.prepared.tables), survival.generation)
         return survival

@@ -43,10 +43,10 @@ class RunConclusion:
         """Write the summary and the trace. Collective."""
         self.log.finish(self.context.agreement)
         self.saving.wait()
-        history, remote, tables = self.history, self.abilities.remote, self.prepared.tables
+        history, tables, remote, reports = self.history, self.prepared.tables, self.abilities.remote, self.abilities.reports
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
-        if self.view.is_first and remote is not None and remote.attached:
-            facts, served = [*remote.facts(), *facts], [*remote.served(), *served]
+        if self.view.is_first and reports is not None and remote is not None and remote.attached:
+            facts, served = [*reports.facts(), *facts], [*reports.served(), *served]
         outcome = RunOutcome(
             self.strategy,
             self.view.cluster,

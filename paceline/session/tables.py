@@ -216,7 +216,7 @@ class RunTables:
             self.lasting.begin()
             self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
 
-    def commit(self) -> None:
+    def commit(self, *_: Any) -> None:
         """Keep what the turn has changed. Collective, where copies of servers are about to be made."""
         self._begun = []
         if self.lasting is not None:

@@ -112,32 +112,52 @@ class RemoteOptimizer(Protocol):
         """Whether the strategy has charge of any parameters."""
         ...
 
-    @property
-    def sample_queue(self) -> SampleQueue | None:
-        """Queue from which workers out of lockstep take their samples; None in lockstep."""
-        ...
-
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer steps on servers."""
-        ...
-
-    @property
-    def rows(self) -> PerWorkerRowSteps:
-        """Steps the sparse tables of these optimizers, where workers are not in lockstep."""
-        ...
-
-    @property
-    def arriving(self) -> PendingParameters | None:
-        """Parameters that are on their way after a step; None where they have arrived when it returns."""
         ...
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on servers. Collective, if in lockstep."""
         ...
 
+
+@runtime_checkable
+class RemoteClipping(Protocol):
+    """A strategy in which gradients are clipped on servers, as the worker doesn't have their mean."""
+
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Return the norm of the gradients and let servers clip by it, as `Run.clip` says; `p.grad` stays. Collective, if in lockstep."""
         ...
+
+
+@runtime_checkable
+class Unlocked(Protocol):
+    """A strategy in which workers may leave lockstep while they train."""
+
+    @property
+    def sample_queue(self) -> SampleQueue | None:
+        """Queue from which workers out of lockstep take their samples; None in lockstep."""
+        ...
+
+    @property
+    def rows(self) -> PerWorkerRowSteps:
+        """Steps sparse tables beside the strategy, where workers are not in lockstep."""
+        ...
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A strategy after whose steps parameters may still be on their way."""
+
+    @property
+    def arriving(self) -> PendingParameters | None:
+        """Parameters that are on their way after a step; None where they have arrived when it returns."""
+        ...
+
+
+@runtime_checkable
+class ServerKeeping(Protocol):
+    """A strategy that looks after servers, and starts others in place of lost ones."""
 
     @property
     def copies(self) -> ServerReplication | None:
@@ -147,6 +167,11 @@ class RemoteOptimizer(Protocol):
     def servers_begun(self) -> list[str]:
         """Return the names of servers that have begun in place of lost ones since the last call, where all workers met for it."""
         ...
+
+
+@runtime_checkable
+class ServerReports(Protocol):
+    """A strategy whose servers tell at the end what they have done."""
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what each server has done, for the summary."""
@@ -177,6 +202,11 @@ class Abilities:
     unreplicated: Unreplicated | None = None
     lender: LendsGradients | None = None
     remote: RemoteOptimizer | None = None
+    clipping: RemoteClipping | None = None
+    unlocked: Unlocked | None = None
+    prefetching: Prefetching | None = None
+    keeping: ServerKeeping | None = None
+    reports: ServerReports | None = None
 
     def converge(self) -> None:
         """Make replicas equal, where they may not be. Collective."""
@@ -186,4 +216,9 @@ class Abilities:
     @property
     def sample_queue(self) -> SampleQueue | None:
         """Queue from which workers out of lockstep take their samples; None in lockstep."""
-        return None if self.remote is None else self.remote.sample_queue
+        return None if self.unlocked is None else self.unlocked.sample_queue
+
+    @property
+    def unlocked_rows(self) -> PerWorkerRowSteps | None:
+        """Steps sparse tables where workers are not in lockstep; None in lockstep."""
+        return None if self.unlocked is None or self.unlocked.sample_queue is None else self.unlocked.rows

@@ -264,7 +264,7 @@ class GradientTracker:
         hook.given = id(mean)
 
     def _uneven(self) -> bool:
-        """Whether p.grad goes to servers with another weight than the pass before had: that of this worker's part of the batch."""
+        """Whether p.grad is weighted by another part of the batch than in the pass before, when an optimizer steps elsewhere."""
         part, self._part = self._part, self.context.step_state.share_of_step
         return part not in (None, self._part) and self._remote and not self.sync.replicas_diverge
 
@@ -274,15 +274,13 @@ class GradientTracker:
         elif uneven:
             self._mixed.add(number)
 
-    def refuse_mixed(self, parameters: Iterable[Any]) -> None:
-        """Raise `UsageError` if p.grad of one of them adds up passes that have to be weighted one by one on their way to servers."""
+    def mixed(self, parameters: Iterable[Any]) -> str | None:
+        """Return the name of one of these parameters whose p.grad adds up passes of different weights, which it doesn't have any more."""
         for parameter in parameters if self._mixed else ():
             hook = self._by_id.get(id(parameter))
             if hook is not None and hook.number in self._mixed and parameter.grad is not None and bool(parameter.grad.any()):
-                raise UsageError(
-                    f"p.grad of {hook.name} adds up batches that this worker has different parts of, and goes to servers with the weight "
-                    "of the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
-                )
+                return hook.name
+        return None
 
     def computed(self, until: int) -> None:
         """Record that this worker computed until `until` (nanoseconds), since the turn began or the last exchange ended."""

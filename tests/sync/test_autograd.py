@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import PacelineError, ReplicasDiffer, UsageError
-from paceline.session.loop.rollback import Rollback
+from paceline.session.elastic.rollback import Rollback
+from paceline.session.elastic.transaction import RecoverableTransaction
 from paceline.session.run import Run
 from paceline.state.versioned import Randomness
 from paceline.sync.allreduce import AllReduce
@@ -698,7 +699,8 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         def recover(error: PacelineError) -> None:
             run._context.step_state.exchange_closed = True  # as the living agree
 
-        run._loop.survive(Rollback(dict, [model], Randomness(run.device), run._backward), lambda loader: 0)
+        rollback = Rollback(dict, [model], Randomness(run.device), run._backward)
+        run._loop.recover_by(RecoverableTransaction(run._loop, run._backward, rollback, run._prepared.tables), lambda loader: 0)
         run._agreement.recovery = recover
         run._meetings.next = 100  # or workers would meet in a step that happens to come a second later
         turns = iter(loader)

@@ -44,8 +44,8 @@ def check_elastic(device: torch.device, abilities: Abilities) -> None:
 
 def keepers(own: WorkerState, prepared: Prepared) -> list[ServerReplication]:
     """Return what keeps servers and their copies: the optimizer's, and those of sparse tables, where they exist."""
-    remote = own.abilities.remote
-    found = [None if remote is None else remote.copies, prepared.tables.copies]
+    keeping = own.abilities.keeping
+    found = [None if keeping is None else keeping.copies, prepared.tables.copies]
     return [copies for copies in found if copies is not None]
 
 
@@ -69,7 +69,7 @@ class ElasticRun:
         self._context, self._prepared, self._loop, self._own, self._comparer = context, prepared, loop, own, comparer
         self._records, self._view, self._tally, self._leaving, self._replicate = records, view, tally, leaving, replicate
         assert own.abilities.recoverable is not None
-        self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
+        self._recoverable, self._remote, self._keeping = own.abilities.recoverable, own.abilities.remote, own.abilities.keeping
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
 
     def regroup(self, founded: ViewGroups) -> None:
@@ -114,7 +114,7 @@ class ElasticRun:
         return [name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()]
 
     def servers_begun(self) -> list[str]:
-        return [] if self._remote is None else self._remote.servers_begun()
+        return [] if self._keeping is None else self._keeping.servers_begun()
 
     def join_info(self) -> Any:
         return {"sync": self._recoverable.join_info(), "tables": self._prepared.tables.join_info(), "leaving": self._leaving.join_info()}

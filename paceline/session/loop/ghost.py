@@ -37,7 +37,7 @@ def put_back(kept: Buffers) -> None:
     """Set buffers back to what they were."""
     for module, name, buffer, values in kept:
         if buffer is not None and values is not None:
-            buffer.data.copy_(values)  # torch doesn't count this as a change: constant masks and tables still look unchanged
+            buffer.data.copy_(values)  # torch doesn't count this as a change: constant masks and the like still look unchanged
         module._buffers[name] = buffer
 
 

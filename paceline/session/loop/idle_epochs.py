@@ -5,7 +5,7 @@
     none in the whole epoch                                            the turns were no steps, and a message says so
 
 All workers must come to the same result, as steps end with collective calls. So what one worker alone may do is no sign, and where
-losses are survived nothing is followed, as a worker that joins in the middle of an epoch hasn't seen its first turns.
+workers may come and go nothing is followed, as a worker that joins in the middle of an epoch hasn't seen its first turns.
 
 Before the first backward or step, an empty share is a batch of no rows, as in evaluation, and no ghost: from the second turn on, and
 from the first where all models are in eval mode, or where nothing was trained in the epoch before.

@@ -32,10 +32,7 @@ from paceline.session.loop.ghost import buffers, level, put_back
 from paceline.session.loop.idle_epochs import IdleEpochs
 from paceline.session.loop.iteration import LoaderProgress, check_beside, explain, innermost
 from paceline.session.loop.observers import LoopObservers
-from paceline.session.loop.rollback import Rollback
 from paceline.session.loop.step_clock import StepClock
-from paceline.session.loop.transaction import RecoverableTransaction
-from paceline.session.tables import RunTables
 from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot, Sync
@@ -68,11 +65,10 @@ class TrainingLoop:
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
         self._announced = False
-        self.tables = RunTables(context, backward)
         self.changes = False  # the membership may change
         self._generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         self.apart = False  # workers are not in lockstep
-        self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged: a worker was lost in it
+        self.cut_off = 0  # the turn, from 1 on, in which nothing more can be exchanged
 
     def observe(self, observers: LoopObservers) -> None:
         """Call these observers from now on."""
@@ -99,7 +95,7 @@ class TrainingLoop:
         return None if self.leader is None else self.leader.turn
 
     def cut_turn(self, number: int) -> None:
-        """Close the exchange of turn `number`, in which a worker was lost. It may be the next turn on this worker."""
+        """Close the exchange of turn `number`, which may be the next turn on this worker."""
         self.cut_off = number
         self.context.step_state.exchange_closed = self.led is not None and number == self.steps + 1
 
@@ -114,10 +110,10 @@ class TrainingLoop:
         """Makes a step hold on all workers or on none."""
         return self.backward.transaction
 
-    def survive(self, rollback: Rollback, generation_of: Callable[[ShareLoader], int]) -> None:
-        """Go on when workers are lost: turns that fail are rolled back and dealt again. `generation_of`: as `LoaderObserver.generation`."""
+    def recover_by(self, transaction: Transaction, generation_of: Callable[[ShareLoader], int]) -> None:
+        """Deal turns again that fail, which `transaction` rolls back. `generation_of`: as `LoaderObserver.generation`."""
         self.changes, self._generation_of = True, generation_of
-        self.backward.recover_by(RecoverableTransaction(self, self.backward, rollback, self.tables))
+        self.backward.recover_by(transaction)
 
     def settle(self) -> None:
         """Set the `StepState` by the turn that trains."""
@@ -251,8 +247,6 @@ class TrainingLoop:
                 self._page.passed(steps)
             began = time.perf_counter()
             self.backward.sync.commit()
-            if self.tables.kept:
-                self.tables.commit()
             observers = self.observers
             for committed in observers.committed:
                 committed(steps)

@@ -6,10 +6,15 @@ from paceline.sync.abilities import (
     Abilities,
     Converging,
     LendsGradients,
+    Prefetching,
     Recoverable,
+    RemoteClipping,
     RemoteOptimizer,
     Replicated,
+    ServerKeeping,
+    ServerReports,
     StepObserver,
+    Unlocked,
     Unreplicated,
 )
 from paceline.sync.base import Sync
@@ -25,4 +30,9 @@ def resolve(sync: Sync) -> Abilities:
         unreplicated=sync if isinstance(sync, Unreplicated) else None,
         lender=sync if isinstance(sync, LendsGradients) else None,
         remote=sync if isinstance(sync, RemoteOptimizer) else None,
+        clipping=sync if isinstance(sync, RemoteClipping) else None,
+        unlocked=sync if isinstance(sync, Unlocked) else None,
+        prefetching=sync if isinstance(sync, Prefetching) else None,
+        keeping=sync if isinstance(sync, ServerKeeping) else None,
+        reports=sync if isinstance(sync, ServerReports) else None,
     )

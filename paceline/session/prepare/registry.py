@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from paceline.session.prepare import checks, hooks, lazy, metrics
 from paceline.session.prepare.device import mover
 from paceline.session.prepare.options import PrepareOptions
 from paceline.session.prepare.remote import RemoteSteps
+from paceline.session.tables import RunTables
 from paceline.state.versioned import Stateful, Versioned
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Slot
@@ -50,9 +52,10 @@ class Prepared:
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._begins)
         self._groups: dict[int, int] = {}  # of each optimizer, by its id: how many parameter groups it was prepared with
-        self.tables = loop.tables
+        self.tables = RunTables(context, backward)
+        self._abilities = loop.abilities
         self._remote = loop.abilities.remote
-        self._remote_steps = RemoteSteps(loop, self._remote)
+        self._remote_steps = RemoteSteps(loop, self.tables)
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
@@ -161,7 +164,7 @@ class Prepared:
 
     def _open_tables(self) -> None:
         """Start servers for the sparse tables among the models."""
-        found, remote = self.tables.find(self.models), self._remote
+        found = self.tables.find(self.models)
         if found and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({found[0][0]}) go on when workers are lost if all are in lockstep, and with staleness or backup_workers "
@@ -179,7 +182,11 @@ class Prepared:
                 f"sparse tables ({found[0][0]}) go on when workers are lost beside AllReduce or ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        self.tables.open(found, self.optimizers, remote.rows if remote is not None and remote.sample_queue is not None else None)
+        had = bool(self.tables.kept)
+        self.tables.open(found, self.optimizers, self._abilities.unlocked_rows)
+        if self.tables.kept and not had:
+            observers = self._loop.observers
+            self._loop.observe(replace(observers, committed=(self.tables.commit, *observers.committed)))
 
     def _bind(self) -> None:
         """Follow all that is prepared; called again when there is more."""
@@ -195,8 +202,9 @@ class Prepared:
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
         self._backward.watch([slot for slot in slots if slot.parameter.requires_grad])
         loop.freeze([slot for slot in slots if not slot.parameter.requires_grad])
-        if self._remote is not None and self._remote.arriving is not None:
-            lazy.announce([model for _, model in self.models], self._remote.arriving, loop)
+        pending = None if self._abilities.prefetching is None else self._abilities.prefetching.arriving
+        if pending is not None:
+            lazy.announce([model for _, model in self.models], pending, loop)
         for _, model in self.models:
             hooks.follow(model, loop)
             forward_turn.remember(model, loop)

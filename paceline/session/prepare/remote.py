@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.errors import UsageError
 from paceline.session.loop.turns import TrainingLoop
 from paceline.session.prepare.checks import check_memory
-from paceline.sync.abilities import RemoteOptimizer
+from paceline.session.tables import RunTables
 
 OwnStep = Callable[..., Any]
 
 
 class RemoteSteps:
-    """Steps and clips on servers, on behalf of one run. `sync`: the strategy, where it steps everything but tables on servers."""
+    """Steps and clips on servers, on behalf of one run: `tables`, and everything else where the strategy does."""
 
-    def __init__(self, loop: TrainingLoop, sync: RemoteOptimizer | None) -> None:
-        self._loop, self._sync, self._tables = loop, sync, loop.tables
+    def __init__(self, loop: TrainingLoop, tables: RunTables) -> None:
+        self._loop, self._sync, self._clipping, self._tables = loop, loop.abilities.remote, loop.abilities.clipping, tables
 
     def step(self, optimizer: Optimizer, own: OwnStep, closure: Callable[[], Any] | None, args: Any, kwargs: Any) -> Any:
         """Make a step of `optimizer`; `own` is its own step, for what isn't on servers."""
@@ -46,7 +47,7 @@ class RemoteSteps:
         """Make a step of tables, of everything else (`whole`), or of both. Nothing of it is made where the turn is dealt again."""
         loop, tables = self._loop, self._tables
         if whole:
-            loop.backward.refuse_mixed(p for group in optimizer.param_groups for p in group["params"])
+            self._refuse_mixed(optimizer)
         if whole and optimizer.state:
             check_memory(optimizer, tables.handles())
         self._push_rows(optimizer, last=not whole)
@@ -55,6 +56,15 @@ class RemoteSteps:
                 self._step_all(optimizer) if whole else own(optimizer)
         if loop.acting:
             tables.make(optimizer)
+
+    def _refuse_mixed(self, optimizer: Optimizer) -> None:
+        """Raise `UsageError` if p.grad of a parameter adds up passes that have to be weighted one by one on their way to servers."""
+        mixed = self._loop.backward.mixed(p for group in optimizer.param_groups for p in group["params"])
+        if mixed is not None:
+            raise UsageError(
+                f"p.grad of {mixed} adds up batches that this worker has different parts of, and goes to servers with the weight "
+                "of the last: add them up under run.no_sync(), all but the last, which weights each, or say prepare(..., accumulate=k)"
+            )
 
     def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:
         """Give servers the gradients for the next step of the optimizer's tables. `last`: nothing else of the step can fail."""
@@ -74,8 +84,8 @@ class RemoteSteps:
 
     def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
-        loop, sync = self._loop, self._sync
-        if sync is None or not sync.attached:
+        loop, sync, clipping = self._loop, self._sync, self._clipping
+        if sync is None or clipping is None or not sync.attached:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        found = loop.transaction.step(lambda: sync.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart)
+        found = loop.transaction.step(lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart)
         return torch.zeros(()) if found is None else found

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.comm.agreement import CallDiscarded
 from paceline.errors import LOSSES, PacelineError, WorkerLost
+from paceline.session.elastic.rollback import Rollback
 from paceline.session.loop.iteration import LoaderProgress
-from paceline.session.loop.rollback import Rollback
 from paceline.session.tables import RunTables
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.session.loop.rollback import Rollback
+from paceline.session.elastic.rollback import Rollback
 from paceline.state.versioned import Randomness
 
 
