@@ -31,7 +31,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Server": "implements every message of workers",
     "Shard": "updates, repeated steps and memories of codecs are not apart yet",
     "SharedGroup": "implements every collective",
-    "Supervisor": "watches workers, hosts and output in one loop",
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",
 }
@@ -39,7 +38,6 @@ THEIRS = {"grad", "weight", "state"}  # attributes of torch's and numpy's object
 ASSIGNED: dict[str, int] = {  # module: assignments to attributes of objects that other modules define
     "paceline.cluster.hosts.elastic": 1,
     "paceline.cluster.launcher.replacement": 2,
-    "paceline.cluster.launcher.supervisor": 6,
     "paceline.comm.native.sockets": 1,
     "paceline.comm.shm.group": 3,
     "paceline.comm.shm.queue": 1,

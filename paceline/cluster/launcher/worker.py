@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,11 +88,42 @@ class WorkerProcess:
         *lines, self._line = (self._line + data).split(b"\n")
         self.records += [json.loads(line) for line in lines]
 
+    def look(self) -> None:
+        """Find out whether the worker has ended."""
+        if self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            self.ended = time.time()
+
+    def reap(self, seconds: float) -> None:
+        """Reap the worker, which has ended, with its last output; a process that escaped may hold that open for so many `seconds`."""
+        self.reaped = True
+        status = self.process.wait()
+        self.code = status if status >= 0 else 128 - status
+        end = time.monotonic() + seconds
+        while self.records_fd >= 0 and readable(self.records_fd, 0):
+            self.listen()
+        for stream in self.streams:
+            while stream.open and not stream.screen.full and readable(stream.descriptor, end - time.monotonic()):
+                stream.read()
+        if self.records_fd >= 0:
+            os.close(self.records_fd)
+            self.records_fd = -1
+        if self.orders_fd >= 0:
+            os.close(self.orders_fd)
+            os.close(self.stack_fd)
+            self.orders_fd = self.stack_fd = -1
+
     def send(self, number: int) -> None:
         """Send the worker a signal, once."""
         if self.ended is None and number not in self.was_sent:
             self.was_sent.add(number)
             os.kill(self.process.pid, number)  # not reaped yet: the number is still its own
+
+
+def readable(descriptor: int, seconds: float) -> bool:
+    """Wait at most so long until a descriptor can be read; returns whether it can."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(max(0.0, 1000 * seconds)))
 
 
 def start(task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]) -> WorkerProcess:

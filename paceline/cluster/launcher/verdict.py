@@ -1,0 +1,93 @@
+"""The verdict on a host's failure: which of its workers failed first, once that one has had the time to show itself.
+
+record "failed"         an exception, with its time; an echo says itself that another worker is to blame
+exit code, signal       of a worker that is gone
+left without a word     joined, exit code 0, never closed its run, while others train
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paceline.cluster.hosts.peers import Failure
+from paceline.cluster.launcher.output import last_words
+from paceline.cluster.launcher.worker import WorkerProcess, ending
+from paceline.timings import DEFAULTS, SupervisorTimings
+
+
+class FailureSearch:
+    """Searches the workers of this host for the one that failed first. `decided` tells whether the job is known to have failed."""
+
+    def __init__(
+        self,
+        host: str,
+        workers: Sequence[WorkerProcess],
+        decided: Callable[[], bool],
+        *,
+        timings: SupervisorTimings = DEFAULTS.supervisor,
+    ) -> None:
+        self._host, self._workers, self._decided, self._timings = host, workers, decided, timings
+        self._signed_at: float | None = None  # monotonic
+
+    @property
+    def signed(self) -> bool:
+        """Whether there has been a sign of a failure."""
+        return self._signed_at is not None
+
+    def judge(self, now: float) -> Failure | None:
+        """Name the worker that failed first; None while there is none, or an earlier one may still show itself."""
+        if not self._suspects():
+            return None
+        self._signed_at = self._signed_at or now
+        # They are asked again: after the first sign, one that left without a word is among them.
+        first = cause(self._suspects(), self._timings.slack)
+        grace = self._timings.echo if first.is_echo else self._timings.culprit
+        if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
+            grace += self._timings.last_words  # a record comes before the words, which the other hosts shall see too
+        over = all(worker.ended is not None for worker in self._workers)
+        return first if over or now - self._signed_at > grace else None
+
+    def suspect(self, worker: WorkerProcess) -> Failure | None:
+        """Return the failure of this worker, if it has failed: by its own record, its exit code, or its leaving without a word."""
+        now = time.time()
+        age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
+        code = 0 if worker.was_sent or worker.ended is None else worker.code
+        found = Failure(worker.rank, self._host, code or 1, "", False, age, last_words(worker.streams[1].tail()))
+        record = next((record for record in worker.records if record["event"] == "failed"), None)
+        if record is not None:
+            words = f"failed with exit code {found.code} ({record['type']})"
+            return replace(found, words=words, is_echo=bool(record["is_echo"]), age=now - float(str(record["time"])))
+        if code:
+            # SIGABRT is how libraries answer to another's failure, so it gets no start over records.
+            return replace(found, words=ending(code), age=age - (self._timings.slack if code == 128 + signal.SIGABRT else 0.0))
+        silent = worker.ended is not None and not worker.was_sent and worker.said("joined") and not worker.said("closed")
+        if silent and self._trains(worker):
+            words = "left in the middle (exit code 0) while others were training: it joined the run and never closed it"
+            return replace(found, words=words)
+        return None
+
+    def _suspects(self) -> list[Failure]:
+        return [failure for worker in self._workers if (failure := self.suspect(worker)) is not None]
+
+    def _trains(self, leaver: WorkerProcess) -> bool:
+        """Whether others go on (here, or on hosts that have not finished) well after a worker left."""
+        if self.signed or self._decided():
+            return True
+        assert leaver.ended is not None
+        others = [worker for worker in self._workers if worker.ended is None and worker.said("joined") and not worker.said("closed")]
+        ends = [worker.ended for worker in self._workers if worker.ended is not None]
+        since = leaver.ended if others else max(ends)
+        running = len(ends) < len(self._workers)
+        return (bool(others) or not running) and time.time() - since > self._timings.left
+
+
+def cause(suspects: list[Failure], slack: float) -> Failure:
+    """Return the failure that came first; of several without a record that came together, one by a signal: the others noticed its death."""
+    first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
+    if first.words != ending(first.code):
+        return first
+    together = [f for f in suspects if f.words == ending(f.code) and first.age - f.age < slack]
+    return next((f for f in together if f.code > 128 and f.code != 128 + signal.SIGABRT), first)

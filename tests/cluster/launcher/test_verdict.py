@@ -1,0 +1,112 @@
+"""Which worker of a host failed first: by records, exit codes, and leaving without a word."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.cluster.hosts.peers import Failure
+from paceline.cluster.launcher.verdict import FailureSearch, cause
+from paceline.cluster.launcher.worker import ending
+from paceline.timings import SupervisorTimings
+
+TIMINGS = SupervisorTimings(culprit=5.0, echo=20.0, last_words=1.0, left=5.0, slack=0.2)
+
+
+@dataclass
+class Worker:
+    """A worker as far as the search looks at it; `ended` so many seconds ago."""
+
+    rank: int
+    records: list[dict[str, Any]] = field(default_factory=list)
+    ended: float | None = None
+    code: int = 0
+    was_sent: set[int] = field(default_factory=set)
+    streams: Any = (None, SimpleNamespace(tail=lambda: "Traceback (most recent call last):\nE: x"))
+
+    def __post_init__(self) -> None:
+        self.ended = None if self.ended is None else time.time() - self.ended
+
+    def said(self, event: str) -> bool:
+        return any(record["event"] == event for record in self.records)
+
+
+def failed(kind: str = "ValueError", *, ago: float = 1.0, is_echo: bool = False) -> dict[str, Any]:
+    return {"event": "failed", "type": kind, "is_echo": is_echo, "time": time.time() - ago}
+
+
+JOINED = {"event": "joined"}
+
+
+def search(*workers: Worker, decided: bool = False) -> FailureSearch:
+    return FailureSearch("box", workers, lambda: decided, timings=TIMINGS)  # type: ignore[arg-type]
+
+
+def rank(found: Failure | None) -> int | None:
+    return None if found is None else found.rank
+
+
+def test_nobody_has_failed() -> None:
+    found = search(Worker(0, [JOINED]), Worker(1, [JOINED], ended=9.0, was_sent={signal.SIGTERM}))
+    assert found.judge(1.0) is None and not found.signed
+
+
+def test_a_culprit_is_named_once_it_has_had_the_time() -> None:
+    found = search(Worker(0, [failed()], ended=0.5, code=1), Worker(1))
+    assert [rank(found.judge(now)) for now in (1.0, 5.9, 6.1)] == [None, None, 0] and found.signed
+
+
+def test_a_culprit_that_has_not_ended_gets_a_moment_for_its_words() -> None:
+    found = search(Worker(0, [failed()]), Worker(1))
+    assert [rank(found.judge(now)) for now in (1.0, 6.9, 7.1)] == [None, None, 0]
+
+
+def test_an_echo_waits_longer_and_gives_way_to_the_cause() -> None:
+    workers = [Worker(0, [failed("WorkerLost", ago=3.0, is_echo=True)], ended=2.0, code=1), Worker(1)]
+    found = search(*workers)
+    assert found.judge(1.0) is None and found.judge(7.0) is None
+    workers[1].records.append(failed(ago=0.0))
+    workers[1].ended, workers[1].code = time.time(), 1
+    assert rank(found.judge(7.1)) == 1  # and nobody is left to be waited for
+
+
+def test_all_have_ended() -> None:
+    assert rank(search(Worker(0, [failed()], ended=0.5, code=1)).judge(1.0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("ago", "others", "decided", "named"), [(9.0, 1, False, 0), (1.0, 1, False, None), (1.0, 1, True, 0), (9.0, 0, False, 0)]
+)
+def test_who_leaves_without_a_word(ago: float, others: int, decided: bool, named: int | None) -> None:
+    """It is to blame if others train well after it left, also on other hosts, or the job has failed anyway."""
+    leaver = Worker(0, [JOINED], ended=ago)
+    found = search(leaver, *[Worker(1, [JOINED])] * others, decided=decided)
+    failure = found.suspect(leaver)  # type: ignore[arg-type]
+    assert rank(failure) == named and (failure is None or "left in the middle" in failure.words)
+
+
+def test_who_closed_its_run_has_not_failed() -> None:
+    leaver = Worker(0, [JOINED, {"event": "closed"}], ended=9.0)
+    assert search(leaver, Worker(1, [JOINED])).suspect(leaver) is None  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_a_failure() -> None:
+    worker = Worker(3, [failed()], ended=1.0, code=7)
+    failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+    assert failure is not None and (failure.rank, failure.host, failure.code) == (3, "box", 7)
+    assert failure.words == "failed with exit code 7 (ValueError)" and failure.tail.endswith("E: x")
+
+
+def died(number: int, code: int, age: float) -> Failure:
+    return Failure(number, "box", code, ending(code), False, age, "")
+
+
+def test_of_deaths_that_come_together_the_signal_is_the_cause() -> None:
+    first, second = died(0, 1, 1.1), died(1, 137, 1.0)
+    assert cause([first, second], 0.2) is second and cause([first, died(1, 137, 0.5)], 0.2) is first
+    assert cause([first, died(1, 128 + signal.SIGABRT, 1.0)], 0.2) is first  # how libraries answer to another's death
