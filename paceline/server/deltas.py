@@ -68,16 +68,16 @@ class DeltaEncoder:
             return
         self._message = self._news(coding, self._sent, turn)
 
-    def _news(self, coding: Coding, told: Tensor, turn: int, worker: int = 0) -> Tensor:
-        """Encode the difference to `told`, and let `told` become what workers make of it."""
-        left = self._bucket.flat.sub(told).float()
+    def _news(self, coding: Coding, announced: Tensor, turn: int, worker: int = 0) -> Tensor:
+        """Encode the difference to `announced`, and let that become what workers make of it."""
+        left = self._bucket.flat.sub(announced).float()
         whole, message = room(coding, left.numel())  # a new one each time: the one before may be on its way still
         coding.encode(left, message, seeded(turn, self._seed, worker))
-        if told.dtype == torch.float32:
-            coding.add(message, told)
+        if announced.dtype == torch.float32:
+            coding.add(message, announced)
         else:
             coding.decode(message, left)
-            told.add_(left.to(told.dtype))
+            announced.add_(left.to(announced.dtype))
         return whole
 
     def stepped(self, turn: int) -> None:
@@ -98,21 +98,21 @@ class DeltaEncoder:
             return {"number": self._number, "turn": None}, ()
         if self._message is not None and self._turn is not None and has == self._number - 1:
             return {"number": self._number, "turn": self._turn}, (self._message,)
-        told = self._bucket.flat if self._sent is None else self._sent
-        return {"number": self._number, "turn": None}, (told.clone(),)
+        announced = self._bucket.flat if self._sent is None else self._sent
+        return {"number": self._number, "turn": None}, (announced.clone(),)
 
     def read_apart(self, worker: int, has: int | None, turn: int) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """Read for a worker that is not in lockstep, in this turn of its own. Raises `Mismatch` for a turn that is no number."""
         if type(turn) is not int:
             raise Mismatch(f"a unit is read in turn {turn!r}, which is no number")
-        number, told = self._apart.get(worker, (0, None))
+        number, announced = self._apart.get(worker, (0, None))
         coding = at(self._phases, turn).coding
-        if told is None or has != number or coding is None:
-            told = self._bucket.flat.clone()
-            self._apart[worker] = number + 1, told
-            return {"number": number + 1, "turn": None}, (told,)
-        message = self._news(coding, told, turn, worker)  # it has the one before, so that is not on its way any more
-        self._apart[worker] = number + 1, told
+        if announced is None or has != number or coding is None:
+            announced = self._bucket.flat.clone()
+            self._apart[worker] = number + 1, announced
+            return {"number": number + 1, "turn": None}, (announced,)
+        message = self._news(coding, announced, turn, worker)  # it has the one before, so that is not on its way any more
+        self._apart[worker] = number + 1, announced
         return {"number": number + 1, "turn": turn}, (message,)
 
     def forget(self, living: Collection[int]) -> None:
@@ -122,7 +122,7 @@ class DeltaEncoder:
     @property
     def nbytes(self) -> int:
         """Bytes that this object holds."""
-        kept = [self._sent, self._message, *(told for _, told in self._apart.values())]
+        kept = [self._sent, self._message, *(announced for _, announced in self._apart.values())]
         return sum(x.nbytes for x in kept if x is not None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class ServerPool(Protocol):
         """Return the facts that a newcomer needs for `join`, as JSON."""
         ...
 
-    def join(self, told: Any) -> ServerEndpoints:
+    def join(self, info: Any) -> ServerEndpoints:
         """Connect a newcomer to the servers, from the `join_info` of the others."""
         ...
 
@@ -39,11 +39,11 @@ class ServerPool(Protocol):
         """Return the facts of a started server that all need for `add`, once it has begun (JSON); None before; False if it failed."""
         ...
 
-    def add(self, told: Any) -> ServerEndpoints:
+    def add(self, server: Any) -> ServerEndpoints:
         """Add a server that has begun and holds its copy."""
         ...
 
-    def at(self, told: Any) -> ServerEndpoints:
+    def at(self, server: Any) -> ServerEndpoints:
         """Return the endpoints of one server that has begun and isn't added yet."""
         ...
 

@@ -276,9 +276,11 @@ class Server:
         if any(worker not in closing for worker in workers):
             return False
         _in_one_turn(optimizer, step, {worker: closing[worker][2] for worker in workers})
-        told = [closing[worker][:2] for worker in workers]
-        if any(other != told[0] for other in told):
-            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+        arguments = [closing[worker][:2] for worker in workers]
+        if any(other != arguments[0] for other in arguments):
+            raise UsageError(
+                f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {arguments}"
+            )
         shard.close(optimizer, step, workers, factor=body["factor"], settings=settings, turn=body.get("turn"))
         self._closing = {key: found for key, found in self._closing.items() if key not in ((optimizer, step), (optimizer, -step))}
         return self.answer(message)
@@ -290,8 +292,10 @@ class Server:
         mine = step, body["factor"], body["settings"]
         made = self._told.get(optimizer, mine)
         if body.get("same") and made[0] == step and made != mine:
-            told = [*made[1:], *mine[1:]]
-            raise UsageError(f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {told}")
+            arguments = [*made[1:], *mine[1:]]
+            raise UsageError(
+                f"workers take step {step} of optimizer {optimizer} with different settings, or clipped differently: {arguments}"
+            )
 
     def _read(self, message: RpcMessage) -> bool:
         unit, step = message.body["unit"], message.body["step"]

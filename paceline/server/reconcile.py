@@ -37,9 +37,9 @@ class WorkerReport:
     paused: bool = False  # it waits for all to have stopped taking
 
     @classmethod
-    def load(cls, told: Mapping[str, Any]) -> WorkerReport:
+    def load(cls, fields: Mapping[str, Any]) -> WorkerReport:
         """Read what `asdict` gave, perhaps through JSON."""
-        return cls(**{**told, "part": (told["part"][0], told["part"][1])})
+        return cls(**{**fields, "part": (fields["part"][0], fields["part"][1])})
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class RecoveryState:
     @classmethod
     def load(cls, packed: bytes) -> RecoveryState:
         """Read what `dump` has written."""
-        told = msgpack.unpackb(packed, strict_map_key=False)
-        told["part"] = (told["part"][0], told["part"][1])
-        told["todo"] = [SampleSpan(*piece) for piece in told["todo"]]
-        told["under_way"] = {worker: [SampleSpan(*piece) for piece in found] for worker, found in told["under_way"].items()}
-        told["dropped"] = [(epoch, SampleSpan(*piece)) for epoch, piece in told["dropped"]]
-        return cls(**told)
+        fields = msgpack.unpackb(packed, strict_map_key=False)
+        fields["part"] = (fields["part"][0], fields["part"][1])
+        fields["todo"] = [SampleSpan(*piece) for piece in fields["todo"]]
+        fields["under_way"] = {worker: [SampleSpan(*piece) for piece in found] for worker, found in fields["under_way"].items()}
+        fields["dropped"] = [(epoch, SampleSpan(*piece)) for epoch, piece in fields["dropped"]]
+        return cls(**fields)
 
     @property
     def nobodys(self) -> int:
@@ -85,23 +85,23 @@ class RecoveryState:
         return 0 if self.active or self.stopped else sum(piece.stop - piece.start for piece in self.todo)
 
 
-def latest(told: Mapping[int, WorkerReport]) -> tuple[Part, int]:
+def latest(reports: Mapping[int, WorkerReport]) -> tuple[Part, int]:
     """Return the latest part of an epoch that any worker has begun, and all begin; and how often it was resumed."""
-    return max(((report.part, report.times) for report in told.values()), default=(NONE, 0))
+    return max(((report.part, report.times) for report in reports.values()), default=(NONE, 0))
 
 
 def stand(
-    told: Mapping[int, WorkerReport], sizes: Sequence[int], journal: StepJournal, steps: Sequence[int], *, gathers: bool
+    reports: Mapping[int, WorkerReport], sizes: Sequence[int], journal: StepJournal, steps: Sequence[int], *, gathers: bool
 ) -> RecoveryState:
-    """Reconstruct where the living are, from each one's report in `told`; `sizes` are those of the batches in the latest part."""
-    part, times = latest(told)
-    there = {worker: report for worker, report in told.items() if (report.part, report.times) == (part, times)}
+    """Reconstruct where the living are, from each one's report in `reports`; `sizes` are those of the batches in the latest part."""
+    part, times = latest(reports)
+    there = {worker: report for worker, report in reports.items() if (report.part, report.times) == (part, times)}
     inside = {worker: report for worker, report in there.items() if (report.open or report.paused) and not report.left}
-    coming = [worker for worker in told if worker not in there]  # they are cut off in the call before they begin it
-    slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in told.values()), default=0))
-    clocks = {worker: slowest if worker in coming else report.clock for worker, report in told.items()}
+    coming = [worker for worker in reports if worker not in there]  # they are cut off in the call before they begin it
+    slowest = min((report.clock for report in inside.values()), default=max((report.clock for report in reports.values()), default=0))
+    clocks = {worker: slowest if worker in coming else report.clock for worker, report in reports.items()}
     gone = SampleSpans(journal.done.rows() if journal.part == part else ())
-    for report in told.values():
+    for report in reports.values():
         gone.add([*report.taken, *report.carried] if report.part == part else ())
     gone.add([batch, start, stop] for epoch, batch, start, stop in journal.dropped if epoch == part[0])
     gradients: list[dict[int, int]] = [{} for _ in steps]
@@ -113,13 +113,13 @@ def stand(
         sizes,
         [SampleSpan(*row) for row in gone.holes(part[1], sizes)],
         [*inside, *coming],
-        {worker: [SampleSpan(*row) for row in report.taken] if worker in there else [] for worker, report in told.items()},
+        {worker: [SampleSpan(*row) for row in report.taken] if worker in there else [] for worker, report in reports.items()},
         clocks,
         [worker for worker, report in inside.items() if report.held],
         [worker for worker, report in inside.items() if report.paused],
-        any(report.stopped for report in told.values() if report.part == part),
+        any(report.stopped for report in reports.values() if report.part == part),
         steps,
-        [{worker: found.get(worker, 0) for worker in told} for found in gradients],
+        [{worker: found.get(worker, 0) for worker in reports} for found in gradients],
         gathers,
         [(epoch, SampleSpan(*row)) for epoch, *row in journal.dropped],
     )

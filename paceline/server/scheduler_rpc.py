@@ -93,9 +93,9 @@ class SchedulerRpc:
         body, optimizer = message.body, int(message.body["optimizer"])
         found = self.scheduler.arrive(message.sender, optimizer, int(body["step"]), _said(body["said"]), int(body["backups"]))
         if isinstance(found, StepDecision):
-            told = [found.came[worker] for worker in found.workers]
-            parts = math.fsum(float(said["part"]) for said in told)
-            facts = {"workers": found.workers, "said": told[0], "parts": parts, **_came(found.workers, told)}
+            all_said = [found.came[worker] for worker in found.workers]
+            parts = math.fsum(float(said["part"]) for said in all_said)
+            facts = {"workers": found.workers, "said": all_said[0], "parts": parts, **_came(found.workers, all_said)}
             return self._answer(message, facts, ())
         return found is not None and self._answer(message, {"late": self.scheduler.decided(optimizer)}, ())
 
@@ -108,10 +108,10 @@ class SchedulerRpc:
         slowest = self.scheduler.slowest
         if isinstance(made, OpenStep):
             return self._answer(message, {"open": True, "step": made.after, "slowest": slowest}, ())
-        told, mine = list(made.came.values()), message.sender in made.takers
-        parts = math.fsum(float(said["part"]) for said in told)
-        facts = {"open": False, "step": made.number, "workers": list(made.came), "said": told[0], "parts": parts, "mine": mine}
-        return self._answer(message, {**facts, **_came([*made.came], told), "slowest": slowest}, ())
+        all_said, mine = list(made.came.values()), message.sender in made.takers
+        parts = math.fsum(float(said["part"]) for said in all_said)
+        facts = {"open": False, "step": made.number, "workers": list(made.came), "said": all_said[0], "parts": parts, "mine": mine}
+        return self._answer(message, {**facts, **_came([*made.came], all_said), "slowest": slowest}, ())
 
     def patience(self, most: float) -> float:
         """Return how long to wait for a message, `most` seconds at most, before delayed answers are tried again."""
@@ -145,8 +145,8 @@ def _said(found: Any) -> Any:
     return found
 
 
-def _came(workers: Sequence[int], told: Sequence[Any]) -> dict[str, Any]:
+def _came(workers: Sequence[int], all_said: Sequence[Any]) -> dict[str, Any]:
     """Return, for each worker in a step, the number of its gradient and the samples in it; where losses are survived."""
-    if any("pieces" not in said for said in told):
+    if any("pieces" not in said for said in all_said):
         return {}
-    return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, told, strict=True)]}
+    return {"came": [[worker, said["number"], said["pieces"]] for worker, said in zip(workers, all_said, strict=True)]}

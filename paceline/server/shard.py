@@ -230,11 +230,11 @@ class Shard:
         if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
-        for unit, flat, memories, told in zip(units, before["values"], before["memories"], before["told"], strict=True):
+        for unit, flat, memories, encoder_state in zip(units, before["values"], before["memories"], before["told"], strict=True):
             unit.bucket.flat.copy_(flat)
             unit.version += 1
             if unit.coded is not None:
-                unit.coded.load_state_dict(told)
+                unit.coded.load_state_dict(encoder_state)
             for parameter, memory in zip(unit.parameters, memories, strict=True):
                 self._recall(optimizer, parameter, memory)
         recipe.put(self.optimizers[optimizer], before["settings"])
@@ -314,8 +314,8 @@ class Shard:
         found: list[Any] = [unit.bucket.flat for unit in self.units]
         found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
         found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
-        told = sum(unit.coded.nbytes for unit in self.units if unit.coded is not None)
-        return told + sum(value.nbytes for value in found if isinstance(value, Tensor))
+        in_encoders = sum(unit.coded.nbytes for unit in self.units if unit.coded is not None)
+        return in_encoders + sum(value.nbytes for value in found if isinstance(value, Tensor))
 
     def drop(self, worker: int) -> None:
         """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt again."""

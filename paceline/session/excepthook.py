@@ -31,27 +31,27 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def brief(error: BaseException, trace: TracebackType | None) -> str:
     """Format the traceback of an error with the user's own lines alone."""
-    told = traceback.TracebackException(type(error), error, trace, compact=True)
-    _shorten(told)
-    return "".join(told.format())
+    report = traceback.TracebackException(type(error), error, trace, compact=True)
+    _shorten(report)
+    return "".join(report.format())
 
 
-def _shorten(told: traceback.TracebackException) -> None:
-    mine = [frame for frame in told.stack if not callsite.foreign(frame.filename)]
-    for part in (told.__cause__, told.__context__):
+def _shorten(report: traceback.TracebackException) -> None:
+    mine = [frame for frame in report.stack if not callsite.foreign(frame.filename)]
+    for part in (report.__cause__, report.__context__):
         if part is not None:
             _shorten(part)
-    if not _leads(told.__cause__):
-        told.__cause__ = None
-    if not _leads(told.__context__):
-        told.__context__ = None
+    if not _leads(report.__cause__):
+        report.__cause__ = None
+    if not _leads(report.__context__):
+        report.__context__ = None
     if mine:
-        told.stack = traceback.StackSummary.from_list(mine)
+        report.stack = traceback.StackSummary.from_list(mine)
 
 
-def _leads(told: traceback.TracebackException | None) -> bool:
+def _leads(report: traceback.TracebackException | None) -> bool:
     """Whether an error came from a script's own code, so that it explains the error of ours that followed."""
-    return told is not None and any(callsite.scripted(frame.filename) for frame in told.stack)
+    return report is not None and any(callsite.scripted(frame.filename) for frame in report.stack)
 
 
 def surface() -> None:

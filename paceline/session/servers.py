@@ -153,8 +153,8 @@ class ServerStarter:
     def _wait(self, name: str, process: subprocess.Popen[bytes]) -> None:
         if process.wait() != 0 and not self._closing and not self._outlive:  # one that was told to end does so with 0
             error = WorkerLost(f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint")
-            for told in self._told:
-                told(error)
+            for callback in self._told:
+                callback(error)
 
     def close(self) -> None:
         """Kill the servers. What they keep is not needed any more; a worker that has failed has only a second for its last words."""
@@ -179,8 +179,8 @@ class ServerStarter:
     def join_info(self) -> Any:
         return [self._job, self._secret if self._worker_context.place.secret is None else "", self.next, self._known]
 
-    def join(self, told: Any) -> ServerEndpoints:
-        self._job, shown, self.next, known = told
+    def join(self, info: Any) -> ServerEndpoints:
+        self._job, shown, self.next, known = info
         own = self._worker_context.place.secret
         self._secret = shown if own is None else own.hex()
         self._known = [_known(each) for each in known]
@@ -209,12 +209,12 @@ class ServerStarter:
                 self._found[number] = False
         return self._found.get(number)
 
-    def add(self, told: Any) -> ServerEndpoints:
-        self._known.append(_known(told))
+    def add(self, server: Any) -> ServerEndpoints:
+        self._known.append(_known(server))
         return self._endpoints()
 
-    def at(self, told: Any) -> ServerEndpoints:
-        return self._endpoints([_known(told)])
+    def at(self, server: Any) -> ServerEndpoints:
+        return self._endpoints([_known(server)])
 
     def homes(self) -> list[tuple[str, int]]:
         return [(each.host, each.shard) for each in self._known]
@@ -223,8 +223,8 @@ class ServerStarter:
         return [each.number for each in self._known if each.host in hosts]
 
 
-def _known(told: Any) -> StartedServer:
-    number, shard, host, name, addresses = told
+def _known(server: Any) -> StartedServer:
+    number, shard, host, name, addresses = server
     return StartedServer(number, shard, host, name, tuple(addresses))
 
 

@@ -110,7 +110,7 @@ class RunTables:
         """
         servers, replicas = _one("servers", found), _one("replicas", found)
         owned = [_owner(name, module.weight, optimizers) for name, module in found]
-        told = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
+        rules = [row_optimizers.described(name, *owner) if owner else None for (name, _), owner in zip(found, owned, strict=True)]
         for (name, module), owner in zip(found, owned, strict=True):
             _check(name, module, frozen=owner is None)
         if found and self._library is None:
@@ -120,7 +120,7 @@ class RunTables:
             for option, wanted in (("servers", servers), ("replicas", replicas)):
                 if wanted is not None and wanted != here[option]:
                     raise UsageError(f"the tables of this run have {option}={here[option]}, and {option}={wanted} asks for others")
-        for (name, module), owner, how in zip(found, owned, told, strict=True):
+        for (name, module), owner, how in zip(found, owned, rules, strict=True):
             assert self._library is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")

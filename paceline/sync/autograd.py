@@ -81,8 +81,8 @@ class GradientTracker:
         Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
         """
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
-        told = {id(slot.parameter): slot for slot in slots}
-        before, self.slots = self.slots, [told.get(id(slot.parameter), slot) for slot in self.slots]
+        by_id = {id(slot.parameter): slot for slot in slots}
+        before, self.slots = self.slots, [by_id.get(id(slot.parameter), slot) for slot in self.slots]
         owned = self._remote and any(one.optimizer is not two.optimizer for one, two in zip(before, self.slots, strict=True))
         for slot in new:
             hook = ParameterHook(len(self.hooks), slot.name, slot.parameter)

@@ -251,17 +251,17 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Co
 def _words(verdict: CodecVerdict, steps: int) -> str:
     turn = "step" if verdict.turns * 1.1 > steps else "round"
     off_by = f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off" if math.isfinite(verdict.relative_error) else ""
-    told = (
+    text = (
         f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} where exact sums would have sent "
         f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a processor{off_by}. On this link "
         f"({verdict.link_bytes_per_second * 8e-6:,.0f} Mbit/s out of each) {_seconds(verdict.shown_seconds)} of the exchange showed, with "
         f"exact sums it would be about {_seconds(verdict.exact_shown_seconds)}: "
     )
     if verdict.gain >= 1.02:
-        return told + f"it paid, steps are about {verdict.gain:.2f} times as fast."
+        return text + f"it paid, steps are about {verdict.gain:.2f} times as fast."
     if verdict.gain <= 0.98:
-        return told + f"it did not pay, exact sums would be about {1 / verdict.gain:.2f} times as fast. Leave the codec out here."
-    return told + "it made no difference to the time. Exact sums would lose nothing."
+        return text + f"it did not pay, exact sums would be about {1 / verdict.gain:.2f} times as fast. Leave the codec out here."
+    return text + "it made no difference to the time. Exact sums would lose nothing."
 
 
 def _megabytes(count: float) -> str:

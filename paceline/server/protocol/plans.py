@@ -34,8 +34,8 @@ def read(packed: bytes) -> ShardPlan:
             RowRange(slot, start, stop, BucketShape(tuple(s), tuple(t), DTYPES[dtype], cpu), whole)
             for slot, start, stop, s, t, dtype, whole in cut
         ]
-        owned, told = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
-        plan = ShardPlan(pieces, runs, owned, told, [codings.take(found) for found in ways])
+        owned, recipes = [(optimizer, group) for optimizer, group in owners], [(name, found) for name, found in optimizers]
+        plan = ShardPlan(pieces, runs, owned, recipes, [codings.take(found) for found in ways])
         nbytes = sum(_size(piece) for piece in pieces)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error

@@ -100,9 +100,9 @@ class ElasticRun:
     def figures(self) -> Any:
         return [self.buddies.figures(), self._leaving.wish]
 
-    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
-        self.buddies.hear([figures for figures, _ in told], members)
-        self._leaving.hear([wish for _, wish in told])
+    def hear(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
+        self.buddies.hear([figures for figures, _ in all_figures], members)
+        self._leaving.hear([wish for _, wish in all_figures])
 
     def depart(self) -> None:
         self.buddies.depart()

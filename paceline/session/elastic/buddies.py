@@ -111,16 +111,16 @@ class BuddyReplication:
         """Whether other workers can keep a copy; with "auto" they must be on other hosts."""
         return len(set(self._context.hosts)) > 1 if self._auto else self._context.group.size > 1
 
-    def hear(self, told: Sequence[Any], names: tuple[int, ...]) -> None:
+    def hear(self, reports: Sequence[Any], names: tuple[int, ...]) -> None:
         """Take in the `figures` of all workers, which have the numbers `names` and have just taken the same step."""
         self._names = names
-        if sum(figures is True for figures in told) > 1:
+        if sum(figures is True for figures in reports) > 1:
             if not self._on:
                 self._on, self._start = True, self._loop.steps + 1
-                self._owners = {name for name, figures in zip(names, told, strict=True) if figures is True}
+                self._owners = {name for name, figures in zip(names, reports, strict=True) if figures is True}
             self._context.agreement.attempt(self._open, "a group for buddies")  # by what was told: all of them make it
-        elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in told):  # not from before a loss
-            self._pace([ReplicationTimes(*figures[1:4]) for figures in told], max(figures[4] for figures in told))
+        elif self._auto and all(isinstance(figures, list) and figures[0] == self._start for figures in reports):  # since the last loss
+            self._pace([ReplicationTimes(*figures[1:4]) for figures in reports], max(figures[4] for figures in reports))
 
     def _pace(self, figures: Sequence[ReplicationTimes], nbytes: int) -> None:
         """Copy less often where copies take more of the time than they may, and more often where they take far less."""
@@ -159,13 +159,13 @@ class BuddyReplication:
         for figures in (self._steps, self._stalls):
             figures.clear()
         self._names = names
-        told = self._tell()
-        self._on = any(each[0] for each in told)
+        answers = self._tell()
+        self._on = any(each[0] for each in answers)
         if not self._on:
             return
-        self.every = max((each[1] for each in told if each[1] is not None), default=None)
-        self._start = max(each[2] for each in told) + 1
-        self._inherit(told)
+        self.every = max((each[1] for each in answers if each[1] is not None), default=None)
+        self._start = max(each[2] for each in answers) + 1
+        self._inherit(answers)
         if self._apart:
             self._open()
 
@@ -173,11 +173,11 @@ class BuddyReplication:
         """Exchange what each worker knows of copies, of their owners and of lost workers. Collective."""
         self._owners |= {self._names[self._context.group.rank]} if self._owns else set()
         mine = [self._on, self.every, self._step, [*self.shelf.held.items()], [*self._owners], [*self._fates.items()]]
-        told = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
-        for each in told:
+        answers = [msgpack.unpackb(body) for body in self._context.group.agree(msgpack.packb(mine))]
+        for each in answers:
             self._owners |= {*each[4]}
             self._fates |= {name: Fate(*fate) for name, fate in each[5]}
-        return told
+        return answers
 
     @property
     def _step(self) -> int:
@@ -185,11 +185,11 @@ class BuddyReplication:
         backward, steps = self._loop.backward, self._loop.steps
         return steps + (self._loop.led is not None and backward.passes > 0 and not backward.transaction.failed)
 
-    def _inherit(self, told: list[Any]) -> None:
+    def _inherit(self, answers: list[Any]) -> None:
         """Let the holder of the newest copy of a lost worker's state take it over, once, and let all workers know."""
-        held = [dict(each[3]) for each in told]
+        held = [dict(each[3]) for each in answers]
         gone = sorted(({*self._owners} | {name for copies in held for name in copies}) - {*self._names} - self._fates.keys())
-        now = max(each[2] for each in told)
+        now = max(each[2] for each in answers)
         for name, rank in heirs(held, gone).items():
             if rank is None:
                 self._fates[name] = Fate(-1, 0, now)

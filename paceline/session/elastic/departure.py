@@ -80,8 +80,8 @@ class Departure:
         """Return which hosts leave, which stay, and whether the staying ones have copies of all that the leaving ones keep."""
         agreement = self._context.agreement
         mine = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
-        told: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
-        hosts, leaving = {worker: home for worker, home, _ in told}, {home for _, home, asked in told if asked}
+        answers: list[Any] = [json.loads(body) for body in agreement.meet("a host leaves", json.dumps(mine).encode())]
+        hosts, leaving = {worker: home for worker, home, _ in answers}, {home for _, home, asked in answers if asked}
         staying = {*hosts.values()} - leaving
         return leaving, staying, bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()])
 

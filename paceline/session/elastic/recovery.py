@@ -82,7 +82,7 @@ class SurvivingRun(Protocol):
         """Return what is sent to the others now and then, for `hear`: small, and msgpack can pack it."""
         ...
 
-    def hear(self, told: Sequence[Any], members: tuple[int, ...]) -> None:
+    def hear(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
         """Take in the `figures` of all workers, which have just taken the same step."""
         ...
 
@@ -152,27 +152,27 @@ class Recovery:
 
     def recover(self, error: PacelineError) -> CallResult[Any] | None:
         """Meet with all living workers and go on. Returns the result of the call that failed here, or None if no worker completed it."""
-        began, void, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
+        began, discarded, complained = time.monotonic(), False, math.inf  # the view in which I have said that groups are broken
         seconds = 0.0 if isinstance(error, ServerLost) else self._timings.view  # of a server no launcher may know
         while True:
-            roster = self.orders.newer(self.view, self._timings.view) if void else self.orders.breaking(seconds, complained)
+            roster = self.orders.newer(self.view, self._timings.view) if discarded else self.orders.breaking(seconds, complained)
             if roster is None and (latest := max(self.view, self.orders.latest)) == complained:
                 raise error
             if roster is None:  # no worker has died: a connection broke; launchers that had decided on another view did not hear it
                 complained, seconds = latest, self._timings.view
                 events.broken(self._worker_context.place, latest)
                 continue
-            complained, void, self.view = math.inf, False, roster.number
+            complained, discarded, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 cancel_scope = self._armed(roster, roster.workers)
                 here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
                 if (reaches := self._meet(here, roster)) is not None:
-                    told = self._regroup(roster, here.sub("groups"), decide(reaches), cancel_scope)
+                    result = self._regroup(roster, here.sub("groups"), decide(reaches), cancel_scope)
                     self._say(time.monotonic() - began, error)
-                    return told
-                void = True
+                    return result
+                discarded = True
 
     def _regroup(self, roster: Roster, here: Store, plan: RecoveryPlan, cancel_scope: CancelScope) -> CallResult[Any] | None:
         worker_context = self._moved(roster, here, plan.members, cancel_scope)
@@ -312,11 +312,11 @@ class Recovery:
 
     def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
         members, old = (*self.members, *fresh), len(self.members)
-        told = self._invitation(members)
+        invitation = self._invitation(members)
         cancel_scope = self._armed(roster, members)
         here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
         worker_context = self._moved(roster, here.sub("let in"), members, cancel_scope)
-        self._found(ViewGroups(worker_context, everyone(worker_context), members, told["origins"], layout=told["layout"]))
+        self._found(ViewGroups(worker_context, everyone(worker_context), members, invitation["origins"], layout=invitation["layout"]))
         self._hand_over(old)
         self._agreement.meet("let in")
         self._welcome(old)

@@ -48,10 +48,10 @@ def level(kept: Buffers, agreement: Agreement, *, ghost: bool) -> None:
         return
     changed = [] if ghost else [(place, _present(kept, place)) for place in shared if _is_other(kept, place)]
     bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
-    told = [dict(unpack(body)) for body in bodies if body]
-    if ghost and told:  # perhaps no worker with samples is left
-        for place, value in told[0].items():
-            if all(place in other and _alike(value, other[place]) for other in told[1:]):
+    changes = [dict(unpack(body)) for body in bodies if body]
+    if ghost and changes:  # perhaps no worker with samples is left
+        for place, value in changes[0].items():
+            if all(place in other and _alike(value, other[place]) for other in changes[1:]):
                 _take(kept, place, value)
 
 

@@ -106,8 +106,8 @@ class IdleEpochs:
             progress.held.append((number, turn, seconds))
             return
         self.flush(progress)
-        for told in self._loop.observers.step_ended:
-            told(number, turn.global_batch, seconds)
+        for observer in self._loop.observers.step_ended:
+            observer(number, turn.global_batch, seconds)
 
     def flush(self, progress: LoaderProgress) -> None:
         """Hand over the steps that were held back."""
@@ -115,8 +115,8 @@ class IdleEpochs:
         now = self._loop.steps
         for number, turn, seconds in held:
             self._loop.place(number)
-            for told in self._loop.observers.step_ended:
-                told(number, turn.global_batch, seconds)
+            for observer in self._loop.observers.step_ended:
+                observer(number, turn.global_batch, seconds)
         if held:
             self._loop.place(now)
 
@@ -140,5 +140,5 @@ class IdleEpochs:
         self._loop.place(steps)
         if self._page is not None:
             self._page.passed(steps)
-        for told in self._loop.observers.went_back:
-            told(steps)
+        for observer in self._loop.observers.went_back:
+            observer(steps)

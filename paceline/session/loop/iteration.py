@@ -36,12 +36,12 @@ class LoaderProgress:
     turned: bool = False  # a turn of it has ended
     marks: list[Any] | None = None  # versions of all parameters and gradients when it began
     held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
-    void: bool = False  # its rows died with a worker: it is dealt again
+    discarded: bool = False  # its rows died with a worker: it is dealt again
 
     def ask_rows(self) -> bool:
         """Count a request for rows of this batch, and return whether they still have to be gathered."""
         self.passed += 1
-        return self.passed > self.gathered and not self.void
+        return self.passed > self.gathered and not self.discarded
 
     def keep_rows(self) -> None:
         """Note that all workers have the rows of this batch."""
@@ -49,7 +49,7 @@ class LoaderProgress:
 
     def discard(self) -> None:
         """Discard this turn, so that its batch is dealt again."""
-        self.void = True
+        self.discarded = True
 
 
 def innermost(progresses: list[LoaderProgress]) -> Turn | None:

@@ -29,5 +29,5 @@ class LoopObservers:
     def order(self) -> Iterator[str]:
         """Yield each moment with what is called at it, in order."""
         for moment in fields(self):
-            if told := getattr(self, moment.name):
-                yield f"{moment.name}: {', '.join(each.__qualname__.rpartition('<locals>.')[2] for each in told)}"
+            if observers := getattr(self, moment.name):
+                yield f"{moment.name}: {', '.join(each.__qualname__.rpartition('<locals>.')[2] for each in observers)}"

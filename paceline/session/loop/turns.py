@@ -140,8 +140,8 @@ class TrainingLoop:
 
     def begin_training(self) -> None:
         """Tell the observers that all workers are about to train."""
-        for told in self.observers.training_begins:
-            told()
+        for observer in self.observers.training_begins:
+            observer()
 
     def generation(self, loader: ShareLoader) -> int:
         return self._generation_of(loader)
@@ -158,8 +158,8 @@ class TrainingLoop:
             self.idle_epochs.begins(progress)
             if self.over:
                 loader.finish()
-            for told in self.observers.epoch_began:
-                told()
+            for observer in self.observers.epoch_began:
+                observer()
         self._clock.asked = time.perf_counter()
 
     def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
@@ -171,8 +171,8 @@ class TrainingLoop:
             progress.used, self.batch_use.fresh = False, True
             if self.leader is None:
                 self.leader = progress
-                for told in self.observers.lead_taken:
-                    told(loader)
+                for observer in self.observers.lead_taken:
+                    observer(loader)
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 backward, leads = self.backward, progress is self.leader
@@ -213,7 +213,7 @@ class TrainingLoop:
                     backward.join("the next batch")
                 if inner and len(self._open) > 1:
                     backward.passes, backward.silenced = progress.outer
-        failed = progress.void or (leads and turn.last_micro and backward.transaction.failed)
+        failed = progress.discarded or (leads and turn.last_micro and backward.transaction.failed)
         if turn.train and not failed:
             idle = self.idle_epochs
             if progress.trained and len(self._open) == 1:
@@ -230,7 +230,7 @@ class TrainingLoop:
             loader.again()
         elif turn.last_micro:
             progress.gathered = 0
-        progress.void = False
+        progress.discarded = False
 
     def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
         """End a turn of the leading loader, and with its last micro-batch the step."""
@@ -257,8 +257,8 @@ class TrainingLoop:
                 for ended in observers.step_ended:
                     ended(steps, turn.global_batch, seconds)
             if turn.source is not None:
-                for told in observers.ghost_ended:
-                    told()
+                for observer in observers.ghost_ended:
+                    observer()
         clock.asked = time.perf_counter()
 
     def epoch_ends(self, loader: ShareLoader) -> None:
@@ -362,8 +362,8 @@ class TrainingLoop:
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; in a loop without a loader this begins the next turn."""
         self.idle_epochs.acted = True
-        for told in self.observers.stepped:
-            told(optimizer)
+        for observer in self.observers.stepped:
+            observer(optimizer)
         if not self._open:
             backward = self.backward
             passes = backward.turn()
@@ -380,8 +380,8 @@ class TrainingLoop:
 
     def first_step(self, optimizer: Optimizer) -> None:
         """Tell the observers that a prepared optimizer steps for the first time."""
-        for told in self.observers.first_step:
-            told(optimizer)
+        for observer in self.observers.first_step:
+            observer(optimizer)
 
     def freeze(self, slots: list[Slot]) -> None:
         """Watch out for these parameters, which are not trained so far."""

@@ -179,10 +179,10 @@ class LogCollector:
         """Bring all workers to the step of the one that took most. Returns each one's `mine`. Collective."""
         loop = self._loop
         self._post()
-        told = self._context.agreement.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
+        answers = self._context.agreement.meet(where, msgpack.packb([loop.steps, self._log.number, mine]))
         assert self.sample_queue is not None
         self._read(self.sample_queue.post(b""))
-        steps, numbers, theirs = zip(*map(msgpack.unpackb, told), strict=True)
+        steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)
         loop.come_together(max(steps))
         self._log.place(max(numbers))
         self._known.clear()

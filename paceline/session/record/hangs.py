@@ -63,18 +63,18 @@ class HangDetector:
         return min(max(self._timings.least, usual), self._given_up)
 
     def _watch(self) -> None:
-        agreement, told, lasting = self._agreement, (-1, 0), 0.0
+        agreement, reported, lasting = self._agreement, (-1, 0), 0.0
         while not self._pause():
             calls, since = agreement.calls, agreement.since
             if since is None or agreement.calls != calls:  # or it may have begun just now
                 continue
             waited = time.monotonic() - since
-            if calls > told[0]:
+            if calls > reported[0]:
                 self._borne, lasting = max(self._borne, lasting), 0.0
             due = 2 if waited > self._given_up else 1 if waited > self.limit else 0
             lasting = waited if due == 1 else 0.0
-            if due and (calls, due) > told:
-                told = (calls, due)
+            if due and (calls, due) > reported:
+                reported = (calls, due)
                 events.late(self._place, calls, agreement.what, given_up=due == 2)
 
     def _pause(self) -> bool:

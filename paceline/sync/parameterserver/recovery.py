@@ -178,9 +178,9 @@ class QueueRecovery:
         link.factors.clear()
         self.copies.survey(link.context)
         mine = {"report": asdict(self._sample_queue.report()), "begun": self.copies.begun()}
-        told = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
-        begun = [found for each in told for found in each["begun"]]
-        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(link.workers, told, strict=True)}
+        answers = [json.loads(body) for body in group.agree(json.dumps(mine).encode())]
+        begun = [found for each in answers for found in each["begun"]]
+        reports = {worker: WorkerReport.load(each["report"]) for worker, each in zip(link.workers, answers, strict=True)}
         first = next(rank for rank, worker in enumerate(link.workers) if (reports[worker].part, reports[worker].times) == latest(reports))
         body = msgpack.packb(self._settle(reports, begun)) if group.rank == first else b""
         found = msgpack.unpackb(group.agree(body)[first], strict_map_key=False)

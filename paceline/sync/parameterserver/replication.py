@@ -92,13 +92,13 @@ class ServerReplication:
             "taken": self._taken,
         }
         mine |= {"here": pool.here, "next": pool.next}
-        told = [json.loads(body) for body in context.group.agree(json.dumps(mine).encode())]
-        lost = {number for each in told for number in each["lost"]}
-        pool.next = max(each["next"] for each in told)
-        self._anew = {number: StartingReplica(*found) for each in told for number, found in each["anew"]}
-        for number, found in [taken for each in told for taken in each["taken"]]:
+        answers = [json.loads(body) for body in context.group.agree(json.dumps(mine).encode())]
+        lost = {number for each in answers for number in each["lost"]}
+        pool.next = max(each["next"] for each in answers)
+        self._anew = {number: StartingReplica(*found) for each in answers for number, found in each["anew"]}
+        for number, found in [taken for each in answers for taken in each["taken"]]:
             self._count(number, found)
-        self._left |= {number for each in told for number in each["left"]}
+        self._left |= {number for each in answers for number in each["left"]}
         shards = len(connections.of)
         self._lost += (names := connections.names(lost - self._left))
         endpoints = pool.lose(lost | self._left)
@@ -106,7 +106,7 @@ class ServerReplication:
             raise gone(names or [f"a {self.kind}"])
         connections.reach(endpoints, self.me)
         self._taken = [[number, found] for number, found in self._taken if number in endpoints.numbers]
-        self._replace({worker: each["here"] for worker, each in zip(self.workers, told, strict=True)}, endpoints)
+        self._replace({worker: each["here"] for worker, each in zip(self.workers, answers, strict=True)}, endpoints)
 
     def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
         """Begin to start missing copies. `hosts`: of the living workers."""
@@ -155,9 +155,9 @@ class ServerReplication:
         mine = {number: self.pool.spawned(number) for number, found in self._anew.items() if found.starter == self.me}
         return [[number, found] for number, found in mine.items() if found is not None]
 
-    def filling(self, told: Any) -> Iterator[bool]:
+    def filling(self, server: Any) -> Iterator[bool]:
         """Fill a new copy from the others of its shard. Yields True after each piece, False if it is lost already."""
-        endpoints = self.pool.at(told)
+        endpoints = self.pool.at(server)
         number, shard = endpoints.numbers[0], endpoints.shards[0]
         caller = self._early.get(number) or self._connections.call(endpoints, self.me)
         self._early[number], caller.cancel_scope = caller, self._connections.cancel_scope
@@ -167,16 +167,16 @@ class ServerReplication:
         except (*LOSSES, DeadlineExceeded):
             yield False
 
-    def fill(self, told: Iterable[Any]) -> list[int]:
+    def fill(self, servers: Iterable[Any]) -> list[int]:
         """Fill these new copies at once, and return the numbers of those that live."""
-        return [number for number, found in told if found and all(self.filling(found))]
+        return [number for number, found in servers if found and all(self.filling(found))]
 
-    def take_in(self, told: Iterable[Any], filled: Collection[int]) -> list[str]:
+    def take_in(self, servers: Iterable[Any], filled: Collection[int]) -> list[str]:
         """Let the filled copies count from now on, and return their names."""
-        self._taken = [[number, found] for number, found in told if found and number in filled]
+        self._taken = [[number, found] for number, found in servers if found and number in filled]
         for number, found in self._taken:
             self._count(number, found)
-        for number in [number for number, _ in told if number not in filled]:
+        for number in [number for number, _ in servers if number not in filled]:
             self._anew.pop(number, None)
             if (early := self._early.pop(number, None)) is not None:
                 early.close()
@@ -203,13 +203,13 @@ class ServerReplication:
     def _renewed(self) -> tuple[list[Any], list[int]]:
         """Return the copies that have begun, with what all workers need to know, and the numbers of those that were filled."""
         answers = self.context.agreement.meet(f"{self.kind}s begin", json.dumps(self.begun()).encode())
-        told = sorted(found for answer in answers for found in json.loads(answer))
-        return told, [number for number, found in told if found and self._filled(found)]
+        servers = sorted(found for answer in answers for found in json.loads(answer))
+        return servers, [number for number, found in servers if found and self._filled(found)]
 
-    def _filled(self, told: Any) -> bool:
+    def _filled(self, server: Any) -> bool:
         """Whether the first worker could fill this copy. Collective."""
         first = self.context.group.rank == 0
-        filling = self.filling(told) if first else iter(())
+        filling = self.filling(server) if first else iter(())
         seconds = min(self.context.timings.servers.fill, self.context.deadline / 4)
         while True:
             word = _slice(filling, seconds) if first else b""

@@ -89,7 +89,7 @@ class UnitLayout:
         self, slots: Sequence[Slot], optimizers: Sequence[Optimizer], servers: int, nbytes: int, *, ways: Sequence[Phases] = ()
     ) -> None:
         shapes = [BucketShape.of(slot.parameter) for slot in slots]
-        told = [recipe.settings(optimizer) for optimizer in optimizers]
+        settings = [recipe.settings(optimizer) for optimizer in optimizers]
         names = [recipe.describe(optimizer) for optimizer in optimizers]
         self.owners = [_owner(slot, optimizers) for slot in slots]  # optimizer and group of each slot
         found = pieces(shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners])
@@ -102,7 +102,7 @@ class UnitLayout:
             kinds = [piece.shape._replace(kind=(self.owners[piece.slot][0], ways[piece.slot])) for piece in mine]
             runs = cut(kinds, reversed(range(len(mine))), nbytes)
             owners, coded = [self.owners[piece.slot] for piece in mine], [ways[mine[run[0]].slot] for run in runs]
-            plan = ShardPlan(mine, runs, owners, list(zip(names, told, strict=True)), coded)
+            plan = ShardPlan(mine, runs, owners, list(zip(names, settings, strict=True)), coded)
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
                 members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]

@@ -294,7 +294,7 @@ class TableClient:
             with contextlib.suppress(*LOSSES if self._library.endpoints.pool is not None else ()):
                 self._library.wait(sent)
 
-    def void(self, step: int | None = None) -> None:
+    def discard_ahead(self, step: int | None = None) -> None:
         """Discard what was asked for ahead without waiting for answers, as workers have changed, or a turn is dealt again after `step`."""
         self.steps = self.steps if step is None else step
         self._ahead.clear()

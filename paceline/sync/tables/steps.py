@@ -219,7 +219,7 @@ class LockstepRowSteps:
         if floors:
             self._everywhere(rows.RollBackRows(tuple(floors.items()), library.context.agreement.calls))
         for lookup in library.tables:
-            lookup.void(floors.get(lookup.number))
+            lookup.discard_ahead(floors.get(lookup.number))
         for caller in library.wires.callers:
             caller.forget()
         floors.clear()
@@ -238,7 +238,7 @@ class LockstepRowSteps:
             self._enter(layout)
         self.copies.survey(context)
         for lookup in library.tables:
-            lookup.void()
+            lookup.discard_ahead()
 
     def _enter(self, layout: Any) -> None:
         """Go to where all workers are, as one has joined, perhaps this one."""
