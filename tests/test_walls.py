@@ -20,7 +20,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "AllReduceSync": "buckets, routes and recovery are not apart yet",
     "Agreement": "waits, recovery and deadlines are not apart yet",
     "Cluster": "has a method for each thing of a lab that can be changed",
-    "ElasticPeers": "speaks every message of the protocol between launchers",
     "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",

@@ -13,16 +13,18 @@ now and then, and invites them.
 from __future__ import annotations
 
 import contextlib
+import secrets as random
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import Channel, call, ready
+from paceline.cluster.hosts.channel import Channel, ChannelBroken, call, ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
 from paceline.errors import PacelineError
-from paceline.timings import DEFAULTS, MembershipTimings, Timings
+from paceline.timings import DEFAULTS, ChannelTimings, MembershipTimings, Timings
 
 Point = tuple[str, int]
 
@@ -75,6 +77,67 @@ class MeetingPoint:
         for listening in self._sockets:
             listening.close()
         self._sockets = []
+
+
+@dataclass
+class _JoiningHost:
+    """A host that wants to take part, and is no member yet."""
+
+    channel: Channel
+    facts: dict[str, Any]
+    proposed: bool = False
+
+
+class JoiningHosts:
+    """The hosts that wait here to be taken in, each with a word of its own by which a view names it."""
+
+    def __init__(self, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
+        self._hosts: dict[str, _JoiningHost] = {}
+        self._timings = timings
+
+    def descriptors(self) -> list[int]:
+        """List the descriptors on which they may hang up."""
+        return [host.channel.fileno() for host in self._hosts.values()]
+
+    def add(self, channel: Channel, facts: dict[str, Any]) -> None:
+        """Let a host wait."""
+        self._hosts[random.token_hex(8)] = _JoiningHost(channel, facts)
+
+    def hear(self, descriptor: int) -> None:
+        """Notice that one of them has hung up; it has nothing more to say."""
+        word = next(word for word, host in self._hosts.items() if host.channel.fileno() == descriptor)
+        try:
+            self._hosts[word].channel.hear()
+        except ChannelBroken:
+            self._hosts.pop(word).channel.close()
+
+    def take(self) -> list[tuple[str, dict[str, Any]]]:
+        """Take the words and facts of those that have not been proposed to the others, once each."""
+        found = [(word, host) for word, host in self._hosts.items() if not host.proposed]
+        for _, host in found:
+            host.proposed = True
+        return [(word, host.facts) for word, host in found]
+
+    def admit(self, view: View, run: str | None) -> None:
+        """Tell those that a view has taken in; they call again, as they call the others."""
+        for seat in view.seats:
+            if (host := self._hosts.pop(seat.facts.get("word", ""), None)) is not None:
+                host.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": run})
+                host.channel.flush(self._timings.flush)
+                host.channel.close()
+
+    def refuse(self) -> None:
+        """Refuse all of them."""
+        for host in self._hosts.values():
+            refuse(host.channel, "the job that runs there is at its end", self._timings.flush)
+        self._hosts.clear()
+
+
+def refuse(channel: Channel, why: str, seconds: float) -> None:
+    """Tell a launcher why it can't take part, for at most so many `seconds`, and hang up."""
+    channel.send({"kind": "refused", "error": "PlaceError", "why": why})
+    channel.flush(seconds)
+    channel.close()
 
 
 class Inviter:

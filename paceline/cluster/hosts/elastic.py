@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import secrets as random
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cluster.control.commands import Member, Roster
-from paceline.cluster.hosts.admission import MeetingPoint, Point
-from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hear_from, ready
+from paceline.cluster.hosts.admission import JoiningHosts, MeetingPoint, Point, refuse
+from paceline.cluster.hosts.channel import SENSELESS, Channel, call, hear_from, ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import Membership, View
 from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
@@ -27,6 +26,7 @@ from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.timings import DEFAULTS, ChannelTimings, Timings
 
 _LONGEST_TAIL = 8_000  # characters
+_OTHERWISE = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
 
 
 def connect_all(
@@ -86,15 +86,6 @@ def enter(view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS) 
     return channels
 
 
-@dataclass
-class _JoiningHost:
-    """A host that wants to take part, and is no member yet."""
-
-    channel: Channel
-    facts: dict[str, Any]
-    wished: bool = False
-
-
 class ElasticPeers:
     """One launcher's part in an elastic job: `Peers` that go on when hosts are lost.
 
@@ -112,8 +103,7 @@ class ElasticPeers:
         run: str | None = None,
         timings: Timings = DEFAULTS,
     ) -> None:
-        self.host = host
-        self.run = run
+        self.host, self.run = host, run
         self.closing = False  # workers have ended their run: no host is let in any more
         self.cut_off = False
         self.leaving = False  # this host goes
@@ -125,25 +115,18 @@ class ElasticPeers:
         self.late: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
         self._timings, self._flush_seconds = timings.membership, timings.channel.flush
-        self._channels = channels
-        self._door = door
-        self._guests: dict[str, _JoiningHost] = {}  # by a word that goes into the view
+        self._channels, self._door = channels, door
+        self._guests = JoiningHosts(timings=timings.channel)
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
         self._leavers: set[int] = set()  # hosts that have said that they go
         self._excused: set[int] = set()  # those of the others that know that this one has left: what it says last may be lost
-        self._failures: list[Failure] = []
         self._beat_at = 0.0
 
     @property
     def view(self) -> View:
         """The present view."""
         return self.membership.view
-
-    def roster(self, view: View, *, broken: bool = False) -> Roster:
-        """Return the view as workers get it."""
-        members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
-        return Roster(view.number, tuple(members), broken)
 
     # ---- what this launcher has seen
 
@@ -196,16 +179,15 @@ class ElasticPeers:
 
     def descriptors(self) -> list[int]:
         own = [] if self._door is None else self._door.descriptors()
-        channels = [*self._channels.values(), *(guest.channel for guest in self._guests.values())]
-        return [*own, *(channel.fileno() for channel in channels)]
+        return [*own, *self._guests.descriptors(), *(channel.fileno() for channel in self._channels.values())]
 
     def hear(self, descriptor: int) -> None:
         """Read the messages of one of the others."""
         if self._door is not None and descriptor in self._door.descriptors():
             if (came := self._door.hear(descriptor)) is not None:
                 self._receive(*came)
-        elif word := next((word for word, guest in self._guests.items() if guest.channel.fileno() == descriptor), None):
-            self._listen(word)
+        elif descriptor in self._guests.descriptors():
+            self._guests.hear(descriptor)
         elif (gone := hear_from(self._channels, descriptor, self._take)) is not None:
             self._channels.pop(gone[0]).close()
             self.membership.silent(gone[0], time.monotonic())
@@ -241,12 +223,8 @@ class ElasticPeers:
             if host in self._channels:
                 self._channels[host].send({"kind": "membership", "message": message})
         for view in self.membership.decided:
-            self.rosters.append(self.roster(view, broken=view.renewed))
-            for seat in view.seats:
-                if (guest := self._guests.pop(seat.facts.get("word", ""), None)) is not None:
-                    guest.channel.send({"kind": "running", "view": view.dump(), "host": seat.host, "run": self.run})
-                    guest.channel.flush(self._flush_seconds)
-                    guest.channel.close()  # it calls again, as it calls the others
+            self.rosters.append(_roster(view))
+            self._guests.admit(view, self.run)
             self._excuse()
         self.membership.decided.clear()
 
@@ -280,19 +258,9 @@ class ElasticPeers:
             if self.closing:
                 channel.send({"kind": "closing"})
         elif message.get("kind") == "offer" and message["offer"].get("numbers"):
-            self._guests[random.token_hex(8)] = _JoiningHost(channel, Offer.load(message["offer"]).facts)
+            self._guests.add(channel, Offer.load(message["offer"]).facts)
         else:
-            why = "a job that survives losses runs there: join it with the command that it was started with (--min-workers)"
-            _refuse(channel, why, self._flush_seconds) if message.get("kind") == "offer" else channel.close()
-
-    def _listen(self, word: str) -> None:
-        """Notice that a joining host has hung up; it has nothing more to say."""
-        guest = self._guests[word]
-        try:
-            guest.channel.hear()
-        except ChannelBroken:
-            guest.channel.close()
-            del self._guests[word]
+            refuse(channel, _OTHERWISE, self._flush_seconds) if message.get("kind") == "offer" else channel.close()
 
     def _admit(self, now: float) -> None:
         """Have joining hosts taken into the view, and notice members that don't call."""
@@ -300,13 +268,10 @@ class ElasticPeers:
             self._door.tick(now)
             if self.run is not None and self.membership.leader == self.host:
                 self._door.invite(self.view, now)
-        for word, guest in list(self._guests.items()):
-            if self.closing or self.verdict is not None or self.stopped is not None:
-                del self._guests[word]
-                _refuse(guest.channel, "the job that runs there is at its end", self._flush_seconds)
-            elif self.run is not None and not guest.wished:
-                guest.wished = True
-                self.membership.joining(word, (), guest.facts, now)
+        if self.closing or self.verdict is not None or self.stopped is not None:
+            self._guests.refuse()
+        for word, facts in self._guests.take() if self.run is not None else ():
+            self.membership.joining(word, (), facts, now)
         absent = {*self.view.hosts} - {self.host, *self._channels}
         self._awaited = {host: self._awaited.get(host, now) for host in absent}
         for host, since in self._awaited.items():
@@ -318,8 +283,8 @@ class ElasticPeers:
         if kind == "membership":
             self.membership.hear(host, _sound(message["message"]), time.monotonic())
         elif kind == "failed":
-            self._failures.append(Failure.load(message["failure"]))
-            self.verdict = self.verdict or self._failures[0]
+            failure = Failure.load(message["failure"])
+            self.verdict = self.verdict or failure
         elif kind == "late":
             note(self.late, said_late(message["late"]))
         elif kind == "stopped":
@@ -364,15 +329,19 @@ class ElasticPeers:
 
     def close(self) -> None:
         """Close all connections."""
-        for guest in self._guests.values():
-            _refuse(guest.channel, "the job that runs there is at its end", self._flush_seconds)
+        self._guests.refuse()
         for channel in self._channels.values():
             channel.flush(self._flush_seconds)
             channel.close()
         self._channels.clear()
-        self._guests.clear()
         if self._door is not None:
             self._door.close()
+
+
+def _roster(view: View) -> Roster:
+    """Write a view as workers get it."""
+    members = [Member(worker, seat.host, seat.facts["name"], seat.facts["address"]) for seat in view.seats for worker in seat.workers]
+    return Roster(view.number, tuple(members), view.renewed)
 
 
 def _sound(message: dict[str, Any]) -> dict[str, Any]:
@@ -385,9 +354,3 @@ def _sound(message: dict[str, Any]) -> dict[str, Any]:
         if not (type(each["name"]) is type(each.get("word", "")) is str and type(each["port"]) is int):
             raise TypeError("a host has a name, an address and a port")
     return message
-
-
-def _refuse(channel: Channel, why: str, seconds: float) -> None:
-    channel.send({"kind": "refused", "error": "PlaceError", "why": why})
-    channel.flush(seconds)
-    channel.close()
