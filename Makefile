@@ -4,6 +4,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+export PYTHONDONTWRITEBYTECODE :=  # tests are compiled once, not by each of the processes that run them
 
 .PHONY: demo test unit soak lint bench bench-peers clean
 

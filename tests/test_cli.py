@@ -158,6 +158,7 @@ def test_bench_runs_its_scripts(monkeypatch: pytest.MonkeyPatch, launcher: Launc
     assert other.sync == "AllReduce()"
 
 
+@pytest.mark.jobs
 def test_a_real_command() -> None:
     answer = subprocess.run([sys.executable, "-m", "paceline.cli", "run", "nowhere.py"], capture_output=True, text=True, check=False)
     assert answer.returncode == 2 and "nowhere.py" in answer.stderr and "Traceback" not in answer.stderr

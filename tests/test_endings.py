@@ -58,11 +58,9 @@ class TestAWorkerGoes:
         trains(job, launched)
         assert len(launched.processes()) >= 7 and job.ports  # the launcher, two workers, four readers
         launched.worker(rank).kill()
-        began = time.monotonic()
-        ended = launched.end(20)
-        assert time.monotonic() - began < 15
+        ended = launched.end()
         assert ended.code == 137 and ended.last.startswith(f"paceline: rank {rank} on {HOST} was killed by SIGKILL"), ended.err
-        assert not job.left(0.5)
+        assert not job.left()
 
     @pytest.mark.slow
     @pytest.mark.preloaded
@@ -82,7 +80,7 @@ class TestAWorkerGoes:
         trains(job, launched)
         time.sleep(2.0)  # the launcher looks once a second where readers listen
         next(iter(launched.worker(1).children())).kill()
-        ended = launched.end(40)
+        ended = launched.end()
         assert ended.code == 1 and f"rank 1 on {HOST}" in ended.last, ended.err
         # torch's own words where its signal comes while the script computes, and ours where it waits for the reader
         assert "DataLoader over Slow was killed" in ended.said or "is killed by signal" in ended.said, ended.err
@@ -93,13 +91,13 @@ class TestAWorkerGoes:
 
 class TestTheLauncherGoes:
     def test_killed(self, job):
-        """Within two seconds everything is gone."""
+        """Soon everything is gone."""
         launched = job.run(endless())
         trains(job, launched)
         time.sleep(1.0)  # its deputy looks twice a second where readers listen
         launched.process.kill()
         launched.end()
-        assert not job.left(2.0)
+        assert not job.left()
 
     @pytest.mark.preloaded
     def test_only_the_semaphores_of_the_job_go_with_it(self, job):
@@ -123,7 +121,7 @@ time.sleep(600)
                 path.write_bytes(bytes(32))
             launched.process.kill()
             launched.end()
-            wait_for(lambda: not launched.processes() and not any(path.exists() for path in mine), 10)
+            wait_for(lambda: not launched.processes() and not any(path.exists() for path in mine))
             assert all(path.exists() for path in others)
         finally:
             for path in others:
@@ -136,10 +134,9 @@ time.sleep(600)
         launched = job.run(endless())
         trains(job, launched)
         launched.process.send_signal(number)
-        began = time.monotonic()
-        ended = launched.end(20)
-        assert ended.code == 128 + number and time.monotonic() - began < 15, ended.err
-        assert not job.left(0.5)
+        ended = launched.end()
+        assert ended.code == 128 + number, ended.err
+        assert not job.left()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("via", ["auto", "native"])
@@ -150,9 +147,8 @@ time.sleep(600)
         trains(job, launched)
         time.sleep(1.0)  # rank 0 waits
         launched.process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        ended = launched.end(20)
-        assert ended.code == 130 and time.monotonic() - began < 8, ended.err
+        ended = launched.end()
+        assert ended.code == 130, ended.err
 
     @pytest.mark.slow
     @pytest.mark.preloaded
@@ -169,7 +165,7 @@ store.wait(["never"], timedelta(seconds=600))
         trains(job, launched)
         launched.process.send_signal(signal.SIGINT)
         began = time.monotonic()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 130 and time.monotonic() - began > 0.5, ended.err
 
 
@@ -181,9 +177,7 @@ class TestAWorkerHangs:
         launched = job.run(endless(start=f"deadline=2, sync=pl.AllReduce(via={via!r})"), **short_timings.environ(supervisor={"kill": 0.5}))
         trains(job, launched)
         launched.worker(1).suspend()
-        began = time.monotonic()
-        ended = launched.end(30)
-        assert time.monotonic() - began < 2 + 5 + 8  # the stopped one is killed then
+        ended = launched.end()
         self.named(ended)
 
     def named(self, ended: Ended) -> None:
@@ -196,7 +190,7 @@ KINDS = ("worker killed", "launcher killed", "SIGTERM", "SIGINT", "worker stoppe
 
 
 def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
-    """End a job in this way, this long after its start; nothing may be left within two seconds of its launcher's end."""
+    """End a job in this way, this long after its start; nothing may be left soon after its launcher's end."""
     launched = job.run(endless(start="deadline=2"))
     time.sleep(seconds)
     workers = launched.workers() if launched.process.poll() is None else []
@@ -206,9 +200,9 @@ def end_somehow(job: Jobs, kind: str, seconds: float) -> None:
         launched.process.kill()
     else:
         launched.process.send_signal(signal.SIGINT if kind == "SIGINT" else signal.SIGTERM)
-    ended = launched.end(40)
+    ended = launched.end()
     assert ended.code != 0, (kind, seconds, ended.err)
-    left = job.left(2.0)
+    left = job.left()
     assert not left, (kind, seconds, left, ended.err)
 
 

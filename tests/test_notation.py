@@ -192,6 +192,7 @@ def test_check_reads_without_making() -> None:
         check("Local(outer=Outr())", WORDS)
 
 
+@pytest.mark.jobs
 def test_check_needs_no_torch() -> None:
     code = "import sys, paceline.notation as n; n.check('AllReduce(codec=topk(0.1))'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -222,6 +223,7 @@ def test_arguments_of_a_strategy_are_of_their_kind(written: str, said: str) -> N
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.jobs
 def test_a_proof_leaves_no_torch_here_and_has_the_same_words() -> None:
     """As in a launcher, which stays small."""
     code = """

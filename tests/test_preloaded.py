@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import nursery
 from tests.harness.jobs import PLAIN, PRELOADED, jobs, wait_for
 from tests.harness.preloaded import ROOM
 
@@ -72,12 +75,30 @@ ENDINGS = {
 
 def test_each_ending_is_told_as_it_is(tmp_path: Path) -> None:
     with jobs(tmp_path, PRELOADED) as job:
-        started = [job.run(f"if rank == 1: {body}\ntime.sleep(60)", 2) for body in ENDINGS]
+        started = [job.run(f"if rank == 1: {body}\ntime.sleep(600)", 2) for body in ENDINGS]
         for launched, (body, words) in zip(started, ENDINGS.items(), strict=True):
             ended = launched.end()
             assert words in ended.last and ended.last.startswith("paceline: rank 1 on "), (body, ended.err)
             if "boom" in body:
                 assert ended.said == "ValueError: boom" and "preloaded" not in ended.err, ended.err
+
+
+ALONE = """
+import json, os, sys
+from pathlib import Path
+
+print(json.dumps([__name__, sys.argv, os.getcwd(), os.environ["PATH"], Path(sys.path[0]).resolve() == Path(__file__).resolve().parent]))
+print("an error", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_script_that_is_forked_is_as_if_it_were_started(tmp_path: Path) -> None:
+    path = tmp_path / "alone.py"
+    path.write_text(ALONE)
+    plain = subprocess.run([sys.executable, str(path), "a", "b c"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    forked = nursery.run_script(path, tmp_path, "a", "b c")
+    assert (forked.returncode, forked.stdout, forked.stderr) == (plain.returncode, plain.stdout, plain.stderr) and plain.returncode == 3
 
 
 SERVED = """
@@ -100,20 +121,20 @@ def test_a_server_is_one_of_its_worker_s_processes(tmp_path: Path, launcher: tup
         first = launched.worker(0)
         assert os.getpgid(server.pid) == first.pid and server.environ()["RANK"] == "0" and server.cwd() == str(tmp_path)
         server.kill()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 1 and "killed by SIGKILL (exit code 137): what it kept is lost" in ended.err, ended.err
         launched = job.run(SERVED, 2)
         (tmp_path / "up0").unlink()
         wait_for(lambda: launched.process.poll() is not None or (tmp_path / "up0").exists(), 60)
         launched.worker(0).kill()
-        assert launched.end(20).code == 137 and not job.left(2.0)
+        assert launched.end().code == 137 and not job.left()
 
 
 def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with jobs(tmp_path, PRELOADED) as job:
-        launched = job.run("open(f'up{rank}', 'w').close()\ntime.sleep(60)", 2)
+        launched = job.run("open(f'up{rank}', 'w').close()\ntime.sleep(600)", 2)
         wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
         assert [process.environ()["RANK"] for process in launched.workers()] == ["0", "1"]
         launched.process.send_signal(signal.SIGKILL)
         launched.end()
-        assert not job.left(2.0)
+        assert not job.left()

@@ -28,7 +28,7 @@ def ask(job: Jobs, **cases: Case) -> str:
 def launch(job: Jobs, size: int, **cases: Case) -> Ended:
     """All these cases under `paceline run`, in one job."""
     command = [sys.executable, *job.launcher, "run", "--workers", str(size), CURVES, ask(job, **cases)]
-    ended = job.start(command).end(100)
+    ended = job.start(command).end()
     assert ended.code == 0, ended.err
     return ended
 
@@ -59,6 +59,7 @@ class TestTheCurve:
         same(job, 2, **cases)
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_of_one_worker(self, job):
         cases = {"sgd": Case(), "adam": Case(optimizer="adam"), "ring": Case("ring")}
         launch(job, 1, **cases)
@@ -96,7 +97,7 @@ class TestLaunchers:
     CASE = Case(shares=None, optimizer="adam")
 
     def ends_well(self, job: Jobs, started: list[Job], size: int) -> None:
-        for ended in [one.end(100) for one in started]:
+        for ended in [one.end() for one in started]:
             assert ended.code == 0, ended.err
         same(job, size, case=self.CASE)
 
@@ -117,6 +118,7 @@ class TestLaunchers:
         self.ends_well(job, [job.start([mpirun, *options, sys.executable, CURVES, ask(job, case=self.CASE)])], 2)
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_slurm(self, job):
         """srun's variables, set by hand."""
         path = ask(job, case=self.CASE)
@@ -173,6 +175,7 @@ class TestTorchDistributed:
         assert sorted(ended.out.splitlines()) == [f"[{rank}] ddp 2 {rank} 2 0 False" for rank in range(2)]
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_a_script_that_uses_both(self, job):
         ended = job.run(BOTH, args=("torch",)).end()
         assert ended.code == 0, ended.err
@@ -201,13 +204,14 @@ class TestTwoHosts:
     """Two launchers on this machine that meet as two hosts, with two workers and one."""
 
     def launch(self, job: Jobs, script: str, *args: str) -> list[Job]:
-        common = [sys.executable, "-m", "paceline", "run", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
+        common = [sys.executable, *job.launcher, "run", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
         return [
             job.start([*common, "--host-rank", str(host), "--workers", str(workers), script, *args], PACELINE_SECRET="0123456789abcdef" * 2)
             for host, workers in enumerate([2, 1])
         ]
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     def test_the_curve_and_the_bytes(self, job):
         cases = {
             "equal": Case(),
@@ -215,7 +219,7 @@ class TestTwoHosts:
             "native": Case("native", [3, 3, 2]),
             **{name.replace("-", "_"): Case(name, [0, 5, 3]) for name in SCHEDULES},
         }
-        for ended in [one.end(100) for one in self.launch(job, CURVES, ask(job, **cases))]:
+        for ended in [one.end() for one in self.launch(job, CURVES, ask(job, **cases))]:
             assert ended.code == 0, ended.err
         same(job, 3, **cases)
         nbytes = 4 * (8 * 16 + 16 + 16 * 3 + 3)  # of the gradients of a step
@@ -229,6 +233,7 @@ class TestTwoHosts:
         assert summary["bytes_sent"]["between"] <= 2.2 * nbytes
 
     @pytest.mark.slow
+    @pytest.mark.preloaded
     @pytest.mark.parametrize("pause", [0, 0.8], ids=["at once", "slow to say why"])
     def test_both_launchers_name_the_one_that_failed(self, job, pause):
         slow = f"said = sys.excepthook\ndef slowly(*error):\n    time.sleep({pause})\n    said(*error)\nsys.excepthook = slowly\n"
@@ -243,5 +248,5 @@ class TestTwoHosts:
         wait_for(lambda: all((job.folder / f"ready{rank}").exists() for rank in range(3)), 60)
         second.process.kill()
         second.end()
-        ended = first.end(15)
+        ended = first.end()
         assert ended.code != 0 and ended.last.startswith("paceline: "), ended.err

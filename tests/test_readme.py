@@ -16,6 +16,7 @@ import typer.main
 import paceline
 from paceline.cli import app
 from paceline.lab.kernel import missing
+from tests.harness import nursery
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +49,7 @@ def parse(words: list[str]) -> None:
 
 
 def run_script(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    return nursery.run_script(path, folder)
 
 
 def test_the_script_of_the_readme_is_the_example() -> None:
@@ -93,7 +94,7 @@ def test_the_first_script_of_checkpoints_resumes(tmp_path: Path) -> None:
 def test_the_readme_s_command_runs(tmp_path: Path) -> None:
     """`paceline run --workers 2 examples/train.py`, as the README has it."""
     words = [sys.executable, "-m", "paceline.cli", "run", "--workers", "2", str(ROOT / "examples" / "train.py")]
-    answer = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    answer = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert answer.returncode == 0, answer.stderr
     assert "2 workers" in answer.stdout + answer.stderr
 

@@ -108,10 +108,12 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.jobs
 def test_importing_paceline_imports_no_torch() -> None:
     assert python("import sys, paceline; sys.exit('torch' in sys.modules or 'rich' in sys.modules)").returncode == 0
 
 
+@pytest.mark.jobs
 def test_help_needs_few_modules() -> None:
     """It is quick by what it doesn't import; how long it takes is the machine's."""
     code = "import sys; sys.argv[1:] = ['--help']; from paceline.cli import app; app(standalone_mode=False);"

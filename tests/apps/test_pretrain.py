@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.apps import pretrain
+from tests.harness import nursery
 
 
 @pytest.fixture
@@ -45,8 +44,7 @@ def test_a_small_text_is_read_several_times(words: Path) -> None:
 @pytest.mark.slow
 def test_the_script_alone(words: Path, tmp_path: Path) -> None:
     arguments = ["--steps", "3", "--of", "6", "--name", "x", "--folder", str(tmp_path / "runs"), "--text", str(words)]
-    command = [sys.executable, str(Path(pretrain.__file__)), *arguments]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    answer = nursery.run_script(Path(pretrain.__file__), tmp_path, *arguments)
     assert answer.returncode == 0, answer.stderr
     said = json.loads((tmp_path / "runs" / "x" / "demo.json").read_text())
     before, after = said["validation"]

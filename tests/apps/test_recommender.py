@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from paceline.apps import recommender
 from paceline.apps.clicks import ClickLog, Clicks
 from paceline.session.run import Run
 from paceline.sync.parameterserver.strategy import ParameterServer
+from tests.harness import nursery
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.runs import workers
 from tests.harness.surviving_servers import servers
@@ -70,18 +69,17 @@ def test_the_model_leaves_the_random_state_alone() -> None:
     assert all(torch.equal(p, q) for p, q in zip(one.top.parameters(), other.top.parameters(), strict=True))
 
 
-def program(folder: Path, command: list[str], *options: str) -> dict[str, Any]:
+ASKED = ("--rows", "2000", "--steps", "20", "--batch", "256", "--held-out", "2000", "--name", "x")
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
     """The summary of a run of the program."""
-    given = ["--rows", "2000", "--steps", "20", "--batch", "256", "--held-out", "2000", "--folder", str(folder), "--name", "x", *options]
-    answer = subprocess.run([sys.executable, "-m", *command, *given], capture_output=True, text=True, check=False, timeout=100, cwd=folder)
-    assert answer.returncode == 0, answer.stderr
     summary: dict[str, Any] = json.loads((folder / "x" / "summary.json").read_text())
     return summary
 
 
 @pytest.mark.slow
 @pytest.mark.preloaded
-@pytest.mark.timeout(240)
 def test_the_program_survives(job: Jobs) -> None:
     """A worker and a server are killed: the loss and the AUC are those of a run that nobody disturbed."""
     common = ("--rows", "2000", "--steps", "150", "--batch", "256", "--held-out", "2000")
@@ -91,9 +89,9 @@ def test_the_program_survives(job: Jobs) -> None:
     wait_for(lambda: launched.process.poll() is not None or (lines.exists() and lines.read_text().count("loss") > 2), 60)
     servers(launched)[0].kill()
     launched.worker(1).kill()
-    ended = launched.end(120)
+    ended = launched.end()
     assert ended.code == 0, ended
-    wanted = job.program(Path(recommender.__file__), 1, args=(*common, "--name", "y")).end(120)
+    wanted = job.program(Path(recommender.__file__), 1, args=(*common, "--name", "y")).end()
     assert wanted.code == 0, wanted
     found, alone = (json.loads((job.folder / "runs" / name / "summary.json").read_text()) for name in "xy")
     assert found["workers"] == 1 and any("table server 0" in event["what"] for event in found["events"]), found["events"]
@@ -102,14 +100,16 @@ def test_the_program_survives(job: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_program(tmp_path: Path) -> None:
+@pytest.mark.preloaded
+def test_the_program(job: Jobs, tmp_path: Path) -> None:
     """With two workers and servers of its own beside a parameter server; and alone, with its tables."""
-    for name in ("served", "alone"):
-        (tmp_path / name).mkdir()
-    launch = ["paceline.cli", "run", "--workers", "2", str(Path(recommender.__file__))]
-    found = program(tmp_path / "served", launch, "--servers", "1", "--dense-by", "server")
-    wanted = program(tmp_path / "alone", ["paceline.apps.recommender"], "--tables-by", "worker", "--no-prefetch")
+    path = Path(recommender.__file__)
+    options = ("--folder", str(tmp_path / "served"), "--servers", "1", "--dense-by", "server")
+    served = job.program(path, 2, args=(*ASKED, *options)).end()
+    assert served.code == 0, served
+    alone = nursery.run_script(path, tmp_path, *ASKED, "--folder", str(tmp_path / "alone"), "--tables-by", "worker", "--no-prefetch")
+    assert alone.returncode == 0, alone.stderr
+    found, wanted = summary_of(tmp_path / "served"), summary_of(tmp_path / "alone")
     assert found["sync"] == "ParameterServer(servers=1)" and found["workers"] == 2
     assert 0.5 < found["results"]["auc"] == pytest.approx(wanted["results"]["auc"], abs=2e-3)
     assert found["final_loss"] == pytest.approx(wanted["final_loss"], rel=1e-4)

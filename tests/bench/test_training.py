@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from paceline.bench import training
 from paceline.errors import UsageError
+from tests.harness import nursery
 
 
 def test_sizes() -> None:
@@ -35,8 +35,7 @@ def test_words() -> None:
 
 @pytest.mark.slow
 def test_the_script_alone(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(training.__file__)), "--folder", str(tmp_path), "--batch", "1", "--steps", "3"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    answer = nursery.run_script(Path(training.__file__), tmp_path, "--folder", str(tmp_path), "--batch", "1", "--steps", "3")
     assert answer.returncode == 0, answer.stderr
     assert "the exchange adds" in answer.stdout and "3 steps of 1 samples" in answer.stdout
 

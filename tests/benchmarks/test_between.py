@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "between.py"
 def test_the_table(tmp_path: Path) -> None:
     out = tmp_path / "between.json"
     words = ["--sizes", "0.4M", "--rounds", "1", "--placements", "round-robin", "--bandwidth", "100mbit", "--out", str(out)]
-    answer = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, timeout=100)
+    answer = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False, timeout=250)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(out.read_text())
     assert set(found["raw"]) == {"round-robin, 0.4M"}

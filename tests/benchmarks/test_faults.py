@@ -257,13 +257,15 @@ def scripted(text: str) -> systems.System:
     return systems.System("scripted", "scripted", lambda job: [Start(0, (sys.executable, "-c", text, *job.words))])
 
 
+@pytest.mark.jobs
 def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
-    idle = scripted("import time; print('RuntimeError: no luck', flush=True); time.sleep(60)")
+    idle = scripted("import time; print('RuntimeError: no luck', flush=True); time.sleep(600)")
     with places.place(Setting("faults", "", 1, 2)) as here, pytest.raises(RunError, match="not done after 1 s; it last said: Runtime"):
         runs.run(idle, Training("small", 2, 1, 5, 1.0), [Fault(0, 0.1)], here, tmp_path)
     assert len(list(tmp_path.glob("scripted-*/log"))) == 1
 
 
+@pytest.mark.jobs
 def test_a_run_without_weights_says_why() -> None:
     failing = scripted("raise RuntimeError('no luck')")
     with places.place(Setting("faults", "", 1, 2)) as here, pytest.raises(RunError, match=r"exit codes \[1\]: RuntimeError: no luck"):
@@ -282,6 +284,7 @@ with open(f"{out}/turns-{os.getpid()}", "a", buffering=1) as file:
 """
 
 
+@pytest.mark.jobs
 def test_a_worker_is_killed_when_the_run_is_steady(tmp_path: Path) -> None:
     with places.place(Setting("faults", "", 1, 1)) as here:
         running = Run(scripted(TALKER), Training("small", 1, 1, 10_000, 30.0), 1, here, tmp_path)
@@ -297,6 +300,7 @@ def test_a_worker_is_killed_when_the_run_is_steady(tmp_path: Path) -> None:
             running.close()
 
 
+@pytest.mark.jobs
 def test_nobody_else_is_killed(tmp_path: Path) -> None:
     with places.place(Setting("faults", "", 1, 1)) as here:
         running = Run(scripted(TALKER), Training("small", 1, 1, 10_000, 30.0), 1, here, tmp_path)

@@ -222,6 +222,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[places.Place, An
         yield here, say
 
 
+@pytest.mark.jobs
 def test_a_launch_gives_what_its_workers_wrote(scripted: tuple[places.Place, Any]) -> None:
     here, say = scripted
     peer = say("import sys; [open(f'{sys.argv[2]}/rank-{r}.json', 'w').write('{\"rank\": %d}' % r) for r in (1, 0)]")
@@ -229,29 +230,32 @@ def test_a_launch_gives_what_its_workers_wrote(scripted: tuple[places.Place, Any
     assert {path.name for path in here.folder.iterdir()} == {"secret", "driver"}
 
 
+@pytest.mark.jobs
 def test_a_launch_that_fails_says_why(scripted: tuple[places.Place, Any]) -> None:
     here, say = scripted
     with pytest.raises(launches.LaunchError, match="exit code 1: RuntimeError: no"):
         launches.launch(say("raise RuntimeError('no')"), here, (), deadline=30)
 
 
+@pytest.mark.jobs
 def test_a_launch_ends_at_its_deadline_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = f"setsid sleep 60 & echo $! > {tmp_path / 'child'}; sleep 60"
+    line = f"setsid sleep 600 & echo $! > {tmp_path / 'child'}; sleep 600"
     monkeypatch.setitem(launchers.LAUNCHERS, "alone", lambda call: [launchers.Start(0, ("sh", "-c", line))])
     with places.place(SETTINGS["one-host"]) as here, pytest.raises(launches.LaunchError, match="not done after 1 s"):
         launches.launch(PEERS["none"], here, (), deadline=1)
     pid = int((tmp_path / "child").read_text())
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end, "what the launch started is still there"
         time.sleep(0.05)
 
 
+@pytest.mark.jobs
 def test_what_a_killed_driver_left_goes_at_the_next_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     line = "import sys, tempfile; from benchmarks.peers import places; from benchmarks.peers.catalogue import SETTINGS\n"
     line += "tempfile.tempdir = sys.argv[1]\nwith places.place(SETTINGS['one-host']) as here:\n"
-    line += "    with open('/dev/null', 'wb') as log: here.spawn(0, ['sleep', '60'], places.surroundings(here), log)\n"
+    line += "    with open('/dev/null', 'wb') as log: here.spawn(0, ['sleep', '600'], places.surroundings(here), log)\n"
     line += "    print('ready', flush=True); input()"
     driver = subprocess.Popen(
         [sys.executable, "-c", line, str(tmp_path)], cwd=environments.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -265,7 +269,7 @@ def test_what_a_killed_driver_left_goes_at_the_next_start(monkeypatch: pytest.Mo
     assert marked(folder)
     places.tidy()
     assert not folder.exists()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while marked(folder):
         assert time.monotonic() < end, "what the driver started is still there"
         time.sleep(0.05)
@@ -434,6 +438,7 @@ def test_options_choose_cells_peers_and_rounds(tmp_path: Path) -> None:
     assert quick.rounds == 1 and {cell.setting.name for cell in quick.cells} == {"one-host"} and len(quick.cells) == 2
 
 
+@pytest.mark.jobs
 def test_estimate_measures_nothing_and_fresh_keeps_the_old(tmp_path: Path) -> None:
     results = tmp_path / "peers.jsonl"
     Records(results).add(round_of("ddp", 0))

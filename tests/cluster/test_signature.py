@@ -33,7 +33,7 @@ def met(base: Any, size: int = 2) -> list[Store]:
     """The stores of so many workers that have met over this one."""
 
     def meet(rank: int) -> Store:
-        found = Store(base, SECRET, path="paceline/0/1", deadline=10)
+        found = Store(base, SECRET, path="paceline/0/1", deadline=60)
         place = Place(rank=rank, size=size, local_rank=rank, local_size=size, secret=SECRET)
         assert stores.hosts(found, place).size == size
         return found
@@ -77,10 +77,10 @@ class TestGarbage:
         other.set("paceline/0/claims/starts/0", "garbage")
         place = Place(rank=0, size=2, local_rank=0, local_size=2, secret=SECRET, meeting=("127.0.0.1", port))
         with pytest.raises(PlaceError, match="another program has written there"):
-            stores.connect(place, deadline=5)
+            stores.connect(place, deadline=60)
         other.set("paceline/0/claims/0", "\x00\xff")
         with pytest.raises(PlaceError, match="another process already is rank 0"):
-            stores.connect(place, deadline=5)
+            stores.connect(place, deadline=60)
 
 
 class TestReplay:
@@ -102,7 +102,7 @@ class TestReplay:
         other.set("paceline/0/1/hosts/table", one.get("paceline/0/1/hosts/table"))
         place = Place(rank=1, size=2, local_rank=1, local_size=2, secret=SECRET)
         with pytest.raises(Mismatch, match="rank 1 is known to rank 0"):
-            stores.hosts(Store(other, SECRET, path="paceline/0/1", deadline=10), place)
+            stores.hosts(Store(other, SECRET, path="paceline/0/1", deadline=60), place)
 
     def test_parts_of_a_store_are_bound_with_it(self) -> None:
         base = HashStore()
@@ -123,7 +123,7 @@ class TestGroups:
     """What ranks tell each other through the store when they make a group, and while they wait."""
 
     def sealed(self, base: Any, secret: bytes = SECRET) -> Store:
-        return Store(base, secret, path="g", deadline=10)
+        return Store(base, secret, path="g", deadline=60)
 
     def test_where_a_rank_listens_is_signed(self) -> None:
         base = HashStore()

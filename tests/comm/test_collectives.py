@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -113,15 +114,18 @@ def test_several_at_once_end_in_any_order() -> None:
 
 
 def test_a_late_rank_is_named_and_the_wait_can_be_taken_up_again() -> None:
+    missed = threading.Event()
+
     def body(group: ThreadGroup) -> None:
         lane = collectives.ScheduleQueue(group)
         if group.rank == 1:
-            time.sleep(0.2)
+            assert missed.wait(60)
         work = lane.all_reduce(torch.ones(2), schedule.ring(2))
         if group.rank == 0:
             with pytest.raises(DeadlineExceeded) as caught:
                 work.wait(0.05)
             assert caught.value.missing == (1,)
+            missed.set()
         assert work.wait().tolist() == [2.0, 2.0]
 
     spawn(2, body)

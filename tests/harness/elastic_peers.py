@@ -11,7 +11,7 @@ from paceline.cluster.hosts.elastic import ElasticPeers
 SECRET = b"s" * 32
 
 
-def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: float = 10.0) -> None:
+def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: float = 60.0) -> None:
     """Let them talk until it is so."""
     end = time.monotonic() + seconds
     while not until():

@@ -47,7 +47,7 @@ def waiting(port: int) -> Iterator[Callable[[], FixedPeers]]:
 
 def _listens(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
     except OSError:
         return False
     return True

@@ -20,4 +20,4 @@ def made(group: ThreadGroup, hosts: tuple[int, ...], wrap: Callable[[Group], Any
     leaders = sorted(hosts.index(host) for host in set(hosts))
     outer = group.sub(leaders)
     assert inner is not None
-    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=10)
+    return HostsGroup(inner, None if outer is None else wrap(outer), group, hosts, deadline=60)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from tests.harness import nursery, short_timings
 from tests.harness.preloaded import ROOM
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 120.0  # seconds after which a test says that it hangs: a busy machine may be many times slower than a quiet one
 SHARED = Path("/dev/shm")
 MARK = "PACELINE_TEST_MARK"
 PLAIN, PRELOADED = ("-m", "paceline"), (str(ROOT / "tests" / "harness" / "preloaded.py"),)
@@ -57,12 +58,11 @@ def step(run, model, optimizer, x, y):
 
 
 class Ended(NamedTuple):
-    """How a job ended: exit code, what it wrote, and how long it took."""
+    """How a job ended: exit code, and what it wrote."""
 
     code: int
     out: str
     err: str
-    seconds: float
 
     @property
     def last(self) -> str:
@@ -78,7 +78,7 @@ class Ended(NamedTuple):
 class Job:
     """A command under test, whose processes carry a mark that tells them from all others."""
 
-    def __init__(self, command: list[str], folder: Path, temporary: Path, **environ: str) -> None:
+    def __init__(self, command: list[str], folder: Path, temporary: Path, *, forked: bool = False, **environ: str) -> None:
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
@@ -90,21 +90,21 @@ class Job:
             ROOM: " " * 4096,
             **short_timings.environ(),
         }
-        self.began, whole = time.monotonic(), kept | own | environ
+        whole = kept | own | environ
         self.process: subprocess.Popen[str] | nursery.Nursed
-        if command[1] == PRELOADED[0]:
+        if forked and command[1].endswith(".py"):
             self.process = nursery.launcher(command, cwd=folder, env=whole)
         else:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=whole)
 
-    def end(self, seconds: float = 60) -> Ended:
+    def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait for its end; if it doesn't come, what it has said so far."""
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as waited:
             said = b"".join([waited.output or b"", b"\n", waited.stderr or b""]).decode(errors="replace")
             raise AssertionError(f"it didn't end in {seconds} s, and had said:\n{said}") from None
-        return Ended(self.process.returncode, out, err, time.monotonic() - self.began)
+        return Ended(self.process.returncode, out, err)
 
     def processes(self) -> list[psutil.Process]:
         """All of its processes that live."""
@@ -151,8 +151,8 @@ class Jobs:
         return name
 
     def start(self, command: list[str], **environ: str) -> Job:
-        """Start any command."""
-        self._started.append(Job(command, self.folder, self.temporary, **environ))
+        """Start any command; a script of Python, as our launcher is one where workers are `PRELOADED`, is forked there."""
+        self._started.append(Job(command, self.folder, self.temporary, forked=self.launcher == PRELOADED, **environ))
         return self._started[-1]
 
     def run(self, body: str, workers: int = 2, *options: str, args: tuple[str, ...] = (), **environ: str) -> Job:
@@ -169,13 +169,13 @@ class Jobs:
             place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PACELINE_INTERFACE": "lo"}
             started.append(self.start([sys.executable, self.write(body)], **place, **meeting))
-        return [each.end(40) for each in started]
+        return [each.end() for each in started]
 
     def program(self, path: Path, workers: int = 2, *options: str, args: tuple[str, ...] = ()) -> Job:
         """The same with a program that is there."""
         return self.start([sys.executable, *self.launcher, "run", "--workers", str(workers), *options, str(path), *args])
 
-    def left(self, seconds: float = 2.0) -> list[str]:
+    def left(self, seconds: float = 30.0) -> list[str]:
         """What is left of all jobs after at most these seconds: processes, shared memory, temporary files."""
         end = time.monotonic() + seconds
         while (remains := self._left()) and time.monotonic() < end:
@@ -186,9 +186,8 @@ class Jobs:
         processes = [str(process) for job in self._started for process in job.processes()]
         files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(TORCHS_OWN)]
         ports = [f"port {port}" for port in sorted(self.ports & listening())]
-        shared = [
-            name for name in sorted(shared_memory() - self._before) if processes or not janitor.in_use(SHARED / name)
-        ]  # else another's
+        shared = sorted(shared_memory() - self._before)
+        shared = shared if processes else unused(shared)  # what another test uses is not ours
         return [*processes, *shared, *files, *ports]
 
     def kill(self) -> None:
@@ -219,13 +218,18 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir(SHARED) if name.startswith(OWN)} if SHARED.is_dir() else set()
 
 
+def unused(names: Iterable[str]) -> list[str]:
+    """Those of these files of shared memory that no process has open; tests that run side by side leave each other's out so."""
+    return [name for name in names if not janitor.in_use(SHARED / name)]
+
+
 def listening(pids: set[int] | None = None) -> set[int]:
     """The TCP ports on which these processes (None: all) listen."""
     entries = (entry for entry in psutil.net_connections("tcp") if entry.status == psutil.CONN_LISTEN)
     return {entry.laddr.port for entry in entries if pids is None or entry.pid in pids}
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Return once `condition()` holds."""
     end = time.monotonic() + seconds
     while not condition():

@@ -40,7 +40,7 @@ class Hosts:
     def ended(self, *launched: Job) -> Outcome:
         """What came of it; all these have to end well."""
         (self.out / "go").touch()  # until then a step takes half a second
-        ends = [each.end(90) for each in launched]
+        ends = [each.end() for each in launched]
         assert not any(end.code for end in ends), ends
         return outcome(self.out, self.out)
 

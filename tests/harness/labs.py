@@ -17,6 +17,7 @@ import psutil
 from paceline.cluster.launcher import janitor
 from paceline.lab import remains
 from paceline.lab.hosts import Cluster
+from tests.harness.jobs import PATIENCE, wait_for
 
 GROUPS = Path("/sys/fs/cgroup")
 SCRATCH = Path(tempfile.gettempdir())
@@ -38,12 +39,12 @@ def traces() -> set[str]:
     return {trace for trace in seen if not any(name in trace for name in names)}
 
 
-def left(before: set[str], seconds: float = 2.0) -> set[str]:
+def left(before: set[str], seconds: float = 30.0) -> set[str]:
     """What there is more than before, after at most these seconds."""
     end = time.monotonic() + seconds
-    while (remaining := traces() - before) and time.monotonic() < end:
+    while (remaining := {trace for trace in traces() - before if not _used(trace)}) and time.monotonic() < end:
         time.sleep(0.05)
-    return {trace for trace in remaining if not _used(trace)}
+    return remaining
 
 
 def _used(trace: str) -> bool:
@@ -113,12 +114,4 @@ def spin(cluster: Cluster, host: int, seconds: float = 1.0) -> float:
 def ask(cluster: Cluster, host: int, *command: str) -> str:
     """What a command writes on a host."""
     process = cluster.spawn(host, command, stdout=subprocess.PIPE)
-    return process.communicate(timeout=20)[0].decode().strip()
-
-
-def wait_for(condition: object, seconds: float = 20.0) -> None:
-    """Return once `condition()` holds."""
-    end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, f"waited for {seconds:g} s in vain"
-        time.sleep(0.01)
+    return process.communicate(timeout=PATIENCE)[0].decode().strip()

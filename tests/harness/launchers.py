@@ -7,21 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
-LAUNCHER = """
-import json, sys
-from paceline.cluster.launcher.launch import LaunchRequest, run
-job = json.loads(sys.argv[1])
-code = run(LaunchRequest(**{**job, "args": tuple(job.get("args", ()))}))
-assert "torch" not in sys.modules, "the launcher has imported torch"
-sys.exit(code)
-"""
+from tests.harness.jobs import PATIENCE, ROOT
+
+PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "launcher.py")
 
 
 class Launched:
@@ -30,7 +23,7 @@ class Launched:
     def __init__(self, folder: Path, job: dict[str, Any], **environ: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PACELINE_"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, json.dumps(job)],
+            [sys.executable, PROGRAM, json.dumps(job)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -38,7 +31,7 @@ class Launched:
             env={**kept, "PYTHONPATH": str(ROOT), **environ},
         )
 
-    def end(self, timeout: float = 20) -> tuple[int, str, str]:
+    def end(self, timeout: float = PATIENCE) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
 
@@ -52,18 +45,11 @@ def alive_in(folder: Path) -> list[psutil.Process]:
     return alive
 
 
-def wait_gone(folder: Path, seconds: float = 2.0) -> list[psutil.Process]:
+def wait_gone(folder: Path, seconds: float = 30.0) -> list[psutil.Process]:
     end = time.monotonic() + seconds
     while (left := alive_in(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     return left
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.02)
 
 
 # What pl.start() does, as far as the launcher sees it.

@@ -24,7 +24,7 @@ class Crew:
     """`size` processes, each running `body(group, *arguments)`; a process that is killed has the result None."""
 
     def __init__(
-        self, size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 20.0, hosts: list[int] | None = None
+        self, size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 60.0, hosts: list[int] | None = None
     ) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.pipes: list[Connection] = []
@@ -43,7 +43,7 @@ class Crew:
         assert pid is not None
         os.kill(pid, number)
 
-    def heard(self, rank: int, text: str, seconds: float = 30.0) -> None:
+    def heard(self, rank: int, text: str, seconds: float = 60.0) -> None:
         """Wait until `rank` has said `text` (by `say`)."""
         assert self.pipes[rank].poll(seconds), f"rank {rank} has said nothing"
         assert self.pipes[rank].recv() == ("said", text)
@@ -52,7 +52,7 @@ class Crew:
         """Tell it something that it waits for (by `heard`)."""
         self.pipes[rank].send(text)
 
-    def results(self, seconds: float = 60.0) -> list[Any]:
+    def results(self, seconds: float = 120.0) -> list[Any]:
         """What each rank gave, once all have ended; raises what the first one raised."""
         end = time.monotonic() + seconds
         answers: list[Any] = []
@@ -77,7 +77,7 @@ class Crew:
         return [what for _, what in answers]
 
 
-def run(size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 20.0, hosts: list[int] | None = None) -> list[Any]:
+def run(size: int, body: Callable[..., Any], *arguments: Any, deadline: float = 60.0, hosts: list[int] | None = None) -> list[Any]:
     """The results of `body(group, *arguments)` on `size` processes."""
     return Crew(size, body, *arguments, deadline=deadline, hosts=hosts).results()
 
@@ -87,7 +87,7 @@ def say(group: TorchGroup, text: str) -> None:
     group.pipe.send(("said", text))  # type: ignore[attr-defined]
 
 
-def heard(group: TorchGroup, text: str, seconds: float = 30.0) -> None:
+def heard(group: TorchGroup, text: str, seconds: float = 60.0) -> None:
     """Wait until the test has told this rank so."""
     pipe = group.pipe  # type: ignore[attr-defined]
     assert pipe.poll(seconds) and pipe.recv() == text

@@ -152,7 +152,7 @@ def path() -> str:
 
 
 def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nursed:
-    """A launcher, from the nursery; what it writes is text."""
+    """A launcher, or another script, from the nursery; what it writes is text."""
     out, err = os.pipe(), os.pipe()
     try:
         process = Nursed(path(), command, (0, out[1], err[1]), cwd=str(cwd), env=env)
@@ -161,6 +161,16 @@ def launcher(command: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> Nu
         os.close(err[1])
     process.stdout, process.stderr = os.fdopen(out[0]), os.fdopen(err[0])
     return process
+
+
+def run_script(path: Path, folder: Path, *words: str, seconds: float = 200.0) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, as `python PATH WORDS` in this folder would."""
+    process = launcher([sys.executable, str(path), *words], cwd=folder, env=os.environ)
+    try:
+        out, err = process.communicate(seconds)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
 def on_host(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | Nursed:
@@ -288,12 +298,14 @@ def _live(
     group: int | None = None,
     door: Sequence[Any] = Door(),
 ) -> NoReturn:
-    """Be the launcher, or the server, that somebody asked for; in a process group of another, and on a host of a lab, if that was said."""
+    """Be the launcher, server or script that was asked for; in a process group of another, and on a host of a lab, if that was said."""
     os.chdir(cwd)
     if group is not None:
         os.setpgid(0, group)
     if door[0]:
         enter(",".join(f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)), door[1])
+    if command[1].endswith(".py") and command[1] != preloaded.__file__:
+        preloaded.become(command, env)
     if command[-1] == "paceline.server.main":
         program = importlib.import_module("paceline.server.main")
         program.preparation = lambda parent: None  # the nursery is its parent; it ends with its input

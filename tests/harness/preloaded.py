@@ -46,7 +46,7 @@ class Forked:
                 os.setpgid(0, 0)
                 keep((os.open(os.devnull, os.O_RDONLY), out[1], err[1]), pass_fds)
                 reset(before, preexec_fn)
-                _become(command, {name: value for name, value in env.items() if name != ROOM})
+                become(command, {name: value for name, value in env.items() if name != ROOM})
             finally:
                 abandon()
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -97,7 +97,7 @@ def keep(three: Sequence[int], given: Sequence[int]) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
-def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+def become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Run a script to its end, as an interpreter of its own would."""
     script = command[1]
     sys.path[0] = str(Path(script).parent)

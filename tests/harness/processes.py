@@ -22,7 +22,7 @@ T = TypeVar("T")
 Body = Callable[[int, int, Store], T]
 
 
-def fork(size: int, body: Body[T], *, timeout: float = 60.0, mortal: Collection[int] = ()) -> list[T]:
+def fork(size: int, body: Body[T], *, timeout: float = 120.0, mortal: Collection[int] = ()) -> list[T]:
     """The results of `body(rank, size, store)` in `size` forked processes, in rank order.
 
     Raises the error of the first rank that has one. Who dies raises RuntimeError, but gives None if its rank is `mortal`. Nobody

@@ -78,7 +78,7 @@ def line(drawn: random.Random, like: Sequence[dict[str, Any]]) -> bytes:
 def call(point: tuple[str, int], data: bytes, *, rudely: bool = False) -> None:
     """Call, say it, and hang up; again, if nobody takes the call."""
     while True:
-        with suppress(OSError), socket.create_connection(point, timeout=5) as connection:
+        with suppress(OSError), socket.create_connection(point, timeout=60) as connection:
             if rudely:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with suppress(OSError):  # it may be hung up on before it has said all
@@ -94,7 +94,7 @@ def held_open(point: tuple[str, int], count: int) -> Iterator[list[socket.socket
         try:
             for _ in range(count):
                 with suppress(OSError):
-                    connections.append(socket.create_connection(point, timeout=5))
+                    connections.append(socket.create_connection(point, timeout=60))
             yield connections
         finally:
             for connection in connections:
@@ -112,7 +112,7 @@ def many_descriptors(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def until(condition: Callable[[], bool], turn: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], turn: Callable[[], object], seconds: float = 60.0) -> None:
     """Do this until it is so."""
     end = time.monotonic() + seconds
     while not condition():

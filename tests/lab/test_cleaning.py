@@ -19,7 +19,7 @@ pytestmark = pytest.mark.lab  # cleaning and labs side by side take each other's
 
 def test_living_labs_and_groups_in_use_are_left_alone(pair):
     cluster = pair()
-    process = cluster.spawn(0, [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    process = cluster.spawn(0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     assert [line for line in cleaning.clean() if cluster.identity in line] == []
     assert process.poll() is None and all(folder.exists() for host in cluster.hosts for folder in host.group.folders)
 

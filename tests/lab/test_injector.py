@@ -22,7 +22,7 @@ from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
 from paceline.lab.description import Description, Host, Placement, regular
 from paceline.lab.injector import Chaos, record
-from tests.harness.launchers import wait_for
+from tests.harness.jobs import PATIENCE, wait_for
 
 
 class Paper:
@@ -86,7 +86,7 @@ class Worker:
 
     def end(self) -> tuple[int, list[int]]:
         """Its exit code and the steps that it made."""
-        out, _ = self.process.communicate(timeout=20)
+        out, _ = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, [int(line) for line in out.split()]
 
     def state(self) -> str:
@@ -113,6 +113,7 @@ def happened(found: Chaos) -> list[tuple[str, str, int]]:
     return [(event["event"], event["what"], event["step"]) for event in found.events]
 
 
+@pytest.mark.jobs
 def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
     said: list[str] = []
     found = unleash(Paper(regular(2)), "kill(rank=1, step=5)", tmp_path, said)
@@ -123,20 +124,20 @@ def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
     assert said == ["kill(rank=1, step=5): done before step 5"]
 
 
+@pytest.mark.jobs
 def test_stop_stops_and_goes_on(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1)), "stop(rank=0, step=2, seconds=1.5)", tmp_path)
     with found, job(tmp_path, {"steps": 4}) as (worker,):
         wait_for(lambda: worker.state() == "T")
         assert worker.page.step == 2
-        began = time.monotonic()
         assert worker.end() == (0, [0, 1, 2, 3])
-        assert time.monotonic() - began > 0.3  # a busy machine may look late
     what = "stop(rank=0, step=2, seconds=1.5)"  # on a busy machine it may have gone on for a while before that is noted
     assert happened(found) in [[("fault", what, 2), ("fault over", what, step)] for step in (2, 3, 4)]
     times = [event["time"] for event in found.events]
-    assert 1.4 < times[1] - times[0] < 5
+    assert times[1] - times[0] > 1.4
 
 
+@pytest.mark.jobs
 def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1)), "stop(rank=0, step=0, seconds=100)", tmp_path)
     with job(tmp_path, {"steps": 1}) as (worker,):
@@ -145,6 +146,7 @@ def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
         assert worker.end() == (0, [0])
 
 
+@pytest.mark.jobs
 def test_two_stops_end_with_the_longer(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1)), "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=0.8)]", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (worker,):
@@ -153,6 +155,7 @@ def test_two_stops_end_with_the_longer(tmp_path: Path) -> None:
         assert worker.end() == (0, [0, 1])
 
 
+@pytest.mark.jobs
 def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(tmp_path: Path) -> None:
     cluster = Paper(regular(2, 2, bandwidth="1gbit"))
     faults = (
@@ -180,6 +183,7 @@ def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(tmp
     assert [step for what, step in done if "host=1" in what] == [3, 3, 6]
 
 
+@pytest.mark.jobs
 def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
     cluster = Paper(regular(1))
     found = unleash(cluster, "[cut(host=0, seconds=0.1), cut(host=0, seconds=0.4)]", tmp_path)
@@ -188,6 +192,7 @@ def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
     assert cluster.done == [("cut", 0), ("cut", 0), ("cut", 0), ("mend", 0)]
 
 
+@pytest.mark.jobs
 def test_a_crashed_host_is_not_mended_by_a_cut_that_is_over(tmp_path: Path) -> None:
     cluster = Paper(regular(1))
     found = unleash(cluster, "[cut(host=0, seconds=0.1), crash(host=0)]", tmp_path)
@@ -197,6 +202,7 @@ def test_a_crashed_host_is_not_mended_by_a_cut_that_is_over(tmp_path: Path) -> N
     assert cluster.done[-1] == ("mend", 0)  # for the next run
 
 
+@pytest.mark.jobs
 def test_slow_is_a_factor_of_the_described_quota(tmp_path: Path) -> None:
     cluster = Paper(Description("two", (Host("a", processors=1.5), Host("b"))))
     found = unleash(cluster, "[slow(host=0, factor=0.5, step=1), slow(host=0, factor=0.1, step=2, seconds=0.1)]", tmp_path)
@@ -206,6 +212,7 @@ def test_slow_is_a_factor_of_the_described_quota(tmp_path: Path) -> None:
     assert quotas == pytest.approx([1.5, 0.75, 0.15, 0.75, 1.5])  # a check that changes nothing; both; the second over; the end
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("threads", "cores"), [(1, 2), (64, 4)])
 def test_without_a_quota_it_is_a_factor_of_the_threads(tmp_path: Path, threads: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
@@ -221,6 +228,7 @@ def test_where_there_are_no_quotas_slow_is_refused_before_anything_runs(tmp_path
         unleash(Paper(regular(1), refuse="quota"), "slow(host=0, factor=0.5, step=0)", tmp_path)
 
 
+@pytest.mark.jobs
 def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
     cluster = Paper(regular(2))
     found = unleash(cluster, "join(host=0, step=3)", tmp_path)
@@ -230,6 +238,7 @@ def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
     assert happened(found) == [("fault", "join(host=0, step=3)", 3)]
 
 
+@pytest.mark.jobs
 def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
     cluster = Paper(regular(2))
     found = unleash(cluster, "[join(host=0, step=3), crash(host=0, step=1)]", tmp_path)
@@ -241,6 +250,7 @@ def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
     assert cluster.done == [("crash", 0), ("mend", 0), ("start", 0)]
 
 
+@pytest.mark.jobs
 def test_what_never_came_due_is_said_and_noted(tmp_path: Path) -> None:
     said: list[str] = []
     found = unleash(Paper(regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said)
@@ -261,6 +271,7 @@ def test_a_script_without_steps_is_told_so(tmp_path: Path) -> None:
     assert said == ["not carried out: crash(host=0): the run ended before the first step of a loader that paceline has prepared"]
 
 
+@pytest.mark.jobs
 def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1), refuse="crash"), "[crash(host=0), link(host=0, bandwidth='1mbit', step=1)]", tmp_path)
     with job(tmp_path, {"steps": 3}) as (worker,), pytest.raises(ResourceError, match="no crash here"), found:
@@ -271,6 +282,7 @@ def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.jobs
 def test_workers_are_let_go_when_the_injector_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Paper(regular(1))
     monkeypatch.setattr(cluster, "crash", lambda host: 1 / 0)
@@ -279,12 +291,13 @@ def test_workers_are_let_go_when_the_injector_dies(tmp_path: Path, monkeypatch: 
         assert worker.end() == (0, [0, 1, 2])
 
 
+@pytest.mark.jobs
 def test_times_count_from_the_beginning_of_the_run(tmp_path: Path) -> None:
     found = unleash(Paper(regular(1)), "crash(host=0, step=1)", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (worker,):
         worker.page.joined(time.time() - 1000)
         worker.end()
-    assert 1000 <= found.events[0]["time"] < 1010
+    assert 1000 <= found.events[0]["time"] < 1100
 
 
 def test_no_worker_is_held_where_nothing_is_to_happen(tmp_path: Path) -> None:
@@ -315,6 +328,7 @@ def test_without_a_summary_events_stand_beside(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "events.json").read_text()) == faults
 
 
+@pytest.mark.jobs
 def test_it_looks_often_enough_and_not_too_often(tmp_path: Path) -> None:
     """A worker with a fault before each of 50 steps: held some milliseconds at each."""
     faults = ", ".join(f"link(host=0, bandwidth='1mbit', step={step})" for step in range(50))
@@ -322,7 +336,6 @@ def test_it_looks_often_enough_and_not_too_often(tmp_path: Path) -> None:
     before = threading.active_count()
     with found, job(tmp_path, {"steps": 50}) as (worker,):
         assert worker.end() == (0, list(range(50)))
-    times = [event["time"] for event in found.events]
-    assert len(times) == 50 and times[-1] - times[0] < 5
+    assert len(found.events) == 50
     assert threading.active_count() == before
-    assert injector._TICK_SECONDS >= 0.001
+    assert 0.001 <= injector._TICK_SECONDS <= 0.01

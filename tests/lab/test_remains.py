@@ -14,9 +14,9 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
-from tests.harness.labs import wait_for
+from tests.harness.jobs import PATIENCE, wait_for
 
-STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(60)"
+STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
@@ -53,6 +53,7 @@ def test_records_come_and_go(place):
     assert not place.exists()
 
 
+@pytest.mark.jobs
 def test_a_number_that_is_used_again_is_another_process(stubborn):
     assert remains.alive(record(process=stubborn.pid, began=remains.began(stubborn.pid)))
     assert not remains.alive(record(process=stubborn.pid, began="1"))
@@ -78,14 +79,16 @@ def test_halves_are_dropped(place):
     assert [path.name for path in place.iterdir()] == [f"beef.{os.getpid()}"]
 
 
+@pytest.mark.jobs
 def test_sweeping_ends_what_has_the_mark(place, stubborn, tmp_path):
     (tmp_path / "files").mkdir()
     dead = record(process=stubborn.pid, began="1", folder=str(tmp_path / "files"))
     remains.write(dead)
     assert remains.sweep(dead, trusted=False) == []
-    assert stubborn.wait(5) == -9 and not (tmp_path / "files").exists() and remains.read_all() == []
+    assert stubborn.wait(PATIENCE) == -9 and not (tmp_path / "files").exists() and remains.read_all() == []
 
 
+@pytest.mark.jobs
 def test_networks_of_an_old_record_are_another_labs(place, stubborn):
     network = os.readlink(f"/proc/{stubborn.pid}/ns/net")
     host = {"name": "a", "network": network, "cgroups": []}
@@ -94,19 +97,21 @@ def test_networks_of_an_old_record_are_another_labs(place, stubborn):
     assert stubborn.poll() is None
 
 
+@pytest.mark.jobs
 def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
     path = remains.write(record(process=os.getpid()))
-    done = subprocess.run([sys.executable, "-I", "-S", remains.__file__, str(path)], input=b"done", check=False, timeout=10)
+    done = subprocess.run([sys.executable, "-I", "-S", remains.__file__, str(path)], input=b"done", check=False, timeout=60)
     assert done.returncode == 0 and stubborn.poll() is None and json.loads(path.read_text())["identity"] == "feed"
 
 
+@pytest.mark.jobs
 def test_the_keeper_sees_a_death_behind_an_open_pipe(stubborn, tmp_path):
     path = tmp_path / "feed.json"
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     path.write_text(json.dumps(record(process=sleeper.pid, began=remains.began(sleeper.pid))))
     keeper = subprocess.Popen([sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE)
     sleeper.kill()
     sleeper.wait()
-    assert stubborn.wait(5) == -9  # though the pipe is open
-    assert keeper.wait(10) == 0
+    assert stubborn.wait(PATIENCE) == -9  # though the pipe is open
+    assert keeper.wait(PATIENCE) == 0
     keeper.communicate()

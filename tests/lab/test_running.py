@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +19,12 @@ import pytest
 
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
-from tests.harness.jobs import Job, Jobs, jobs
-from tests.harness.labs import left, traces, wait_for
+from tests.harness.jobs import PATIENCE, Job, Jobs, jobs, wait_for
+from tests.harness.labs import left, traces
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 PLAIN = "import os, sys, time, socket\nrank = int(os.environ['RANK'])\n"
-SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(60)\n"
+SLEEP = PLAIN + "print('up', flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_an_error_ends_all_and_is_said_last(self, started):
-        body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(60)"
-        ended = lab(started, pairs(started.folder), body).end(30)
+        body = PLAIN + "if rank == 1: raise ValueError('wrong')\ntime.sleep(600)"
+        ended = lab(started, pairs(started.folder), body).end()
         assert ended.code == 1
         assert ended.err.splitlines()[-2:] == [
             "[b 1] ValueError: wrong",
@@ -108,7 +108,7 @@ class TestCommand:
         job = lab(started, "two-hosts", SLEEP)
         wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
         job.process.send_signal(number)
-        ended = job.end(20)
+        ended = job.end()
         assert ended.code == 128 + number
         assert 'Traceback (most recent call last):\n  File "/' not in ended.err.replace("[host", "")
 
@@ -117,7 +117,7 @@ class TestCommand:
         job = lab(started, "two-hosts", PLAIN + "while True: print('x' * 100, flush=True)")
         job.process.stdout.readline()
         job.process.stdout.close()
-        assert job.process.wait(20) == 128 + signal.SIGPIPE
+        assert job.process.wait(PATIENCE) == 128 + signal.SIGPIPE
         job.process.stderr.close()
 
     def test_sigkill_leaves_nothing(self, started):
@@ -125,8 +125,8 @@ class TestCommand:
         job = lab(started, "two-hosts", SLEEP)
         wait_for(lambda: len([process for process in job.processes() if process.cmdline()[-1:] == ["script.py"]]) >= 6)
         job.process.kill()
-        job.end(10)
-        wait_for(lambda: job.processes() == [], 2.0)
+        job.end()
+        wait_for(lambda: job.processes() == [])
         assert left(before) == set()
 
     @pytest.mark.slow
@@ -136,7 +136,7 @@ class TestCommand:
         pipe = job.process.stdout.fileno()
         wait_for(lambda: waiting(pipe) > 60_000)  # it is full
         job.process.send_signal(signal.SIGINT)
-        assert job.process.wait(25) == 128 + signal.SIGINT
+        assert job.process.wait(PATIENCE) == 128 + signal.SIGINT
         assert job.process.stdout.read(1000)
         job.end()
 
@@ -147,10 +147,10 @@ class TestCommand:
             "if rank == 0:\n"
             "    launcher = os.getppid()\n"
             "    out = open(f'/proc/{launcher}/fd/1', 'w')\n"
-            "    subprocess.Popen(['sleep', '50'], stdout=out, stderr=out, start_new_session=True, env={'PATH': os.environ['PATH']})\n"
+            "    subprocess.Popen(['sleep', '600'], stdout=out, stderr=out, start_new_session=True, env={'PATH': os.environ['PATH']})\n"
         )
-        ended = lab(started, "two-hosts", body).end(20)
-        assert ended.code == 0 and ended.seconds < 15
+        ended = lab(started, "two-hosts", body).end()
+        assert ended.code == 0
 
     @pytest.mark.slow
     def test_sigkill_of_its_keeper_too(self, started):
@@ -160,7 +160,7 @@ class TestCommand:
         record = next(record for record in remains.read_all() if record["process"] == job.process.pid)
         os.kill(record["keeper"], signal.SIGKILL)
         job.process.kill()
-        job.end(10)
+        job.end()
         assert job.processes() and any(record["identity"] in trace for trace in left(before, 0))
         cleaned = subprocess.run([sys.executable, "-m", "paceline", "lab", "clean"], capture_output=True, text=True, check=True)
         assert f"lab {record['identity']} (two-hosts) was killed: its processes, control groups and files are removed" in cleaned.stdout
@@ -200,7 +200,7 @@ class TestCommand:
             "cut(host=1, seconds=0.2, step=9)",
         ]
         (started.folder / "train.py").write_text("import tests.harness.brisk\n" + EXAMPLE.read_text())
-        ended = started.start([*command, "train.py"]).end(100)
+        ended = started.start([*command, "train.py"]).end()
         assert ended.code == 0, ended.err
         assert "paceline: 4 workers on 2 hosts, AllReduce(), global batch 64 = 4 x 16" in ended.err
         assert ended.err.splitlines()[-1] == "paceline: the run's folder is runs/mine"
@@ -210,6 +210,7 @@ class TestCommand:
         assert [event["what"] for event in summary["events"]][:1] == ["cut(host=1, seconds=0.2, step=9)"]
 
 
+@pytest.mark.preloaded
 class TestRun:
     def write(self, folder: Path, body: str) -> str:
         path = folder / "script.py"
@@ -251,10 +252,15 @@ class TestRun:
 
     @pytest.mark.slow
     def test_a_deadline(self, pair, tmp_path):
-        cluster, began = pair(), time.monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"has not ended within 2 s; still running on host0, host1\. Last output:\n(?s:.*) up"):
-            cluster.run(self.write(tmp_path, "print('up', flush=True)\ntime.sleep(60)"), deadline=2)
-        assert time.monotonic() - began < 15 and cluster.processes(0) == cluster.processes(1) == []
+        cluster = pair()
+        for deadline in (2, 20, 60):  # on a busy machine it may be long until there is output
+            with pytest.raises(DeadlineExceeded) as caught:
+                cluster.run(self.write(tmp_path, "print('up', flush=True)\ntime.sleep(600)"), deadline=deadline)
+            assert cluster.processes(0) == cluster.processes(1) == []
+            if " up" in str(caught.value):
+                break
+        words = rf"has not ended within {deadline} s; still running on host0, host1\. Last output:\n(?s:.*) up"
+        assert re.search(words, str(caught.value)), caught.value
 
     @pytest.mark.slow
     def test_mistakes(self, pair, tmp_path):

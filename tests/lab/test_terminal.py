@@ -22,7 +22,7 @@ NOBODY = 65534
 
 
 def call(*words: str, given: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*LAB, *words], capture_output=True, text=True, check=False, input=given, timeout=60, **options)
+    return subprocess.run([*LAB, *words], capture_output=True, text=True, check=False, input=given, timeout=100, **options)
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ class TestShell:
         assert call("shell", "--lab", cluster.identity, "0", "hostname; echo $TMPDIR").stdout == f"host0\n{cluster.folder}/host0\n"
 
     def test_ends_with_the_cluster(self, cluster):
-        process = subprocess.Popen([*LAB, "shell", "--lab", cluster.identity, "0", "echo in; sleep 60"], stdout=subprocess.PIPE)
+        process = subprocess.Popen([*LAB, "shell", "--lab", cluster.identity, "0", "echo in; sleep 600"], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"in\n"
         assert process.pid in cluster.processes(0)
         cluster.close()
-        assert process.wait(5) == -9
+        assert process.wait(60) == -9
         process.stdout.close()
 
     def test_mistakes(self, cluster, build):
@@ -116,7 +116,7 @@ class TestWithoutRoot:
         path = os.pathsep.join([str(Path(__file__).parents[2]), *(entry for entry in sys.path if "site-packages" in entry)])
         who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
         surroundings = {"PYTHONPATH": path, "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
-        options: dict[str, Any] = {"cwd": folder, "env": surroundings, **who, "capture_output": True, "text": True, "timeout": 60}
+        options: dict[str, Any] = {"cwd": folder, "env": surroundings, **who, "capture_output": True, "text": True, "timeout": 100}
         probe = subprocess.run([python, "-c", "import torch, pyroute2, paceline"], check=False, **options)
         if probe.returncode != 0:
             shutil.rmtree(folder)

@@ -63,14 +63,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The weights that one process comes to."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, folder / "train.py", folder], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, folder / "train.py", folder], check=True, timeout=200, capture_output=True)
     return weights(folder)
 
 
 def train(cluster: Cluster, folder: Path, alone: Any) -> None:
     """Train on it; the weights are those of one process."""
     (folder / "train.py").write_text(SCRIPT)
-    outcome = cluster.run(folder / "train.py", str(folder), deadline=90)
+    outcome = cluster.run(folder / "train.py", str(folder), deadline=200)
     assert outcome.code == 0, outcome.output
     assert float((alone - weights(folder)).norm() / alone.norm()) < 1e-9
 

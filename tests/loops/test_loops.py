@@ -94,7 +94,7 @@ def check(known: Loop, size: int, folder: Path, strategy: Strategy | None = None
         return taken(known.body(run))
 
     try:
-        found = workers(size, body, folder=folder, said=said, strategy=strategy, deadline=15)
+        found = workers(size, body, folder=folder, said=said, strategy=strategy, deadline=60)
     except PacelineError as error:
         assert known.refused and known.refused in str(error), str(error)
         return

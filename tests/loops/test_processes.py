@@ -26,6 +26,6 @@ def test_on_processes(job: Jobs, tmp_path: Path) -> None:
 
 def outcome(job: Jobs, folder: Path, names: list[str], size: int) -> list[dict[str, list[tuple[str, object]]]]:
     """What each worker came to."""
-    ended = job.start([sys.executable, *job.launcher, "run", "--workers", str(size), script.__file__, str(folder), *names]).end(100)
+    ended = job.start([sys.executable, *job.launcher, "run", "--workers", str(size), script.__file__, str(folder), *names]).end()
     assert ended.code == 0, ended.err
     return [torch.load(folder / f"{rank}.pt") for rank in range(size)]

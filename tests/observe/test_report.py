@@ -303,6 +303,7 @@ def test_damaged_metrics(tmp_path: Path) -> None:
         report(folder.path)
 
 
+@pytest.mark.jobs
 def test_reporting_needs_no_torch() -> None:
     check = "import sys, paceline.observe.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

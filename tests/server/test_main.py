@@ -200,5 +200,5 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
 
 def test_the_end(begun: Any) -> None:
     begun(0, "end")
-    begun.thread.join(5)
+    begun.thread.join(60)
     assert not begun.thread.is_alive()

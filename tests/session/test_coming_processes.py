@@ -48,7 +48,7 @@ if run.steps == 2 and run.is_first:
 @pytest.mark.slow
 def test_what_is_read_in_a_forked_process_is_refused(job: Jobs) -> None:
     (job.folder / "forked.py").write_text(FORKED)
-    ended = job.run(script("forked", AHEAD, after="exec(open('forked.py').read())"), 2).end(60)
+    ended = job.run(script("forked", AHEAD, after="exec(open('forked.py').read())"), 2).end()
     assert ended.code == 0, ended
 
 
@@ -65,7 +65,7 @@ class TestEndings:
     def test_a_server_is_killed(self, job: Jobs) -> None:
         launched = self.started(job)
         servers(launched)[1].kill()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 1 and "was killed by SIGKILL" in ended.err and "what it kept is lost" in ended.err, ended
 
     @SOAK
@@ -74,7 +74,7 @@ class TestEndings:
         launched = self.started(job, after="run._context.deadline = 5; open('trains', 'w'); time.sleep(0.3)")
         process = servers(launched)[0]
         process.suspend()
-        ended = launched.end(30)
+        ended = launched.end()
         assert ended.code == 1 and "DeadlineExceeded" in ended.err and "server 0" in ended.err, ended
         wait_for(lambda: not psutil.pid_exists(process.pid))
 
@@ -82,23 +82,23 @@ class TestEndings:
     def test_a_worker_is_killed(self, job: Jobs) -> None:
         launched = self.started(job)
         launched.worker(1).kill()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 137 and "rank 1" in ended.last, ended
 
     @SOAK
     def test_a_worker_raises(self, job: Jobs) -> None:
-        ended = job.run(script("ends", AHEAD, epochs=100, after="1 / 0 if rank and run.steps else None"), 2).end(40)
+        ended = job.run(script("ends", AHEAD, epochs=100, after="1 / 0 if rank and run.steps else None"), 2).end()
         assert ended.code == 1 and "ZeroDivisionError" in ended.err and ended.last.startswith("paceline: rank 1"), ended
 
     @SOAK
     def test_ctrl_c(self, job: Jobs) -> None:
         launched = self.started(job)
         launched.process.send_signal(signal.SIGINT)
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 130 and "Traceback" not in ended.err.split("KeyboardInterrupt")[-1], ended
 
 
 @SOAK
 def test_where_losses_are_survived_it_is_refused(job: Jobs) -> None:
-    ended = job.run(script("ends", AHEAD), 2, "--min-workers", "1").end(40)
+    ended = job.run(script("ends", AHEAD), 2, "--min-workers", "1").end()
     assert ended.code == 1 and "pull='forward' is for runs that end when something is lost" in ended.err, ended

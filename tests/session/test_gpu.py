@@ -180,7 +180,7 @@ with pl.start(name=sys.argv[1]) as run:
 
 def test_two_workers_that_share_a_gpu_have_the_weights_of_one(job: Jobs, tmp_path: Path) -> None:
     for count in (1, 2):
-        ended = job.run(SHARING, count, args=(f"w{count}",)).end(120)
+        ended = job.run(SHARING, count, args=(f"w{count}",)).end()
         assert ended.code == 0, ended.err
         assert ("several workers share a GPU" in ended.err) == (count == 2 and torch.cuda.device_count() == 1)
     one, two = (json.loads((tmp_path / f"w{count}.json").read_text()) for count in (1, 2))

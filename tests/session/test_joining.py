@@ -52,7 +52,7 @@ def test_a_host_that_was_cut_off_comes_back(hosts: Hosts, alone: Callable[..., O
     launched = [hosts.come(3) for _ in range(3)]
     trains(launched[0], hosts.out, 6)
     launched[2].process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: hosts.events() > 0, 30)  # the others have gone on
+    wait_for(lambda: hosts.events() > 0)  # the others have gone on
     launched[2].process.send_signal(signal.SIGCONT)
     trains(launched[2], hosts.out, 8)
     found = hosts.ended(*launched)
@@ -65,7 +65,7 @@ def test_a_host_with_another_model_is_refused_and_the_others_go_on(hosts: Hosts,
     first = hosts.come()
     trains(first, hosts.out, 2)
     second = hosts.come(model="model = nn.Linear(8, 1).double()")
-    ended = second.end(60)
+    ended = second.end()
     assert ended.code == 1 and "trains another model" in ended.err, ended
     found = hosts.ended(first)
     check(found, alone(epochs=EPOCHS))
@@ -80,7 +80,7 @@ def test_hosts_that_come_at_the_same_time(hosts: Hosts, alone: Callable[..., Out
     trains(first, hosts.out, 2)
     second, other, third = hosts.come(), hosts.come(model="model = nn.Linear(8, 1).double()"), hosts.come()
     trains(second, hosts.out, 6)
-    ended = other.end(60)
+    ended = other.end()
     assert ended.code == 1 and "trains another model" in ended.err, ended
     found = hosts.ended(first, second, third)
     check(found, alone(epochs=EPOCHS))
@@ -93,6 +93,6 @@ def test_without_min_workers_nobody_gets_in(hosts: Hosts, job: Jobs) -> None:
     first = hosts.come(epochs=3)
     trains(first, hosts.out, 2)
     environ = {"OUT": str(hosts.out), "PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-    ended = job.run("", 2, "--hosts", "2", "--join", hosts._point, **environ).end(30)
+    ended = job.run("", 2, "--hosts", "2", "--join", hosts._point, **environ).end()
     assert ended.code == 2 and "--min-workers" in ended.err, ended
     hosts.ended(first)

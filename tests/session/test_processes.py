@@ -53,7 +53,7 @@ parts(without)
 @pytest.mark.slow
 @pytest.mark.preloaded
 def test_runs_one_after_the_other_in_two_processes(job: Jobs, tmp_path: Path) -> None:
-    ended = job.run(BODY, 2).end(90)
+    ended = job.run(BODY, 2).end()
     assert ended.code == 0, ended.err
     results, (whole, cut, resumed) = json.loads((tmp_path / "results.json").read_text())
     assert len(set(results.values())) == 1  # a sum of two has the same bits whichever way it came

@@ -81,7 +81,7 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
 def test_with_torchrun_and_no_secret(job: Jobs, alone: torch.Tensor) -> None:
     path = job.write(script("served"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), path]
-    ended = job.start(command).end(90)
+    ended = job.start(command).end()
     assert ended.code == 0 and near(weights(job, "served"), alone), ended
 
 
@@ -96,14 +96,14 @@ class TestEndings:
     def test_a_server_is_killed(self, job: Jobs) -> None:
         launched = self.started(job, sync="ParameterServer(servers=2, bucket_mb=0.05)")
         servers(launched)[0].kill()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 1 and "was killed by SIGKILL" in ended.err and "what it kept is lost" in ended.err, ended
 
     @SOAK
     def test_a_worker_is_killed(self, job: Jobs) -> None:
         launched = self.started(job)
         launched.worker(0).kill()
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 137 and "rank 0" in ended.last, ended
 
     @SOAK
@@ -117,17 +117,17 @@ class TestEndings:
     def test_ctrl_c(self, job: Jobs) -> None:
         launched = self.started(job)
         launched.process.send_signal(signal.SIGINT)
-        ended = launched.end(20)
+        ended = launched.end()
         assert ended.code == 130 and "Traceback" not in ended.err.split("KeyboardInterrupt")[-1], ended
 
     @SOAK
     def test_a_script_that_raises(self, job: Jobs) -> None:
-        ended = job.run(script("ends", epochs=100, after="1 / 0 if rank else None"), 2).end(40)
+        ended = job.run(script("ends", epochs=100, after="1 / 0 if rank else None"), 2).end()
         assert ended.code == 1 and "ZeroDivisionError" in ended.err and ended.last.startswith("paceline: rank 1"), ended
 
     @SOAK
     def test_surviving_is_refused(self, job: Jobs) -> None:
-        ended = job.run(script("ends"), 2, "--min-workers", "1").end(40)
+        ended = job.run(script("ends"), 2, "--min-workers", "1").end()
         assert ended.code == 1 and "ParameterServer can't go on yet when workers are lost" in ended.err, ended
 
 

@@ -60,14 +60,14 @@ def test_a_server_is_killed(job: Jobs, alone: Callable[..., Outcome], which: int
     found = ended(job, launched)
     check(found, wanted)
     assert found.size == 3 and len(found.events) == 1 and f"server {which % 2} on" in found.events[0], found.events
-    assert gap(job.folder / "killed") < 5
+    assert gap(job.folder / "killed") < 60
 
 
 @pytest.mark.slow
 def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
     launched = begun(job, SYNC, 2, nap=0.05)
     servers(launched)[1].kill()
-    end = launched.end(60)
+    end = launched.end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
 
 
@@ -78,7 +78,7 @@ def test_a_server_that_is_stopped_for_ever_is_lost(job: Jobs, alone: Callable[..
     servers(launched)[0].suspend()
     found = ended(job, launched)
     check(found, wanted)
-    assert "server 0 on" in found.events[0] and gap(job.folder / "killed") < 10
+    assert "server 0 on" in found.events[0] and gap(job.folder / "killed") < 60
 
 
 @pytest.mark.slow
@@ -128,11 +128,11 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     assert len(mine) == 5
     for process in mine:
         process.kill()
-    ends = [host.end(90) for host in launched]
+    ends = [host.end() for host in launched]
     assert [end.code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
     result = outcome(out, out)
     check(result, alone())
-    assert result.size == 4 and gap(out) < 8, result.events
+    assert result.size == 4 and gap(out) < 60, result.events
 
 
 TOLD = "run.is_first and (out / 'c').write_text(f'{len(run._backward.sync.link.connections.callers)} {len(run.events)}')"

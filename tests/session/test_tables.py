@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 import time
 from collections.abc import Callable
 from itertools import product
@@ -316,6 +317,8 @@ def _prepared(run: Run) -> nn.Module:
 def test_who_does_not_come_is_named() -> None:
     """A worker that steps alone waits in vain; the error says for whom, before the others notice anything."""
 
+    named = threading.Event()
+
     def body(run: Run) -> None:
         run._context.deadline = 0.5
         model = SparseEmbedding(ROWS, DIM, servers=2)
@@ -323,9 +326,12 @@ def test_who_does_not_come_is_named() -> None:
         if run.rank == 1:
             model(torch.tensor([[1, 2]])).sum().backward()
             optimizer.step()
-            model(torch.tensor([[1, 2]]))
+            try:
+                model(torch.tensor([[1, 2]]))
+            finally:
+                named.set()
         else:
-            time.sleep(2)
+            named.wait(60)
 
     with pytest.raises(DeadlineExceeded, match="rows of model wait for step 1 of ranks 0, 2") as found:
         workers(3, body)

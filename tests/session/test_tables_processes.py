@@ -68,13 +68,13 @@ def servers(job: Job) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_on_two_hosts(job: Jobs) -> None:
     """Each has a server, and reaches the other's by TCP."""
-    ended = job.run(script("alone"), 1).end(60)
+    ended = job.run(script("alone"), 1).end()
     assert ended.code == 0, ended
     environ = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     point = f"127.0.0.1:{free_port()}"
     launched = [job.run(script("both", servers=None), 1, "--hosts", "2", "--join", point, **environ) for _ in range(2)]
     for each in launched:
-        ended = each.end(60)
+        ended = each.end()
         assert ended.code == 0, ended
     one, both = (torch.load(job.folder / f"{name}.pt") for name in ("alone", "both"))
     assert float((one - both).norm() / one.norm()) < 1e-9
@@ -87,7 +87,7 @@ def test_a_server_is_killed(job: Jobs) -> None:
     assert launched.process.poll() is None, launched.end()
     assert len(servers(launched)) == 2
     servers(launched)[0].kill()
-    ended = launched.end(20)
+    ended = launched.end()
     assert ended.code == 1 and "was killed by SIGKILL" in ended.err and "what it kept is lost" in ended.err, ended
 
 
@@ -101,9 +101,9 @@ def test_between_hosts_a_secret_is_needed(job: Jobs) -> None:
 @pytest.mark.soak
 def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
     """With copies; on another number of servers, and by a worker that comes back and resumes by itself, in vain."""
-    wanted = job.run(script("alone", epochs=3), 1).end(120)
+    wanted = job.run(script("alone", epochs=3), 1).end()
     assert wanted.code == 0, wanted
-    ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end(120)
+    ended = job.run(resuming("kept", epochs=3, dies=True, servers=1), 2, "--min-workers", "2").end()
     assert ended.code != 0, ended
     launched = job.run(
         resuming("kept", epochs=3, dies=False, servers=2, nap="0 if len(run.events) > 1 else 1"), 2, "--min-workers", "1", "--restarts", "1"
@@ -113,7 +113,7 @@ def test_a_run_that_survives_saves_and_resumes(job: Jobs) -> None:
     wait_for(lambda: launched.process.poll() is not None or (job.folder / "trains").exists(), 60)  # one has taken a step with the other
     assert launched.process.poll() is None, launched.end()
     launched.worker(1).kill()
-    ended = launched.end(120)
+    ended = launched.end()
     assert ended.code == 0 and "has come" in ended.err, ended
     one, both = (torch.load(job.folder / f"{name}.pt") for name in ("alone", "kept"))
     assert float((one - both).norm() / one.norm()) < 1e-9

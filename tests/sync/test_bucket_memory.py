@@ -346,7 +346,7 @@ def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool,
 @pytest.mark.parametrize("keeps", [{0}, {1}, {0, 1, 2}])
 def test_in_shared_memory_whoever_keeps_and_after_the_run(keeps: set[int]) -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
-        return shared(SharedGroup.from_store(store, rank, size, deadline=20), keeps, (0,) * size)
+        return shared(SharedGroup.from_store(store, rank, size, deadline=60), keeps, (0,) * size)
 
     wanted = alone(trained)
     for stayed, found in fork(3, body):
@@ -355,9 +355,9 @@ def test_in_shared_memory_whoever_keeps_and_after_the_run(keeps: set[int]) -> No
 
 def test_over_two_hosts() -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
-        flat = SharedGroup.from_store(store, rank, size, deadline=20)
-        inner = SharedGroup.from_store(store.sub(f"host{rank // 2}"), rank % 2, 2, deadline=20)
-        group = HostsGroup(inner, flat.sub([0, 2]), flat, (0, 0, 1, 1), deadline=20)
+        flat = SharedGroup.from_store(store, rank, size, deadline=60)
+        inner = SharedGroup.from_store(store.sub(f"host{rank // 2}"), rank % 2, 2, deadline=60)
+        group = HostsGroup(inner, flat.sub([0, 2]), flat, (0, 0, 1, 1), deadline=60)
         return shared(group, {1, 2}, (0, 0, 1, 1))
 
     wanted = alone(trained)

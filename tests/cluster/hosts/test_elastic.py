@@ -75,13 +75,13 @@ def test_two_hosts_lose_workers_at_once(three: list[ElasticPeers]) -> None:
     run(three, lambda: all(workers(each) == (1, 10, 11, 20) for each in three))
 
 
+@pytest.mark.parametrize("three", [Timings(membership=MembershipTimings(silence=1000.0))], indirect=True, ids=["patient"])
 @pytest.mark.parametrize("gone", [0, 2])
 def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], gone: int) -> None:
     rest = [each for host, each in enumerate(three) if host != gone]
     three[gone].close()
-    began = time.monotonic()
-    run(rest, lambda: all(len(workers(each)) == 4 for each in rest))
-    assert time.monotonic() - began < DEFAULTS.membership.silence and all(each.view.seat(gone) is None for each in rest)
+    run(rest, lambda: all(len(workers(each)) == 4 for each in rest))  # long before it would be missed
+    assert all(each.view.seat(gone) is None for each in rest)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ class Porter:
         """Somebody calls, and says hello; others may push in, so it tries again."""
         while True:
             try:
-                found = call(socket.create_connection(self.point, timeout=5), secret, "here", 4.0)
+                found = call(socket.create_connection(self.point, timeout=60), secret, "here", 4.0)
             except ConnectionError:
                 continue
             found.send({"kind": "hello"})
@@ -94,7 +94,7 @@ class TestLobby:
 
     @pytest.mark.parametrize("text", ['{"paceline": 1, "nonce": "\\ud800", "proof": "00"}', "[" * 4000, '{"a":' * 700, "\0", "1e999"])
     def test_a_line_that_once_ended_launchers(self, porter: Porter, text: str) -> None:
-        with socket.create_connection(porter.point, timeout=5) as stranger:
+        with socket.create_connection(porter.point, timeout=60) as stranger:
             stranger.sendall(text.encode() + b"\n")
             strangers.until(lambda: stranger.recv(1 << 12) == b"", lambda: None)  # a greeting, and the end
         porter.newcomer().close()
@@ -125,7 +125,7 @@ class TestLobby:
             pair.close()
 
     def test_who_says_nothing_is_hung_up_on(self, porter: Porter) -> None:
-        with socket.create_connection(porter.point, timeout=5):
+        with socket.create_connection(porter.point, timeout=60):
             strangers.until(lambda: porter.lobby.descriptors() != [], lambda: time.sleep(0.005))
             for caller in [*porter.lobby._callers.values()]:
                 caller.late = 0.0
@@ -173,7 +173,7 @@ class TestMeeting:
         port, drawn = free_port(), random.Random(5)
         with waiting(port) as come:
             for _ in range(150):
-                channel = call(socket.create_connection(("127.0.0.1", port), timeout=5), SECRET, "there", 4.0)
+                channel = call(socket.create_connection(("127.0.0.1", port), timeout=60), SECRET, "there", 4.0)
                 channel.send(senseless(drawn, [OFFER], offered))
                 channel.close()
             come()
@@ -233,7 +233,7 @@ class TestAssembly:
     def newcomer(self, launcher: ElasticPeers) -> Channel:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
-            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=5), SECRET, "there", 4.0))
+            calling = pool.submit(lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", 4.0))
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
 
@@ -322,7 +322,7 @@ class TestAssembly:
             for _ in range(300):
                 strangers.call(sockets[0].getsockname(), strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]))
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
-                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=5), SECRET, "there", 4.0)
+                channel = call(socket.create_connection(sockets[0].getsockname(), timeout=60), SECRET, "there", 4.0)
                 channel.send({"kind": "host", "host": host})
                 channel.close()
             second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)

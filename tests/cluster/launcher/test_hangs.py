@@ -16,7 +16,7 @@ from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.output import screens
 from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start
 from paceline.timings import HangTimings
-from tests.harness.launchers import wait_for
+from tests.harness.jobs import PATIENCE, wait_for
 
 LATE = LateCall(7, "backward of step 3", False)
 GIVEN_UP = LATE._replace(given_up=True)
@@ -60,7 +60,7 @@ class Host:
         self.turn(lambda: worker.said("ready"), ends=False)
         return worker
 
-    def turn(self, until: Callable[[], bool], *, ends: bool = False, seconds: float = 10.0) -> None:
+    def turn(self, until: Callable[[], bool], *, ends: bool = False, seconds: float = 60.0) -> None:
         """Be the launcher until it is so."""
         end = time.monotonic() + seconds
         while not until():
@@ -89,6 +89,7 @@ def host() -> Iterator[Host]:
             os.close(descriptor)
 
 
+@pytest.mark.jobs
 def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
     host.start("answers(7, waits=True); events.show(place)")
     host.start("answers(7, waits=False); events.show(place)")
@@ -102,6 +103,7 @@ def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
     )
 
 
+@pytest.mark.jobs
 def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
     host.start("answers(7, waits=False); events.show(place)")
     host.start('answers(7, waits=True); events.late(place, 7, "backward of step 3", given_up=False)')
@@ -139,12 +141,13 @@ def test_only_who_shows_its_stack_is_sent_a_signal(host: Host) -> None:
     assert worker.process.poll() is None
 
 
+@pytest.mark.jobs
 def test_signals_of_a_script_s_own_stay_its_own(host: Host) -> None:
     taken = "for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda *_: os._exit(3))"
     worker = host.start(f"{taken}\nanswers(7, waits=False); events.show(place)")
     assert "in hangs" in host.judge()[1] and worker.process.poll() is None
     worker.process.send_signal(signal.SIGUSR1)
-    assert worker.process.wait(5) == 3
+    assert worker.process.wait(PATIENCE) == 3
 
 
 @pytest.mark.slow
@@ -168,7 +171,7 @@ def test_who_does_not_come_is_ended_where_others_can_go_on(host: Host, ends: boo
     host.judge(GIVEN_UP, ends=ends)
     assert host.said[told:] == (["paceline: rank 1 is given up, and ended"] if ends else [])  # its stack was shown
     if ends:
-        assert worker.process.wait(5) == -signal.SIGKILL and not worker.was_sent
+        assert worker.process.wait(PATIENCE) == -signal.SIGKILL and not worker.was_sent
     assert host.workers[0].process.poll() is None
 
 

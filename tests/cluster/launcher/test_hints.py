@@ -96,7 +96,7 @@ class TestCrowded:
             join = f"127.0.0.1:{probe.getsockname()[1]}"
         path, environ = script("print('ran')"), {"PACELINE_SECRET": SECRET.decode()}
         launched = [launch(path, workers, hosts=2, join=join, **environ) for workers in (1, cores())]
-        said = "".join(each.end(60)[2] for each in launched)
+        said = "".join(each.end()[2] for each in launched)
         assert said.count(f"paceline: {cores() + 1} workers take turns on the ") == 1, said
 
 

@@ -34,7 +34,7 @@ if second:
     os.unlink(first)
     os.close(file)
 print(flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -69,6 +69,7 @@ def inodes(*paths: Path) -> set[int]:
     return {path.stat().st_ino for path in paths}
 
 
+@pytest.mark.jobs
 class TestReclaim:
     def test_what_the_killed_left(self, make, dead):
         left = [make(f"torch_{dead}_123_4"), *map(make, SEMAPHORES)]
@@ -132,6 +133,7 @@ class TestReclaim:
         assert [*shared.iterdir()] == [other]
 
 
+@pytest.mark.jobs
 def test_semaphores_of_a_branded_process_and_its_children_have_the_mark():
     code = f"""
 import multiprocessing, os
@@ -146,9 +148,10 @@ print(multiprocessing.get_context("fork").Process()._config["semprefix"])
     assert len(said[0].split()) == 1 and said[1] == f"/mp-{MARK[:8]}"
 
 
+@pytest.mark.jobs
 def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
     """The deputy alone: its input ends without `done`."""
-    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abc"})
+    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": "abc"})
     deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abc", TIMINGS], stdin=subprocess.PIPE)
     assert deputy.stdin is not None
     deputy.stdin.write(b"+%d\n" % job.pid)
@@ -156,23 +159,25 @@ def test_a_killed_launcher_leaves_its_deputy_to_end_the_rest(tmp_path):
     time.sleep(0.1)
     assert job.poll() is None
     deputy.stdin.close()
-    assert deputy.wait(5) == 0 and job.wait(5) == -9
+    assert deputy.wait(60) == 0 and job.wait(60) == -9
 
 
+@pytest.mark.jobs
 def test_who_is_ended_is_told():
     """Also who carries the mark and was never seen before: what it leaves in shared memory is known by its number."""
     group, other = (
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": mark})
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": mark})
         for mark in ("none", "abe")
     )
     assert janitor.sweep("abe", [group.pid], set(), seconds=1.5) == {group.pid, other.pid}
-    assert group.wait(5) == other.wait(5) == -9
+    assert group.wait(60) == other.wait(60) == -9
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("grouped", [True, False])
 def test_who_was_ended_does_nothing_any_more(grouped):
     """A killed process has no environment long before it has ended: it may have just made what is looked for next."""
-    body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(60)"
+    body = "import mmap, time; m = mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE | mmap.MAP_POPULATE); print(flush=True); time.sleep(600)"
     name = f"abf{grouped:d}"  # the other one of these tests may run now
     with subprocess.Popen(
         [sys.executable, "-S", "-c", body], process_group=0, env={"PACELINE_JOB": name}, stdout=subprocess.PIPE
@@ -182,10 +187,11 @@ def test_who_was_ended_does_nothing_any_more(grouped):
         assert process.poll() == -9
 
 
+@pytest.mark.jobs
 def test_a_deputy_that_is_told_so_does_nothing():
-    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], process_group=0, env={"PACELINE_JOB": "abd"})
+    job = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0, env={"PACELINE_JOB": "abd"})
     deputy = subprocess.Popen([sys.executable, "-I", "-S", janitor.__file__, "abd", TIMINGS], stdin=subprocess.PIPE)
-    deputy.communicate(b"+%d\ndone\n" % job.pid, 5)
+    deputy.communicate(b"+%d\ndone\n" % job.pid, 60)
     assert job.poll() is None
     job.kill()
     job.wait()

@@ -20,7 +20,8 @@ from paceline.cluster.launcher.launch import LaunchRequest, check, deal, meeting
 from paceline.cluster.launcher.output import OutputStream, Screen, last_words
 from paceline.errors import UsageError
 from tests.harness import short_timings
-from tests.harness.launchers import JOINED, ROOT, alive_in, wait_for, wait_gone
+from tests.harness.jobs import PATIENCE, shared_memory, unused, wait_for
+from tests.harness.launchers import JOINED, ROOT, alive_in, wait_gone
 
 
 class TestOutput:
@@ -43,6 +44,7 @@ class TestOutput:
         assert code == 0 and out.count("z") == 2 * 99 * 20000 and len(out.splitlines()) >= 40000
         assert {line[:4] for line in out.splitlines()} == {"[0] ", "[1] "}
 
+    @pytest.mark.jobs
     def test_bytes_that_are_no_text(self, script, tmp_path):
         path = script("os.write(1, b'\\xff\\xfe\\n')")
         command = f"from paceline.cluster.launcher.launch import *; run(LaunchRequest({path!r}))"
@@ -53,7 +55,7 @@ class TestOutput:
         launched = launch(script("while True: print('x' * 100)"), 2)
         launched.process.stdout.readline()
         launched.process.stdout.close()
-        assert launched.process.wait(10) == 128 + signal.SIGPIPE
+        assert launched.process.wait(PATIENCE) == 128 + signal.SIGPIPE
         launched.process.stderr.close()
 
     def test_arguments_and_variables(self, script, launch):
@@ -96,7 +98,7 @@ class TestOutput:
             print(x.item())
             dist.destroy_process_group()
         """
-        code, out, err = launch(script(body), 2).end(60)
+        code, out, err = launch(script(body), 2).end()
         assert code == 0, err
         assert sorted(out.splitlines()) == ["[0] 3.0", "[1] 3.0"]
 
@@ -202,17 +204,16 @@ raise ValueError("boom")
 
     @pytest.mark.slow
     def test_echoes_alone_are_named(self, script, launch):
-        code, _, err = launch(script(JOINED + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(60)"), 2).end()
+        code, _, err = launch(script(JOINED + "if rank == 1: raise DeadlineExceeded('rank 0 never came')\ntime.sleep(600)"), 2).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "DeadlineExceeded" in err.splitlines()[-1]
 
     def test_without_paceline_the_first_to_exit_is_named(self, script, launch):
-        start = time.monotonic()
-        code, _, err = launch(script("if rank == 1: sys.exit(7)\ntime.sleep(60)"), 3).end()
-        assert code == 7 and time.monotonic() - start < 12
+        code, _, err = launch(script("if rank == 1: sys.exit(7)\ntime.sleep(600)"), 3).end()
+        assert code == 7
         assert err.splitlines()[-1] == f"paceline: rank 1 on {socket.gethostname()} failed with exit code 7"
 
     def test_killed_by_a_signal(self, script, launch):
-        code, _, err = launch(script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(60)"), 2).end()
+        code, _, err = launch(script("if rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)"), 2).end()
         assert code == 137 and "rank 0" in err.splitlines()[-1] and "was killed by SIGKILL" in err.splitlines()[-1]
 
     def test_a_killed_worker_and_the_echo_of_another(self, script, launch, tmp_path):
@@ -230,7 +231,7 @@ while not os.path.exists("pid"):
     time.sleep(0.01)
 poll = select.poll()
 poll.register(os.pidfd_open(int(pathlib.Path("pid").read_text())), select.POLLIN)
-poll.poll(10000)
+poll.poll()
 raise RuntimeError("connection reset by peer")
 """
         )
@@ -257,7 +258,7 @@ raise RuntimeError("connection reset by peer")
     @pytest.mark.slow
     def test_leaving_without_a_word_while_others_train(self, script, launch):
         short = short_timings.environ(supervisor={"left": 0.3})
-        code, _, err = launch(script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(60)"), 2, **short).end()
+        code, _, err = launch(script(JOINED + "if rank == 1: os._exit(0)\ntime.sleep(600)"), 2, **short).end()
         assert code == 1 and "rank 1 on" in err.splitlines()[-1] and "left in the middle" in err.splitlines()[-1]
 
     def test_leaving_without_a_word_is_the_cause_of_echoes(self, script, launch):
@@ -315,11 +316,6 @@ if __name__ == "__main__":
 """
 
 
-def shared() -> set[str]:
-    """Shared memory as torch and multiprocessing name it; other programs of this machine may come and go with theirs."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "sem.", "psm_", "paceline"))}
-
-
 @pytest.fixture
 def temporary() -> Iterator[Path]:
     """A folder for temporary files whose name is short enough for sockets."""
@@ -333,34 +329,32 @@ BODIES = [pytest.param(CHILDREN, id="children"), pytest.param(LOADER, id="loader
 
 class TestNothingIsLeft:
     def ready(self, tmp_path: Path, workers: int = 2) -> None:
-        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(workers)), 40)
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(workers)))
 
     @pytest.mark.parametrize("body", BODIES)
     def test_launcher_killed(self, body, script, launch, tmp_path, temporary):
-        before = shared()
+        before = shared_memory()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
         assert list(temporary.iterdir()) or body is CHILDREN
         assert len(alive_in(tmp_path)) >= 7
         launched.process.kill()
         launched.process.wait()
-        assert not wait_gone(tmp_path, 2.0)
-        wait_for(lambda: not list(temporary.iterdir()), 1)
-        wait_for(lambda: not shared() - before, 3)
+        assert not wait_gone(tmp_path)
+        wait_for(lambda: not list(temporary.iterdir()))
+        wait_for(lambda: not unused(shared_memory() - before))
 
     @pytest.mark.parametrize("body", BODIES)
     def test_worker_killed(self, body, script, launch, tmp_path, temporary):
-        before = shared()
+        before = shared_memory()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
         worker = next(child for child in psutil.Process(launched.process.pid).children() if "script.py" in " ".join(child.cmdline()))
         worker.kill()
-        start = time.monotonic()
         assert launched.end()[0] == 137
-        assert time.monotonic() - start < 10
-        assert not wait_gone(tmp_path, 0.2)
+        assert not wait_gone(tmp_path)
         assert not list(temporary.iterdir())
-        wait_for(lambda: not shared() - before, 3)
+        wait_for(lambda: not unused(shared_memory() - before))
 
     @pytest.mark.parametrize(
         ("body", "number"),
@@ -371,16 +365,14 @@ class TestNothingIsLeft:
         ],
     )
     def test_launcher_asked(self, body, number, script, launch, tmp_path, temporary):  # noqa: PLR0917
-        before = shared()
+        before = shared_memory()
         launched = launch(script(body), 2, TMPDIR=str(temporary))
         self.ready(tmp_path)
         launched.process.send_signal(number)
-        start = time.monotonic()
         assert launched.end()[0] == 128 + number
-        assert time.monotonic() - start < 15
-        assert not wait_gone(tmp_path, 0.2)
+        assert not wait_gone(tmp_path)
         assert not list(temporary.iterdir())
-        wait_for(lambda: not shared() - before, 3)
+        wait_for(lambda: not unused(shared_memory() - before))
 
 
 class TestAsked:
@@ -425,11 +417,10 @@ class TestAsked:
         """
         launched = launch(script(body), 1)
         wait_for((tmp_path / "ready0").exists)
-        start = time.monotonic()
         launched.process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         launched.process.send_signal(signal.SIGINT)
-        assert launched.end()[0] == 130 and time.monotonic() - start < 5
+        assert launched.end()[0] == 130
 
     def test_a_child_that_left_its_group(self, script, launch, tmp_path):
         body = """
@@ -438,7 +429,7 @@ class TestAsked:
             print("started", flush=True)
         """
         assert launch(script(body), 1).end()[0] == 0
-        assert not wait_gone(tmp_path, 0.2)
+        assert not wait_gone(tmp_path)
 
 
 class TestUsage:
@@ -481,9 +472,9 @@ class TestUsage:
         assert meeting_point("[::1]:5") == ("::1", 5) and meeting_point("a.b:29400") == ("a.b", 29400)
 
     def test_one_line_and_exit_code_2(self, launch):
-        code, out, err = launch("absent.py").end(5)
+        code, out, err = launch("absent.py").end()
         assert (code, out) == (2, "") and len(err.splitlines()) == 1 and err.startswith("paceline: the script absent.py doesn't exist")
 
     def test_several_hosts_need_a_secret(self, script, launch):
-        code, _, err = launch(script(""), 1, hosts=2, join="127.0.0.1:29400").end(5)
+        code, _, err = launch(script(""), 1, hosts=2, join="127.0.0.1:29400").end()
         assert code == 2 and "token_hex" in err and "--secret-file" in err

@@ -39,23 +39,12 @@ class TestClosed:
         assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
         assert sorted(ended.out.splitlines()) == (["[0] said 0", "[1] said 1"] if left_open(closed) else [])
 
-    @pytest.mark.lab
-    @pytest.mark.slow
-    def test_run_in_a_lab(self, job, closed):
-        if kernel.missing():
-            pytest.skip(kernel.missing())
-        (job.folder / "script.py").write_text(WORKER)
-        (job.folder / "c.toml").write_text("[[host]]\n[[host]]\n")
-        ended = job.start(shell(closed, "-m", "paceline", "lab", "run", "c.toml", "script.py")).end()
-        assert ended.code == 0, ended.err
-        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
-        assert sorted(ended.out.splitlines()) == (["[host0 0] said 0", "[host1 1] said 1"] if left_open(closed) else [])
-
     def test_report(self, job, closed):
         (job.folder / "runs" / "empty").mkdir(parents=True)
         ended = job.start(shell(closed, "-m", "paceline", "report", "runs/empty")).end()
         assert ended.code == 0 and ("No step was finished" in ended.out) == left_open(closed), ended.err
 
+    @pytest.mark.jobs
     def test_a_process_of_its_own(self, closed):
         """Whatever it opens next is none of the three, and it may read and write them all."""
         body = """
@@ -74,6 +63,19 @@ os._exit(other)
     def test_demo(self, job, closed):
         ended = job.start(shell(closed, "-m", "paceline", "demo", "--workers", "1")).end()
         assert ended.code == 2 and ended.err.startswith("paceline: --workers 1") == ("2>&-" not in closed), ended.err
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.skipif(bool(kernel.missing()), reason=kernel.missing())
+def test_run_in_a_lab(job):
+    (job.folder / "script.py").write_text(WORKER)
+    (job.folder / "c.toml").write_text("[[host]]\n[[host]]\n")
+    for closed in ("<&-", "<&- >&- 2>&-"):
+        ended = job.start(shell(closed, "-m", "paceline", "lab", "run", "c.toml", "script.py")).end()
+        assert ended.code == 0, ended.err
+        assert [(job.folder / f"rank{rank}").read_text() for rank in range(2)] == ["True True True"] * 2
+        assert sorted(ended.out.splitlines()) == (["[host0 0] said 0", "[host1 1] said 1"] if left_open(closed) else [])
 
 
 @pytest.mark.slow

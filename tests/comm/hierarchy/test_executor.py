@@ -12,6 +12,7 @@ from paceline.comm.group import Finished
 from paceline.comm.hierarchy import executor as module
 from paceline.comm.hierarchy.executor import Flow, StagedExecutor, StagedJob, Steps
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged, WorkerLost
+from tests.harness.jobs import wait_for
 
 
 def line(stages: int) -> tuple[StagedExecutor, list[Any]]:
@@ -69,7 +70,7 @@ def test_what_is_between_two_stages_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
     class Gated(Finished):
         def wait(self, timeout: float | None = None) -> Any:
-            assert gate.wait(10)
+            assert gate.wait(60)
 
     def steps(name: int) -> Steps:
         begun.append(name)
@@ -79,7 +80,8 @@ def test_what_is_between_two_stages_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         return job(Flow(steps(number), elements) for number in range(count))
 
     works = [ours.start(flows(30, 8))]
-    time.sleep(0.1)
+    wait_for(lambda: len(begun) >= 4)
+    time.sleep(0.05)
     assert len(begun) == 4  # three between the stages, and one that waits for room
     gate.set()
     works += [ours.start(flows(1000, 3))]  # larger than the bound: one at a time
@@ -138,7 +140,7 @@ def test_waits_end() -> None:
 
     class Never(Finished):
         def wait(self, timeout: float | None = None) -> Any:
-            gate.wait(10)
+            gate.wait(60)
 
     def steps() -> Steps:
         yield Never()

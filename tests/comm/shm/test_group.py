@@ -85,7 +85,7 @@ def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> Non
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_of_any_length_with_blocks_of_any_size(size: int) -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        group = SharedGroup.from_store(store, rank, size, deadline=60)
         dice = random.Random(5)
         for length in [1, 8191, 8192, 8193, 65_536 * size, 700_001, *(dice.randrange(1, 100_000) for _ in range(4))]:
             for block in (group.segment.block, 64 * size, 4096 * size):
@@ -721,6 +721,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.jobs
 def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Path) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         with pytest.raises(ResourceError, match=r"MiB of shared memory can't be had \(No space left on device; .*small has 1 MiB free\)"):

@@ -19,7 +19,7 @@ def queues(size: int, body: Any) -> list[Any]:
     """`body(queue, board)` on threads, one a rank."""
 
     def run(rank: int, size: int, store: Store) -> Any:
-        segment = ControlSegment.from_store(store, rank, range(size), deadline=10)
+        segment = ControlSegment.from_store(store, rank, range(size), deadline=60)
         return body(WorkQueue(segment, []), segment)
 
     return threads(size, run)
@@ -94,7 +94,7 @@ def test_several_threads_may_wait() -> None:
         for thread in crew:
             thread.start()
         for thread in crew:
-            thread.join(10)
+            thread.join(60)
         assert sorted(found) == list(range(8)) and log == [(name, phase) for name in range(8) for phase in range(20)]
 
     queues(2, body)
@@ -102,7 +102,7 @@ def test_several_threads_may_wait() -> None:
 
 def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=10) for name in "ab"]
+        boards = [ControlSegment.from_store(store.sub(name), rank, range(size), deadline=60) for name in "ab"]
         relatives: list[Any] = []
         one, other = (WorkQueue(segment, relatives) for segment in boards)
         log: list[Any] = []
@@ -113,7 +113,7 @@ def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
         if rank == 1:
             other.start(CALL, counting(boards[1], 1, log, "b")).wait()
         del other
-        third = WorkQueue(ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=10), relatives)
+        third = WorkQueue(ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=60), relatives)
         assert [ref() for ref in relatives] == [one, third]
 
     threads(2, body)

@@ -13,7 +13,7 @@ from tests.harness.processes import fork, threads
 
 
 def join(store: Store, rank: int, size: int) -> ControlSegment:
-    return ControlSegment.from_store(store, rank, range(size), deadline=20)
+    return ControlSegment.from_store(store, rank, range(size), deadline=60)
 
 
 def test_payloads_of_any_length_are_exchanged() -> None:

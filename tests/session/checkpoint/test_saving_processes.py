@@ -40,7 +40,7 @@ SAVING = """
 @pytest.mark.slow
 def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path) -> None:
     text = script(start="name='run', folder='runs'", nap=0.01, prepared=DYING, after=SAVING)
-    ended = job.run(text, 3, "--min-workers", "1", OUT=str(tmp_path)).end(90)
+    ended = job.run(text, 3, "--min-workers", "1", OUT=str(tmp_path)).end()
     assert ended.code == 0, ended
     found = outcome(tmp_path, tmp_path)
     assert found.size == 2 and found.logged == list(range(1, 37))
@@ -63,7 +63,7 @@ with pl.start(name="run") as run:
 
 @pytest.mark.slow
 def test_a_summary_that_can_not_be_written_is_no_loss_to_go_on_after(job: Jobs, tmp_path: Path) -> None:
-    ended = job.run(REFUSED, 2, "--min-workers", "1", "--restarts", "1").end(90)
+    ended = job.run(REFUSED, 2, "--min-workers", "1", "--restarts", "1").end()
     assert ended.code == 1, ended
     assert "summary.json could not be written (Is a directory); free some space" in ended.err
 

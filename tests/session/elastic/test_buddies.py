@@ -28,7 +28,7 @@ from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.outer import nesterov
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import Sequence as Both
-from tests.harness.jobs import Jobs
+from tests.harness.jobs import PATIENCE, Jobs
 from tests.harness.runs import batches, cut, parameters, workers
 from tests.harness.survivors import play
 
@@ -82,7 +82,7 @@ class Training:
     def whole(self) -> None:
         """Wait until what is on its way has come."""
         if self.buddies.courier is not None:
-            assert self.buddies.courier.wait(20) and self.buddies.courier.works
+            assert self.buddies.courier.wait(PATIENCE) and self.buddies.courier.works
 
     def regroup(self, ranks: Sequence[int]) -> str:
         """Go on with these ranks; gives what is said of the others."""

@@ -30,7 +30,7 @@ def leave(*launched: Job) -> None:
     for each in launched:
         each.process.terminate()
     for each in launched:
-        end = each.end(60)
+        end = each.end()
         if end.code != LEFT or "asked to leave" not in end.err or "Traceback" in end.err:
             pytest.fail(f"{end.code}\n{end.err}")
 
@@ -110,7 +110,7 @@ def test_killed_before_that_it_takes_with_it_what_it_keeps(job: Jobs) -> None:
     kill_host(launched[1])
     for server in kept:
         server.kill()
-    end = launched[0].end(60)
+    end = launched[0].end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end
 
 
@@ -123,8 +123,8 @@ def test_where_nobody_can_take_over_it_goes_in_the_end(job: Jobs) -> None:
     launched[1].process.terminate()
     wait_for(lambda: len(servers(launched[0])) == 2, 30)
     servers(launched[0])[1].suspend()
-    assert launched[1].end(60).code == LEFT
-    end = launched[0].end(60)
+    assert launched[1].end().code == LEFT
+    end = launched[0].end()
     assert end.code == 1 and "nobody else has what was kept there" in end.err, end
 
 
@@ -136,7 +136,7 @@ def test_asked_twice_the_job_ends(job: Jobs) -> None:
     launched[1].process.terminate()
     time.sleep(0.7)  # in the middle of a turn of two seconds
     launched[1].process.terminate()
-    ends = [each.end(60) for each in launched]
+    ends = [each.end() for each in launched]
     assert [end.code for end in ends] == [LEFT, LEFT], ends
 
 
@@ -147,4 +147,4 @@ def test_where_everybody_leaves_nobody_is_waited_for(job: Jobs) -> None:
     trains(launched[0], hosts.out, 4)
     for each in launched:
         each.process.terminate()
-    assert [each.end(40).code for each in launched] == [LEFT, LEFT]
+    assert [each.end().code for each in launched] == [LEFT, LEFT]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -43,14 +44,23 @@ with pl.start({start}) as run:
 ENDLESS = "while True: pass"
 
 
-def training(hang: str, start: str = "deadline=5.0, late_after=0.5", after: str = "pass") -> str:
+def training(hang: str, start: str, after: str = "pass") -> str:
     return TRAINING.format(hang=hang, start=start, after=after)
+
+
+def until_told(job: Jobs, hang: str, start: str = "deadline={seconds}, late_after=0.5") -> tuple[Ended, float]:
+    """The training whose last worker does this, and the seconds that were given for it: more where a busy machine said nothing in time."""
+    for seconds in (5.0, 20.0, 60.0):
+        ended = job.run(training(hang.format(seconds=seconds / 2), start.format(seconds=seconds))).end()
+        if told(ended):
+            break
+    return ended, seconds
 
 
 def place_of(job: Jobs, hang: str) -> str:
     """Where the stack has to end."""
     lines = (job.folder / "script.py").read_text().splitlines()
-    return f'script.py", line {next(number for number, line in enumerate(lines, 1) if hang in line)} in <module>'
+    return f'.py", line {next(number for number, line in enumerate(lines, 1) if hang in line)} in <module>'
 
 
 def told(ended: Ended) -> list[str]:
@@ -65,54 +75,63 @@ HEAD = f"paceline: others wait for rank 1 on {HOST} (backward of step 5): its la
 
 
 @pytest.mark.slow
+@pytest.mark.preloaded
 def test_an_endless_loop_is_named_with_its_stack_and_the_run_ends_at_the_deadline(job: Jobs) -> None:
-    ended = job.run(training(ENDLESS)).end()
+    ended, seconds = until_told(job, ENDLESS)
     head, *stack = told(ended)
-    assert head.startswith(HEAD) and place_of(job, ENDLESS) in stack[-1], ended.err
+    assert head.startswith(HEAD) and any(place_of(job, ENDLESS) in line for line in stack), ended.err
     assert ended.code == 1 and "DeadlineExceeded" in ended.last, ended.err
-    assert f"step 5, backward: rank 0 waited 5.0 s in vain for rank 1 on {HOST}, last seen at backward of step 4" in ended.err
+    waited = rf"step 5, backward: rank 0 waited (\S+) s in vain for rank 1 on {HOST}, last seen at backward of step 4"
+    assert (found := re.search(waited, ended.err)) is not None and float(found[1]) >= seconds, ended.err
 
 
 @pytest.mark.slow
+@pytest.mark.preloaded
 def test_a_stopped_worker_is_named_as_stopped(job: Jobs) -> None:
     """And the signals that a script takes for itself stay its own."""
     taken = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(3)); "
-    ended = job.run(training(f"{taken}os.kill(os.getpid(), signal.SIGSTOP)")).end()
+    ended, _ = until_told(job, f"{taken}os.kill(os.getpid(), signal.SIGSTOP)")
     (head,) = told(ended)
     assert head.startswith(HEAD.partition(": its")[0]) and "it was stopped by a signal (SIGSTOP); `kill -CONT " in head, ended.err
     assert ended.code == 1 and "DeadlineExceeded" in ended.last, ended.err
 
 
 @pytest.mark.slow
+@pytest.mark.preloaded
 def test_a_call_that_is_skipped_is_named_at_once(job: Jobs) -> None:
     """The workers don't come to the same call, so nobody has to wait for a deadline."""
     ended = job.run(training("pass", start="", after="if run.rank == 0 or run.steps != 5: run.mean(1.0)")).end()
     lines = (job.folder / "script.py").read_text().splitlines()
     mean, backward = (next(n for n, line in enumerate(lines, 1) if text in line) for text in ("run.mean(1.0)", "loss.backward()"))
-    sides = f"rank 0 on {HOST} at run.mean of step 5 (script.py:{mean}); rank 1 on {HOST} at backward of step 6 (script.py:{backward})"
-    apart = f"workers have come apart: {sides}"
-    assert apart in ended.err and not told(ended), ended.err
+    here = rf"rank 0 on {HOST} at run\.mean of step 5 \(script\.py:{mean}\)"
+    there = rf"rank 1 on {HOST} at (backward of step 6 \(script\.py:{backward}\)|run\.log of step 6)"  # logs meet about once a second
+    assert re.search(f"workers have come apart: {here}; {there}", ended.err) and not told(ended), ended.err
     assert ended.code == 1 and "Mismatch" in ended.last, ended.err
 
 
 @pytest.mark.slow
+@pytest.mark.preloaded
 def test_the_launcher_of_its_host_shows_it_where_others_wait_on_another(job: Jobs) -> None:
     common = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
-    options = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
-    launched = [job.run(training(ENDLESS), 1, *options, "--host-rank", str(host), **common) for host in range(2)]
-    first, second = (one.end() for one in launched)
+    for seconds in (5.0, 20.0, 60.0):
+        text = training(ENDLESS, f"deadline={seconds}, late_after=0.5")
+        options = ("--hosts", "2", "--join", f"127.0.0.1:{free_port()}")
+        launched = [job.run(text, 1, *options, "--host-rank", str(host), **common) for host in range(2)]
+        first, second = (one.end() for one in launched)
+        if told(second):
+            break
     head, *stack = told(second)
-    assert head.startswith(HEAD) and place_of(job, ENDLESS) in stack[-1] and not told(first), (first.err, second.err)
+    assert head.startswith(HEAD) and any(place_of(job, ENDLESS) in line for line in stack) and not told(first), (first.err, second.err)
     assert first.code == second.code == 1
 
 
 @pytest.mark.slow
+@pytest.mark.preloaded
 def test_who_comes_after_all_is_named_after_as_long_as_was_asked_for(job: Jobs) -> None:
     """`late_after` is honoured: from these calls five seconds would be learnt. And a run in which all come ends well."""
-    hang = "time.sleep(2.5)"
-    ended = job.run(training(hang, start="late_after=0.5")).end()
+    ended, _ = until_told(job, "time.sleep({seconds})", "late_after=0.5")
     head, *stack = told(ended)
-    assert head.startswith(HEAD) and place_of(job, hang) in stack[-1] and ended.code == 0, ended.err
+    assert head.startswith(HEAD) and any(place_of(job, "time.sleep") in line for line in stack) and ended.code == 0, ended.err
 
 
 def test_a_time_that_can_not_be_honoured_is_refused() -> None:
@@ -169,7 +188,7 @@ def worker() -> Iterator[type[Worker]]:
     for each in made:
         each.watching.stop()
     for thread in [each for each in threading.enumerate() if each.name == "paceline watching"]:
-        thread.join(5)
+        thread.join(60)
     for each in made:
         each.close()
     faulthandler.unregister(commands.STACK)

@@ -31,7 +31,7 @@ def test_all_stop_and_say_why(job: Jobs, options: tuple[str, ...]) -> None:
     """Also where the others could go on: the error is the same on all."""
     folder = out(job, "stopped")
     text = script(start=start("stopped", compare=5), after=FLIP.format(steps=(8,)), nap=0)
-    ended = job.run(text, 3, *options, OUT=str(folder)).end(60)
+    ended = job.run(text, 3, *options, OUT=str(folder)).end()
     assert ended.code == 1 and "(ReplicasDiffer)" in ended.last, ended
     assert "replicas differ after step 10: rank 2 on " in ended.err and " in 0.weight. Few tensors of one rank" in ended.err
     summary = json.loads((folder / "runs" / "run" / "summary.json").read_text())
@@ -57,10 +57,10 @@ DYING = """import paceline.session.replicas.compare as c
 @pytest.mark.slow
 def test_workers_die_while_replicas_are_compared(job: Jobs) -> None:
     alone, killed = out(job, "alone"), out(job, "killed")
-    ended = job.run(script(start=start("alone", compare=None), nap=0), 1, OUT=str(alone)).end(60)
+    ended = job.run(script(start=start("alone", compare=None), nap=0), 1, OUT=str(alone)).end()
     assert ended.code == 0, ended
     text = script(start=start("killed", compare=3, differing="heal"), after=FLIP.format(steps=(3, 6, 9, 12, 15)), prepared=DYING, nap=0)
-    ended = job.run(text, 7, "--min-workers", "1", OUT=str(killed)).end(90)
+    ended = job.run(text, 7, "--min-workers", "1", OUT=str(killed)).end()
     assert ended.code == 0, ended
     found, wanted = outcome(killed, killed), outcome(alone, alone)
     assert found.samples == wanted.samples and apart(found, wanted) < 1e-12
@@ -99,7 +99,7 @@ def test_who_comes_later_is_compared_with_the_others(job: Jobs, sync: str) -> No
     launched = job.run(text, 3, "--min-workers", "1", "--restarts", "1", "--sync", sync, OUT=str(folder))
     trains(launched, folder, 3)
     kill(launched, random.Random(1))
-    ended = launched.end(90)
+    ended = launched.end()
     assert ended.code == 0, ended
     found = outcome(folder, folder)
     assert found.size == 3 and ["lost" in found.events[0], "come" in found.events[1]] == [True, True], found.events

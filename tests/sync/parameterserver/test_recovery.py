@@ -127,7 +127,7 @@ def begun(job: Jobs, mode: str, workers: int = 3, *options: str, replicas: int =
 
 
 def ended(job: Jobs, launched: Job, name: str = "killed") -> Outcome:
-    end = launched.end(90)
+    end = launched.end()
     assert end.code == 0, end.err
     return told(job.folder / name)._replace(err=end.err)
 
@@ -136,7 +136,7 @@ def survived(job: Jobs, launched: Job, mode: str) -> Outcome:
     """The same of a training that was checked, in which nobody waited long."""
     found = ended(job, launched)
     check(found, mode)
-    assert gap(job.folder / "killed") < 15
+    assert gap(job.folder / "killed") < 60
     return found
 
 
@@ -348,7 +348,7 @@ def test_a_server_is_stopped(job: Jobs, mode: str, which: int) -> None:
     servers(launched)[which].suspend()
     found = ended(job, launched)
     check(found, mode)
-    assert f"server {which} on" in found.events[0] and gap(job.folder / "killed") < 20, found.events
+    assert f"server {which} on" in found.events[0] and gap(job.folder / "killed") < 60, found.events
 
 
 @pytest.mark.slow
@@ -401,7 +401,7 @@ def test_a_host_goes_with_its_servers(job: Jobs, mode: str, victim: int, leaves:
     else:
         for process in [psutil.Process(launched[victim].process.pid), *launched[victim].workers(), *servers(launched[victim])]:
             process.kill()
-    ends = [host.end(90) for host in launched]
+    ends = [host.end() for host in launched]
     assert [end.code for end in ends] == [(143 if leaves else -9) if rank == victim else 0 for rank in range(3)], ends
     found = told(out)
     check(found, mode)
