@@ -26,7 +26,7 @@ from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver import transfer
 from paceline.sync.parameterserver.clipping import PendingClip, covered
-from paceline.sync.parameterserver.consistency import Consistency, consistency
+from paceline.sync.parameterserver.consistency import ConsistencyModel
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.options import ServerOptions
 from paceline.sync.parameterserver.prefetch import PendingPulls
@@ -41,13 +41,13 @@ class ParameterServerSync:
 
     exchanges_in_backward = False  # backward doesn't wait
 
-    def __init__(self, context: SyncContext, options: ServerOptions) -> None:
+    def __init__(self, context: SyncContext, options: ServerOptions, model: ConsistencyModel) -> None:
         if context.servers is None:
             raise UsageError("ParameterServer needs servers, and nobody starts any here: start the workers with `paceline run`")
         self.context = context
-        self.link = ServerLink(context, options)
+        self.link = ServerLink(context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone)
         self.rows = PerWorkerRowSteps(self.link)  # what else these optimizers step, where workers are not in lockstep
-        self.consistency: Consistency = consistency(self.link, self.rows)
+        self.consistency = model.make(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # this worker hasn't been told yet where servers are
         self._at: dict[int, int] = {}  # number of a slot, as backward counts -> its place among the link's slots

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.server import optimizers
@@ -87,12 +87,21 @@ class Consistency(Protocol):
         ...
 
 
+class ConsistencyModel(NamedTuple):
+    """A consistency model that was asked for: what makes it for a link and row steps, and what pushes and pulls depend on."""
+
+    make: Callable[[ServerLink, PerWorkerRowSteps], Consistency]
+    lockstep: bool = False  # all workers are meant to take the same steps
+    drops: bool = False  # servers leave out what is pushed too late
+    alone: bool = False  # each gradient is a step of its own
+
+
 class BulkSynchronous:
     """Bulk-synchronous: all workers make every step together."""
 
     sample_queue: None = None
 
-    def __init__(self, link: ServerLink) -> None:
+    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps) -> None:
         self._link = link
         self._told: list[optimizers.Settings] = []  # by optimizer: the settings that servers know
         self.recovery: LockstepRecovery | None = None
@@ -211,8 +220,8 @@ class StaleSynchronous(ScheduledSteps):
     more, that step has been made.
     """
 
-    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps) -> None:
-        super().__init__(link, rows, link.options.staleness)
+    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, bound: int) -> None:
+        super().__init__(link, rows, bound)
         self._known: dict[int, int] = {}  # by optimizer: turns that all had completed when its parameters were last read
         self._open: set[int] = set()  # optimizers whose step with this worker's last gradient had not been made when it went on
         self._clips: dict[int, tuple[float, float]] = {}  # of the open ones: the kind of norm, and its limit
@@ -279,12 +288,16 @@ class StaleSynchronous(ScheduledSteps):
 
 
 class BackupWorkers(ScheduledSteps):
-    """Backup workers: the first to arrive make a step."""
+    """Backup workers: the first to arrive make a step, all but so many `backups`. `requeue`: the samples of others are dealt again."""
+
+    def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, backups: int, requeue: bool) -> None:
+        super().__init__(link, rows)
+        self._backups, self._requeue = backups, requeue
 
     @property
     def _again(self) -> bool:
         """Whether my samples are dealt again."""
-        return self._link.options.requeue and again(self._decided, late=self._late, made=self._made)
+        return self._requeue and again(self._decided, late=self._late, made=self._made)
 
     def _gradient(self, number: int) -> int:
         """Return the number of the step: a gradient that is late for one is in no later one."""
@@ -293,7 +306,7 @@ class BackupWorkers(ScheduledSteps):
     def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
         gradient = self._gradient(number)
         step = 0 if self._again else gradient  # 0: late
-        found = self._call(number, "arrive", gradient, step, {"step": step, "backups": self._link.options.backup_workers})
+        found = self._call(number, "arrive", gradient, step, {"step": step, "backups": self._backups})
         return {"step": gradient, **found}
 
     def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -309,11 +322,3 @@ class BackupWorkers(ScheduledSteps):
 
     def _dropped(self) -> str:
         return "again" if self._again else "dropped" if self._late else ""
-
-
-def consistency(link: ServerLink, rows: PerWorkerRowSteps) -> Consistency:
-    """Return the consistency model that the options ask for."""
-    if link.lockstep:
-        return BulkSynchronous(link)
-    kind = BackupWorkers if link.drops else Asynchronous if link.alone else StaleSynchronous
-    return kind(link, rows)

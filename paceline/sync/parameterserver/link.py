@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,11 @@ from paceline.sync.parameterserver.units import TransferUnit, UnitLayout
 class ServerLink:
     """Connections, layout and codec that a client's parts share. Optimizers are known by their numbers, in the order of `optimizers`."""
 
-    def __init__(self, context: SyncContext, options: ServerOptions) -> None:
+    def __init__(self, context: SyncContext, options: ServerOptions, *, lockstep: bool, drops: bool, alone: bool) -> None:
         self.context, self.options = context, options
-        self.lockstep = not (options.staleness or options.backup_workers)  # all workers are meant to take the same steps
-        self.drops = options.backup_workers > 0  # servers leave out what is pushed too late
-        self.alone = options.staleness == math.inf  # each gradient is a step of its own
+        self.lockstep = lockstep  # all workers are meant to take the same steps
+        self.drops = drops  # servers leave out what is pushed too late
+        self.alone = alone  # each gradient is a step of its own
         self.pulls_later = options.pull == "forward"  # parameters come while the next forward runs
         self.workers = list(range(context.group.size))  # numbers of the workers, by rank
         self.slots: list[Slot] = []

@@ -1,4 +1,4 @@
-"""Options of the parameter server's client, as the strategy is written (`ParameterServer` says what each means)."""
+"""Options of the parameter server's client, whatever the consistency model (`ParameterServer` says what each means)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ from paceline.codec.coding import Coding
 
 
 class ServerOptions(Protocol):
-    """The arguments of `ParameterServer`."""
+    """The arguments of `ParameterServer` but for those that ask for a consistency model."""
 
     @property
     def servers(self) -> int | None: ...
 
     @property
-    def staleness(self) -> float: ...
-
-    @property
-    def backup_workers(self) -> int: ...
-
-    @property
     def replicas(self) -> int: ...
-
-    @property
-    def requeue(self) -> bool: ...
 
     @property
     def bucket_mb(self) -> float: ...

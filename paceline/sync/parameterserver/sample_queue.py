@@ -29,13 +29,10 @@ T = TypeVar("T")
 
 
 class SampleQueueClient:
-    """Asks the scheduler for samples, and whether to go on. `bound`: how many turns this worker may be ahead of the slowest.
+    """Asks the scheduler for samples, and whether to go on. `leaving` is called before this worker takes no more turns."""
 
-    `leaving` is called before this worker takes no more turns.
-    """
-
-    def __init__(self, link: ServerLink, bound: float, leaving: Callable[[], None] = lambda: None) -> None:
-        self._link, self._bound, self._leaving = link, bound, leaving
+    def __init__(self, link: ServerLink, leaving: Callable[[], None] = lambda: None) -> None:
+        self._link, self._leaving = link, leaving
         self.clock = 0  # turns that are over
         self.open = False  # an epoch is under way
         self.part: Part = NONE
@@ -124,15 +121,17 @@ class SampleQueueClient:
 
     # ---- turns
 
-    def tick(self, dropped: str) -> None:
-        """End my turn, that of the oldest piece. `dropped`: "" where it is in a step, "dropped", or "again" to be dealt again."""
+    def tick(self, dropped: str, bound: float) -> None:
+        """End my turn, that of the oldest piece. `bound`: how many turns I may be ahead of the slowest in the next.
+
+        `dropped`: "" where the piece is in a step, "dropped", or "again" to be dealt again.
+        """
         self.go()
         piece = self.taken.popleft()
         self._carried += [] if self._stepped else [piece]
         self._stepped = False
         self.clock, self._owes = self.clock + 1, True
-        bound = -1 if self._bound == math.inf else int(self._bound)
-        self._tick = {"clock": self.clock, "dropped": dropped, "bound": bound}
+        self._tick = {"clock": self.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
         self._lasting(self._send)
 
     def _send(self) -> None:

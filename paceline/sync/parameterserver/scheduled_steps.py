@@ -32,7 +32,7 @@ class ScheduledSteps:
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, bound: float = math.inf) -> None:
         self._link, self._rows, self._bound = link, rows, bound
-        self.sample_queue = SampleQueueClient(link, bound, self._leave)
+        self.sample_queue = SampleQueueClient(link, self._leave)
         self.recovery: QueueRecovery | None = None
         self._count: dict[int, int] = {}  # by optimizer: how many gradients of this worker are in steps, or were left out
         self._decided: dict[int, Any] = {}  # by optimizer: the decision on its next step, where that has been asked for
@@ -185,7 +185,7 @@ class ScheduledSteps:
     def commit(self) -> None:
         if not self.sample_queue.open:
             return
-        self.sample_queue.tick(self._dropped())
+        self.sample_queue.tick(self._dropped(), self._bound)
         self._late = self._made = False
         self._follow()
         if self.recovery is not None and self.recovery.has_begun():

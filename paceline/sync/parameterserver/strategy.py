@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from paceline.codec.codec import Codec
@@ -14,6 +15,7 @@ from paceline.server.codings import check
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.client import ParameterServerSync
+from paceline.sync.parameterserver.consistency import Asynchronous, BackupWorkers, BulkSynchronous, ConsistencyModel, StaleSynchronous
 
 
 @dataclass(frozen=True)
@@ -90,4 +92,14 @@ class ParameterServer:
                 "pull='forward' is for runs that end when something is lost: leave out --min-workers, or say pull='step', which waits for "
                 "parameters where steps are settled"
             )
-        return ParameterServerSync(context, self)
+        return ParameterServerSync(context, self, self._model())
+
+    def _model(self) -> ConsistencyModel:
+        """Choose the consistency model."""
+        if self.backup_workers:
+            return ConsistencyModel(partial(BackupWorkers, backups=self.backup_workers, requeue=self.requeue), drops=True)
+        if self.staleness == math.inf:
+            return ConsistencyModel(Asynchronous, alone=True)
+        if self.staleness:
+            return ConsistencyModel(partial(StaleSynchronous, bound=int(self.staleness)))
+        return ConsistencyModel(BulkSynchronous, lockstep=True)
