@@ -26,7 +26,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "ParameterServerSync": "implements every ability of a strategy",
     "Recovery": "founding a view and admitting workers are not apart yet",
     "Run": "has every public method",
-    "SampleScheduler": "dealing samples and deciding on partial steps are not apart yet",
     "Server": "implements every message of workers",
     "Shard": "updates, repeated steps and memories of codecs are not apart yet",
     "SharedGroup": "implements every collective",

@@ -14,26 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from paceline.errors import Mismatch
+from paceline.server.journal import Part
 from paceline.server.reconcile import RecoveryState
 from paceline.server.spans import SampleSpan
-from paceline.server.stragglers import OpenStep, PartialSteps, StepMade
+from paceline.server.stragglers import FirstArrivals, OpenStep, PartialSteps, StepDecision, StepMade
 
 SHOWN = 1000  # dropped pieces that are listed one by one
-
-
-@dataclass
-class StepDecision:
-    """The workers that make a step, with backup workers: the first that came, in the order of their numbers."""
-
-    came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
-    workers: list[int] = field(default_factory=list)  # once it is decided
 
 
 @dataclass
@@ -45,6 +38,82 @@ class ScheduleTally:
     samples: int = 0  # of those
     requeued: int = 0  # samples that were dealt again for it
     pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)  # epoch and piece that were dropped for good, the first `SHOWN`
+    known: set[tuple[int, SampleSpan]] = field(default_factory=set)  # all of those
+
+    def drop(self, epoch: int, piece: SampleSpan) -> None:
+        """Count a piece that was dropped for good, once."""
+        if (epoch, piece) in self.known:
+            return
+        self.known.add((epoch, piece))
+        self.dropped += 1
+        self.samples += piece.stop - piece.start
+        if len(self.pieces) < SHOWN:
+            self.pieces.append((epoch, piece))
+
+    def requeue(self, piece: SampleSpan) -> None:
+        """Count a piece that came too late and is dealt again."""
+        self.dropped += 1
+        self.requeued += piece.stop - piece.start
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was dropped, for the summary."""
+        pieces = [[epoch, *piece] for epoch, piece in self.pieces]
+        return {"gradients": self.dropped, "samples": self.samples, "dealt_again": self.requeued, "pieces": pieces}
+
+
+class UndealtSamples:
+    """The samples of a part of an epoch that are still to be dealt: pieces that are dealt again, then the global batches in order.
+
+    `part`: the epoch, and the number of the first batch in it; `todo`: pieces that are all that is left, where some have been dealt before.
+    """
+
+    def __init__(self, part: Part | None = None, sizes: Sequence[int] = (), todo: Sequence[SampleSpan] | None = None) -> None:
+        self.part, self.sizes = part, sizes
+        self.stopped = False  # nothing more is dealt in this epoch
+        self._next = (0, 0) if todo is None else (len(sizes), 0)  # batch (from the first one on), and sample, that are dealt next
+        self._again = deque(todo or ())
+
+    @property
+    def left(self) -> bool:
+        """Whether there are any."""
+        return bool(self._again) or self._next[0] < len(self.sizes)
+
+    def cut(self, most: int) -> SampleSpan | None:
+        """Take the next piece, of at most so many samples; None where nothing is left."""
+        if self._again:
+            batch, start, stop = self._again.popleft()
+            if stop - start > most:
+                self._again.appendleft(SampleSpan(batch, start + most, stop))
+            return SampleSpan(batch, start, min(start + most, stop))
+        number, start = self._next
+        if self.part is None or number == len(self.sizes):
+            return None
+        stop = min(start + most, self.sizes[number])
+        self._next = (number, stop) if stop < self.sizes[number] else (number + 1, 0)
+        return SampleSpan(self.part[1] + number, start, stop)
+
+    def put_back(self, piece: SampleSpan) -> None:
+        """Deal this piece again, before what was never dealt."""
+        self._again.append(piece)
+
+
+class NoteBox:
+    """Notes of workers to the first worker, which are kept until it has them."""
+
+    def __init__(self) -> None:
+        self._notes: list[tuple[int, Tensor]] = []
+        self._last: dict[int, int] = {}  # by worker: the number of its last note
+
+    def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
+        """Keep a note, its `number` from 1 on; one that comes again is not kept twice."""
+        if not number or number > self._last.get(worker, 0):
+            self._notes.append((worker, letter))
+            self._last[worker] = number
+
+    def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
+        """Return all notes that have come, but for the first `had`: those have arrived."""
+        del self._notes[:had]
+        return list(self._notes)
 
 
 class SampleScheduler:
@@ -53,23 +122,16 @@ class SampleScheduler:
     def __init__(self) -> None:
         self.tally = ScheduleTally()
         self.clocks: dict[int, int] = {}  # turns that each worker has completed
-        self._part: tuple[int, int] | None = None  # epoch, and the number of its first batch that is dealt now
-        self._sizes: Sequence[int] = ()
-        self._next = (0, 0)  # batch (from the first one on), and sample, that are dealt next
-        self._again: deque[SampleSpan] = deque()
+        self.notes = NoteBox()
+        self._samples = UndealtSamples()
         self._under_way: dict[int, list[SampleSpan]] = {}
         self._active: set[int] = set()  # workers that have turns to take
         self._parked: set[int] = set()  # of those, the ones that asked for pieces when there were none, and wait for what others may drop
-        self._decisions: dict[tuple[int, int], StepDecision] = {}  # by optimizer and step
-        self._decided: dict[int, int] = {}  # by optimizer: the last step that was decided
+        self._arrivals: dict[int, FirstArrivals] = {}  # by optimizer
         self._gatherings: dict[int, PartialSteps] = {}  # by optimizer
         self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
-        self._dropped: set[tuple[int, SampleSpan]] = set()  # for good
-        self._posts: list[tuple[int, Tensor]] = []
-        self._posted: dict[int, int] = {}  # by worker: the number of its last note
-        self._stopped = False
         self._pausing = False  # no more pieces, until all have asked for some
         self._times = 0  # how often the part was gone on with, after all had stopped taking
 
@@ -80,8 +142,9 @@ class SampleScheduler:
 
         `times`: how often the part is gone on with, perhaps by other workers, after all had stopped taking (`pause`).
         """
-        if self._part == (epoch, first) and times == self._times:
-            if list(sizes) != list(self._sizes):
+        part, samples = (epoch, first), self._samples
+        if samples.part == part and times == self._times:
+            if list(sizes) != list(samples.sizes):
                 raise Mismatch(f"workers deal different batches in epoch {epoch}")
             return
         left = [worker for worker in self._active if self._under_way.get(worker)]
@@ -89,10 +152,11 @@ class SampleScheduler:
             raise Mismatch(f"epoch {epoch} can't begin: workers {left} are in the middle of another")
         if not sizes or min(sizes) < 1:
             raise Mismatch("there is nothing to deal, or a batch without samples")
-        if self._part != (epoch, first):
-            self._next, self._stopped = (0, 0), False
-            self._again.clear()
-        self._part, self._sizes, self._times, self._pausing = (epoch, first), sizes, times, False
+        if samples.part == part:
+            samples.sizes = sizes
+        else:
+            self._samples = UndealtSamples(part, sizes)
+        self._times, self._pausing = times, False
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
         self._began.clear()
@@ -111,14 +175,14 @@ class SampleScheduler:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
         if worker not in self._active:
             return False
-        found = None if self._stopped or (self._pausing and self._more) else self._cut(most)
+        found = None if self._samples.stopped or self.paused else self._samples.cut(most)
         if found is not None:
             self._parked.discard(worker)
             self._under_way[worker].append(found)
             return found
         if self._under_way[worker]:  # its own turns come first
             return False
-        if not self._stopped and any(self._under_way[other] for other in self._active):
+        if not self._samples.stopped and any(self._under_way[other] for other in self._active):
             self._parked.add(worker)
             return None
         if self.paused:
@@ -134,41 +198,20 @@ class SampleScheduler:
     @property
     def paused(self) -> bool:
         """Whether dealing has stopped, with something left for later."""
-        return self._pausing and self._more
-
-    @property
-    def _more(self) -> bool:
-        return bool(self._again) or self._next[0] < len(self._sizes)
-
-    def _cut(self, most: int) -> SampleSpan | None:
-        if self._again:
-            batch, start, stop = self._again.popleft()
-            if stop - start > most:
-                self._again.appendleft(SampleSpan(batch, start + most, stop))
-            return SampleSpan(batch, start, min(start + most, stop))
-        number, start = self._next
-        if self._part is None or number == len(self._sizes):
-            return None
-        stop = min(start + most, self._sizes[number])
-        self._next = (number, stop) if stop < self._sizes[number] else (number + 1, 0)
-        return SampleSpan(self._part[1] + number, start, stop)
+        return self._pausing and self._samples.left
 
     def resume(self, found: RecoveryState) -> None:
         """Go on from where the living are after a loss, perhaps that of the scheduler before this one."""
-        for (
-            epoch,
-            piece,
-        ) in found.dropped:  # the count went with the scheduler before, or with the worker that dropped it
-            self._drop(epoch, piece)
-        self._part, self._sizes, self._stopped = found.part, found.sizes, found.stopped
-        self._next, self._again = (len(found.sizes), 0), deque(found.todo)
+        for epoch, piece in found.dropped:  # the count went with the scheduler before, or with the worker that dropped it
+            self.tally.drop(epoch, piece)
+        self._samples = UndealtSamples(found.part, found.sizes, found.todo)
+        self._samples.stopped = found.stopped
         self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
         self._times, self._pausing = found.times, bool(found.paused)
         self._active, self._parked, self._held = {*found.active}, {*found.paused}, {*found.held}
         self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
-        self._decisions.clear()
         self._apart.clear()
-        self._decided = dict(enumerate(found.steps))
+        self._arrivals = {optimizer: FirstArrivals(optimizer, step) for optimizer, step in enumerate(found.steps)}
         for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
             self._gatherings.setdefault(optimizer, PartialSteps(self._began)).resume(found.steps[optimizer], numbers)
 
@@ -188,16 +231,7 @@ class SampleScheduler:
 
     def stop(self) -> None:
         """Deal no more pieces in this epoch."""
-        self._stopped = True
-
-    def _drop(self, epoch: int, piece: SampleSpan) -> None:
-        if (epoch, piece) in self._dropped:
-            return
-        self._dropped.add((epoch, piece))
-        self.tally.dropped += 1
-        self.tally.samples += piece.stop - piece.start
-        if len(self.tally.pieces) < SHOWN:
-            self.tally.pieces.append((epoch, piece))
+        self._samples.stopped = True
 
     # ---- clocks
 
@@ -210,13 +244,12 @@ class SampleScheduler:
         self.clocks[worker] = clock
         self._held.add(worker)
         piece = self._under_way[worker].pop(0)
-        if dropped == "again" and not self._stopped:
-            self._again.append(piece)
-            self.tally.dropped += 1
-            self.tally.requeued += piece.stop - piece.start
+        if dropped == "again" and not self._samples.stopped:
+            self._samples.put_back(piece)
+            self.tally.requeue(piece)
         elif dropped:
-            assert self._part is not None
-            self._drop(self._part[0], piece)
+            assert self._samples.part is not None
+            self.tally.drop(self._samples.part[0], piece)
 
     @property
     def slowest(self) -> int:
@@ -259,38 +292,18 @@ class SampleScheduler:
 
         A step is decided once all but `backups` of the workers that have turns to take have come.
         """
-        self._known(worker)
-        decided = self._decided.get(optimizer, 0)
-        if step <= decided:
-            known = self._decisions.get((optimizer, step), StepDecision())
-            return known if worker in known.workers else False
-        if step != decided + 1:
-            raise Mismatch(f"step {step} of optimizer {optimizer} can't come after step {decided}")
-        decision = self._decisions.setdefault((optimizer, step), StepDecision())
-        decision.came.setdefault(worker, said)
-        return self._decide(optimizer, step, backups)
-
-    def _known(self, worker: int) -> None:
-        if self.clocks and worker not in self.clocks:
-            raise Mismatch(f"worker {worker} takes no turns here")
-
-    def _decide(self, optimizer: int, step: int, backups: int) -> StepDecision | None:
-        decision, running = self._decisions[optimizer, step], self._active - self._parked
-        if not {*decision.came} >= running and len(decision.came) < max(min(len(self.clocks) - backups, len(running)), 1):
-            return None
-        decision.workers = sorted(decision.came)
-        self._decided[optimizer] = step
-        self._decisions.pop((optimizer, step - 8), None)  # a worker that is so late knows it by the number
-        return decision
+        _check(worker, self.clocks)
+        arrivals, running = self._arrivals.setdefault(optimizer, FirstArrivals(optimizer)), self._active - self._parked
+        return arrivals.arrive(worker, step, said, running, max(min(len(self.clocks) - backups, len(running)), 1))
 
     def decided(self, optimizer: int) -> int:
         """Return the last step that was decided."""
-        return self._decided.get(optimizer, 0)
+        return self._arrivals[optimizer].decided if optimizer in self._arrivals else 0
 
     def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
         """Return the workers that have not come to a step yet, and the turns that those have completed."""
-        gathering = self._gatherings.get(optimizer)
-        came = self._decisions.get((optimizer, step), StepDecision()).came if gathering is None else gathering.came
+        gathering, arrivals = self._gatherings.get(optimizer), self._arrivals.get(optimizer, FirstArrivals(optimizer))
+        came = arrivals.came(step) if gathering is None else gathering.came
         return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
 
     # ---- which workers make a step, within a bound
@@ -305,7 +318,7 @@ class SampleScheduler:
         A step is made by all that have turns to take; without the late ones (`PartialSteps`), unless none of the others could go on
         then. `part`: a late worker may go on while it is open, and learns that. It asks again before it pushes more.
         """
-        self._known(worker)
+        _check(worker, self.clocks)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
         made = gathering.come(worker, number, said, now)
         if made is not None or alone:
@@ -337,33 +350,21 @@ class SampleScheduler:
         """When to ask again for delayed answers, though no message has come."""
         return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
 
-    # ---- notes to the first worker
-
-    def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
-        """Keep a note for the first worker, its `number` from 1 on; one that comes again is not kept twice."""
-        if not number or number > self._posted.get(worker, 0):
-            self._posts.append((worker, letter))
-            self._posted[worker] = number
-
-    def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
-        """Return all notes that have come, but for the first `had`: those have arrived."""
-        del self._posts[:had]
-        return list(self._posts)
-
     def facts(self) -> dict[str, Any]:
         """Return the statistics for the summary."""
-        tally, gatherings = self.tally, self._gatherings.values()
+        gatherings = self._gatherings.values()
         return {
-            "staleness": _counted([tally.leads]),
+            "staleness": _counted([self.tally.leads]),
             "steps_by_workers": _counted(gathering.sizes for gathering in gatherings),
             "steps_late": _counted(gathering.ages for gathering in gatherings),
-            "dropped": {
-                "gradients": tally.dropped,
-                "samples": tally.samples,
-                "dealt_again": tally.requeued,
-                "pieces": [[epoch, *piece] for epoch, piece in tally.pieces],
-            },
+            "dropped": self.tally.facts(),
         }
+
+
+def _check(worker: int, clocks: Mapping[int, int]) -> None:
+    """Raise `Mismatch` for a worker that takes no turns, where there are clocks of those that do."""
+    if clocks and worker not in clocks:
+        raise Mismatch(f"worker {worker} takes no turns here")
 
 
 def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:

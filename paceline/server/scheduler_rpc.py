@@ -21,8 +21,8 @@ from torch import Tensor
 from paceline.comm.rpc import RpcMessage
 from paceline.errors import UsageError
 from paceline.server.reconcile import RecoveryState
-from paceline.server.scheduler import SampleScheduler, StepDecision
-from paceline.server.stragglers import OpenStep
+from paceline.server.scheduler import SampleScheduler
+from paceline.server.stragglers import OpenStep, StepDecision
 
 LONGEST = 1 << 22  # batches in a part of an epoch, and bytes of a note
 Answer = Callable[[RpcMessage, Mapping[str, Any] | None, tuple[Tensor, ...]], bool]
@@ -125,10 +125,10 @@ class SchedulerRpc:
         if len(body) > LONGEST:
             raise UsageError(f"a letter may have {LONGEST} bytes, and this one has {len(body)}")
         if body:
-            self.scheduler.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
+            self.scheduler.notes.post(message.sender, message.tensors[0], int(message.body.get("number", 0)))
         if message.body["stop"]:
             self.scheduler.stop()
-        found = self.scheduler.collect(int(message.body["had"])) if message.body["collect"] else []
+        found = self.scheduler.notes.collect(int(message.body["had"])) if message.body["collect"] else []
         return self._answer(message, {"workers": [worker for worker, _ in found]}, tuple(letter for _, letter in found))
 
     def _resume(self, message: RpcMessage) -> bool:

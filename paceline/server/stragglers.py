@@ -1,4 +1,7 @@
-"""Partial steps without stragglers: which gradients make a step together, where a worker may be late.
+"""Steps without stragglers: which gradients make a step together, where a worker may be late.
+
+With backup workers the first to arrive make a step, and what comes later is dropped (`FirstArrivals`). Within a bound of staleness a late
+gradient is in a later step (`PartialSteps`):
 
     worker 0   turn | turn | turn | turn |          comes to a step, and goes on once it is made
     worker 1   turn | turn | turn | turn |
@@ -20,6 +23,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.errors import Mismatch
@@ -27,6 +31,7 @@ from paceline.errors import Mismatch
 SPANS = 4  # turns of each worker whose times are remembered
 LEAST, MOST, SPREAD = 0.05, 0.5, 4.0  # of a median turn, of it, and of the median distance from it: what a turn may take longer
 TOGETHER = 2.0  # times as long, when all are slow at once
+DECISIONS = 8  # of the last steps with backup workers that are remembered
 SHORT = 0.25  # of a median turn: for so long a late worker waits for the others, to be in phase again
 
 
@@ -42,6 +47,49 @@ class OpenStep(NamedTuple):
     """A step that is open, for whose end a late worker doesn't wait: how many were made before."""
 
     after: int
+
+
+@dataclass
+class StepDecision:
+    """The workers that make a step, with backup workers: the first that came, in the order of their numbers."""
+
+    came: dict[int, Any] = field(default_factory=dict)  # by worker, in the order in which they came: what it said
+    workers: list[int] = field(default_factory=list)  # once it is decided
+
+
+class FirstArrivals:
+    """The steps of one optimizer with backup workers: the first to arrive make a step, and others are too late for it.
+
+    Workers are known by their numbers. `decided`: the last step that was decided.
+    """
+
+    def __init__(self, optimizer: int, decided: int = 0) -> None:
+        self.decided = decided
+        self._optimizer = optimizer
+        self._steps: dict[int, StepDecision] = {}  # the last ones, by number
+
+    def came(self, step: int) -> Collection[int]:
+        """Return the workers that have come to a step."""
+        return self._steps[step].came if step in self._steps else ()
+
+    def arrive(self, worker: int, step: int, said: Any, running: Collection[int], enough: int) -> StepDecision | bool | None:
+        """Note that a worker has pushed all of its step. The decision with it; False: it is too late; None: not decided yet.
+
+        A step is decided once `enough` workers have come, or all that are `running`.
+        """
+        if step <= self.decided:
+            known = self._steps.get(step, StepDecision())
+            return known if worker in known.workers else False
+        if step != self.decided + 1:
+            raise Mismatch(f"step {step} of optimizer {self._optimizer} can't come after step {self.decided}")
+        decision = self._steps.setdefault(step, StepDecision())
+        decision.came.setdefault(worker, said)
+        if len(decision.came) < enough and not decision.came.keys() >= {*running}:
+            return None
+        decision.workers = sorted(decision.came)
+        self.decided = step
+        self._steps.pop(step - DECISIONS, None)  # a worker that is so late knows it by the number
+        return decision
 
 
 class PartialSteps:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.server.journal import StepJournal
 from paceline.server.reconcile import NONE, RecoveryState, WorkerReport, stand
-from paceline.server.scheduler import SampleScheduler, StepDecision
+from paceline.server.scheduler import SampleScheduler
 from paceline.server.spans import SampleSpan
+from paceline.server.stragglers import StepDecision
 
 PART = (3, 8)
 

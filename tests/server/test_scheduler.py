@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import Mismatch
-from paceline.server.scheduler import SHOWN, SampleScheduler, StepDecision
+from paceline.server.scheduler import SHOWN, SampleScheduler
 from paceline.server.spans import SampleSpan
-from paceline.server.stragglers import OpenStep, StepMade
+from paceline.server.stragglers import OpenStep, StepDecision, StepMade
 
 
 def scheduler(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:
@@ -162,7 +162,7 @@ class TestWhoMakesAStep:
         for step in range(1, 40):
             assert isinstance(made.arrive(0, 0, step, "", 1), StepDecision)
         assert made.arrive(1, 0, 1, "", 1) is False and made.decided(0) == 39
-        assert len(made._decisions) <= 8, "old ones are forgotten"
+        assert len(made._arrivals[0]._steps) <= 8, "old ones are forgotten"
 
     @given(st.integers(0, 10_000))
     def test_any_order_gives_each_step_all_but_so_many(self, seed):
@@ -341,11 +341,11 @@ class TestWhoIsInAStepWithinABound:
 
 def test_letters():
     made = scheduler(1)
-    made.post(1, torch.ones(2))
-    made.post(0, torch.zeros(1))
-    assert [(worker, letter.numel()) for worker, letter in made.collect()] == [(1, 2), (0, 1)]
-    assert len(made.collect()) == 2, "they have not arrived yet"
-    assert made.collect(2) == []
+    made.notes.post(1, torch.ones(2))
+    made.notes.post(0, torch.zeros(1))
+    assert [(worker, letter.numel()) for worker, letter in made.notes.collect()] == [(1, 2), (0, 1)]
+    assert len(made.notes.collect()) == 2, "they have not arrived yet"
+    assert made.notes.collect(2) == []
 
 
 class TestPause:
