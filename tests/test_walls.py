@@ -27,7 +27,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Recovery": "founding a view and admitting workers are not apart yet",
     "Run": "has every public method",
     "Server": "implements every message of workers",
-    "Shard": "updates, repeated steps and memories of codecs are not apart yet",
     "SharedGroup": "implements every collective",
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",

@@ -103,3 +103,21 @@ def amend(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:
     for number, values in found.items():
         group = optimizer.param_groups[number]
         group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def step(optimizer: Optimizer, part: float) -> None:
+    """Step an optimizer with its learning rates times `part`."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= part
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def recall(optimizer: Optimizer, parameter: Parameter, memory: dict[str, Any]) -> None:
+    """Let an optimizer remember this of a parameter; nothing, where it is empty."""
+    if memory:
+        optimizer.state[parameter] = memory
+    else:
+        optimizer.state.pop(parameter, None)

@@ -53,15 +53,96 @@ class ShardPlan:
 
 @dataclass
 class ShardUnit:
-    """The pieces that travel as one tensor."""
+    """The pieces that travel as one tensor, and what workers have pushed for them."""
 
+    number: int
     bucket: Bucket
     optimizer: int
     parameters: list[Parameter]
+    coded: DeltaEncoder | None  # where it travels through a codec
     pushed: dict[int, tuple[Tensor, bytes]] = field(default_factory=dict)  # by worker: addend, and which of its pieces were used
     total: tuple[Tensor, bytes] | None = None
     version: int = 0  # how often it was changed
-    coded: DeltaEncoder | None = None  # where it travels through a codec
+
+    def check(self, flat: Tensor) -> None:
+        """Raise `Mismatch` for a tensor that can't be the parameters of this unit, or their gradient."""
+        have = self.bucket.flat
+        if flat.dtype != have.dtype or flat.shape != have.shape:
+            raise Mismatch(
+                f"unit {self.number} is {str(have.dtype).removeprefix('torch.')} {list(have.shape)}, and not "
+                f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
+            )
+
+    def fill(self, flat: Tensor) -> None:
+        """Set the parameters."""
+        self.check(flat)
+        self.bucket.flat.copy_(flat)
+        self.version += 1
+        self.level()
+
+    def level(self) -> None:
+        """Send workers the parameters themselves from now on, where they travel through a codec."""
+        if self.coded is not None:
+            self.coded.level()
+
+    def push(self, worker: int, flat: Tensor, used: bytes, *, keep: bool, turn: int) -> None:
+        """Keep a worker's part of the gradient: see `Shard.push`."""
+        if self.coded is not None:
+            flat = self.coded.decode(flat, used, turn)
+        self.check(flat)
+        if len(used) != len(self.parameters):
+            raise Mismatch(f"unit {self.number} has {len(self.parameters)} pieces, and it is said of {len(used)} whether they were used")
+        if self.total is not None and not keep:
+            raise Mismatch(f"unit {self.number} has been summed for this step: worker {worker} comes too late")
+        self.pushed[worker] = flat, used
+
+    def sum(self, workers: Sequence[int]) -> tuple[Tensor, bytes]:
+        """Sum what these workers have pushed, in their order, whichever came first; return it, and which pieces any of them used."""
+        if self.total is None:
+            absent = [worker for worker in workers if worker not in self.pushed]
+            if absent or not workers:
+                raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
+            flat, used = self.pushed[workers[0]]
+            for worker in workers[1:]:
+                more, theirs = self.pushed[worker]
+                flat.add_(more)
+                used = bytes(one | other for one, other in zip(used, theirs, strict=True))
+            self.total = flat, used
+            for worker in workers:
+                del self.pushed[worker]
+        return self.total
+
+    def assign(self, flat: Tensor, used: bytes) -> None:
+        """Let this be the gradient of the pieces that were used."""
+        for parameter, view, reached in zip(self.parameters, self.bucket.over(flat), used, strict=True):
+            parameter.grad = view if reached else None
+
+    def stepped(self) -> None:
+        """Note that the optimizer has stepped."""
+        self.version += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def copy(self, own: Optimizer) -> dict[str, Any]:
+        """Copy what a step changes of it: values, what the optimizer remembers, and what workers have been sent."""
+        memories = [_cloned(own.state.get(parameter, {})) for parameter in self.parameters]
+        encoder_state = None if self.coded is None else _cloned(self.coded.state_dict())
+        return {"values": self.bucket.flat.clone(), "memories": memories, "encoder": encoder_state}
+
+    def restore(self, own: Optimizer, copied: Mapping[str, Any]) -> None:
+        """Become what `copy` gave."""
+        self.bucket.flat.copy_(copied["values"])
+        self.version += 1
+        if self.coded is not None:
+            self.coded.load_state_dict(copied["encoder"])
+        for parameter, memory in zip(self.parameters, copied["memories"], strict=True):
+            recipe.recall(own, parameter, memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters, of pushes, and of what is kept for the codec."""
+        in_encoder = 0 if self.coded is None else self.coded.nbytes
+        return in_encoder + self.bucket.flat.nbytes + sum(flat.nbytes for flat, _ in self.pushed.values())
 
 
 class Shard:
@@ -77,8 +158,8 @@ class Shard:
         self.units: list[ShardUnit] = []
         for number, (run, bucket, ways) in enumerate(zip(plan.runs, buckets, plan.ways, strict=True)):
             (optimizer,) = {plan.owners[piece][0] for piece in run}
-            self.units.append(ShardUnit(bucket, optimizer, [Parameter(view) for view in bucket.views]))
-            self.units[-1].coded = DeltaEncoder(ways, bucket, number) if ways else None
+            coded = DeltaEncoder(ways, bucket, number) if ways else None
+            self.units.append(ShardUnit(number, bucket, optimizer, [Parameter(view) for view in bucket.views], coded))
         self.optimizers = [self._optimizer(number, *found) for number, found in enumerate(plan.optimizers)]
         self.steps = [0] * len(self.optimizers)
         self._before: dict[int, dict[str, Any]] = {}  # by optimizer: the values before its last step, where it can be undone
@@ -97,19 +178,12 @@ class Shard:
 
     def fill(self, unit: int, flat: Tensor) -> None:
         """Set the parameters of a unit."""
-        self._fits(unit, flat)
-        self.units[unit].bucket.flat.copy_(flat)
-        self.units[unit].version += 1
-        self._level(self.units[unit])
+        self._unit(unit).fill(flat)
 
     def level(self) -> None:
         """Send workers the parameters themselves from now on, in all units that travel through a codec."""
         for unit in self.units:
-            self._level(unit)
-
-    def _level(self, unit: ShardUnit) -> None:
-        if unit.coded is not None:
-            unit.coded.level()
+            unit.level()
 
     def read(self, unit: int) -> Tensor:
         """Return the parameters of a unit as they are now: the memory itself, which the next step changes."""
@@ -120,16 +194,6 @@ class Shard:
             raise Mismatch(f"there is no unit {number}: there are {len(self.units)}")
         return self.units[number]
 
-    def _fits(self, number: int, flat: Tensor) -> ShardUnit:
-        unit = self._unit(number)
-        have = unit.bucket.flat
-        if flat.dtype != have.dtype or flat.shape != have.shape:
-            raise Mismatch(
-                f"unit {number} is {str(have.dtype).removeprefix('torch.')} {list(have.shape)}, and not "
-                f"{str(flat.dtype).removeprefix('torch.')} {list(flat.shape)}"
-            )
-        return unit
-
     # ---- in lockstep
 
     def push(self, number: int, worker: int, flat: Tensor, used: bytes, *, keep: bool = False, turn: int = 0) -> None:
@@ -138,15 +202,7 @@ class Shard:
         The tensor belongs to the shard from then on. `turn`: of the worker, which says in which coding it comes. Raises `Mismatch` for
         a push that doesn't fit, and, unless it is to be kept for a later step, for one that comes too late for this step.
         """
-        coded = self._unit(number).coded
-        if coded is not None:
-            flat = coded.decode(flat, used, turn)
-        unit = self._fits(number, flat)
-        if len(used) != len(unit.parameters):
-            raise Mismatch(f"unit {number} has {len(unit.parameters)} pieces, and it is said of {len(used)} whether they were used")
-        if unit.total is not None and not keep:
-            raise Mismatch(f"unit {number} has been summed for this step: worker {worker} comes too late")
-        unit.pushed[worker] = flat, used
+        self._unit(number).push(worker, flat, used, keep=keep, turn=turn)
 
     def missing(self, optimizer: int, workers: Sequence[int]) -> list[int]:
         """Return the workers, of these, that have not pushed everything yet."""
@@ -155,7 +211,7 @@ class Shard:
 
     def norm(self, optimizer: int, workers: Sequence[int], kind: float = 2.0) -> float:
         """Return the norm of these workers' pushed gradients, over all units of an optimizer; nothing may be pushed any more."""
-        found = [self._total(unit, workers) for unit in self.units if unit.optimizer == optimizer]
+        found = [unit.sum(workers) for unit in self.units if unit.optimizer == optimizer]
         norms = [float(torch.linalg.vector_norm(flat, kind)) for flat, _ in found]
         if not kind > 0:
             raise Mismatch(f"there is no norm of kind {kind}")
@@ -194,33 +250,25 @@ class Shard:
         recipe.fits(self.optimizers[optimizer], settings or {})
         units = [unit for unit in self.units if unit.optimizer == optimizer]
         if undo:
-            self._before[optimizer] = self._copy(optimizer, units)
+            own = self.optimizers[optimizer]
+            copies, settings_before = [unit.copy(own) for unit in units], recipe.settings(own)
+            self._before[optimizer] = {"step": self.steps[optimizer], "units": copies, "settings": settings_before}
         recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
-            flat, used = self._total(unit, workers)
-            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
+            flat, used = unit.sum(workers)
+            unit.assign(flat if factor == 1.0 else flat.mul_(factor), used)
             if unit.coded is not None and turn is not None:
                 unit.coded.settle()
-        self._step(optimizer, part)
+        recipe.step(self.optimizers[optimizer], part)
         for unit in units:
             unit.total = None
             if not keep:
                 unit.pushed.clear()
-            self._done(unit)
+            unit.stepped()
             if unit.coded is not None and turn is not None:
                 unit.coded.stepped(turn)
         self.steps[optimizer] = step
         return True
-
-    def _copy(self, optimizer: int, units: Sequence[ShardUnit]) -> dict[str, Any]:
-        own = self.optimizers[optimizer]
-        return {
-            "step": self.steps[optimizer],
-            "values": [unit.bucket.flat.clone() for unit in units],
-            "memories": [[_cloned(own.state.get(parameter, {})) for parameter in unit.parameters] for unit in units],
-            "settings": recipe.settings(own),
-            "told": [None if unit.coded is None else _cloned(unit.coded.state_dict()) for unit in units],
-        }
 
     def back(self, optimizer: int, step: int) -> bool:
         """Undo this step, which was made with `undo`; False if that has been done. Raises `Mismatch` for another than the last one."""
@@ -230,13 +278,8 @@ class Shard:
         if before is None or before["step"] != step - 1 or self.steps[optimizer] != step:
             raise Mismatch(f"step {step} of optimizer {optimizer} can't be undone: {self.steps[optimizer]} have been taken")
         units = [unit for unit in self.units if unit.optimizer == optimizer]
-        for unit, flat, memories, encoder_state in zip(units, before["values"], before["memories"], before["told"], strict=True):
-            unit.bucket.flat.copy_(flat)
-            unit.version += 1
-            if unit.coded is not None:
-                unit.coded.load_state_dict(encoder_state)
-            for parameter, memory in zip(unit.parameters, memories, strict=True):
-                self._recall(optimizer, parameter, memory)
+        for unit, copied in zip(units, before["units"], strict=True):
+            unit.restore(self.optimizers[optimizer], copied)
         recipe.put(self.optimizers[optimizer], before["settings"])
         self.steps[optimizer] = step - 1
         return True
@@ -266,56 +309,19 @@ class Shard:
         recipe.amend(self.optimizers[optimizer], settings or {})
         for unit in units:
             flat, used = unit.pushed.pop(worker)
-            self._assign(unit, flat if factor == 1.0 else flat.mul_(factor), used)
-        self._step(optimizer, part)
+            unit.assign(flat if factor == 1.0 else flat.mul_(factor), used)
+        recipe.step(self.optimizers[optimizer], part)
         for unit in units:
-            self._done(unit)
+            unit.stepped()
         self.applied[worker, optimizer] = step
         return True
-
-    def _total(self, unit: ShardUnit, workers: Sequence[int]) -> tuple[Tensor, bytes]:
-        """Return the sum, in the order of the workers, whichever came first."""
-        if unit.total is None:
-            absent = [worker for worker in workers if worker not in unit.pushed]
-            if absent or not workers:
-                raise Mismatch(f"workers {absent} have not pushed what they are to be summed with")
-            flat, used = unit.pushed[workers[0]]
-            for worker in workers[1:]:
-                more, theirs = unit.pushed[worker]
-                flat.add_(more)
-                used = bytes(one | other for one, other in zip(used, theirs, strict=True))
-            unit.total = flat, used
-            for worker in workers:
-                del unit.pushed[worker]
-        return unit.total
-
-    def _assign(self, unit: ShardUnit, flat: Tensor, used: bytes) -> None:
-        for parameter, view, reached in zip(unit.parameters, unit.bucket.over(flat), used, strict=True):
-            parameter.grad = view if reached else None
-
-    def _step(self, optimizer: int, part: float) -> None:
-        """Step an optimizer with its learning rate times `part`."""
-        own = self.optimizers[optimizer]
-        rates = [group["lr"] for group in own.param_groups]
-        for group in own.param_groups:
-            group["lr"] *= part
-        own.step()
-        for group, rate in zip(own.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _done(self, unit: ShardUnit) -> None:
-        unit.version += 1
-        for parameter in unit.parameters:
-            parameter.grad = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of parameters, of the optimizers' state, and of pushes."""
-        found: list[Any] = [unit.bucket.flat for unit in self.units]
-        found += [flat for unit in self.units for flat, _ in unit.pushed.values()]
-        found += [value for optimizer in self.optimizers for memory in optimizer.state.values() for value in memory.values()]
-        in_encoders = sum(unit.coded.nbytes for unit in self.units if unit.coded is not None)
-        return in_encoders + sum(value.nbytes for value in found if isinstance(value, Tensor))
+        memories = [memory for optimizer in self.optimizers for memory in optimizer.state.values()]
+        remembered = sum(value.nbytes for memory in memories for value in memory.values() if isinstance(value, Tensor))
+        return remembered + sum(unit.nbytes for unit in self.units)
 
     def drop(self, worker: int) -> None:
         """Discard this worker's pushes that are not applied, and all sums, as the turn is dealt again."""
@@ -349,13 +355,7 @@ class Shard:
         """Set the optimizers' state of each piece: what `memories` gave, perhaps for pieces that were cut otherwise."""
         for run, unit in zip(self.plan.runs, self.units, strict=True):
             for piece, parameter in zip(run, unit.parameters, strict=True):
-                self._recall(unit.optimizer, parameter, _cloned(found[piece]))
-
-    def _recall(self, optimizer: int, parameter: Parameter, memory: dict[str, Any]) -> None:
-        if memory:
-            self.optimizers[optimizer].state[parameter] = memory
-        else:
-            self.optimizers[optimizer].state.pop(parameter, None)
+                recipe.recall(self.optimizers[unit.optimizer], parameter, _cloned(found[piece]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a replica needs: values, the optimizers' state and settings, steps, and pushes."""
