@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgpack
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.agreement import Agreement
@@ -178,10 +177,11 @@ class ShareLoader:
         self._close()
         self._round += 1
         terms = self.terms
-        terms.training = torch.is_grad_enabled() if terms.train is None else terms.train
+        terms.begin_epoch()
         self.hooks.epoch_asked(self)
         if (now := self.hooks.generation(self)) != self._generation:
-            self._generation, terms.shares = now, policy(terms.reshared(), terms.agreement.group.size)
+            self._generation = now
+            terms.reshare(terms.reshared())
         state, self._resumed = self._resumed, None
         self._compare("epoch", self._facts(0 if state is None else state["step"]))
         self._index = self._pipeline.begin(self.epoch, state)
@@ -204,7 +204,7 @@ class ShareLoader:
 
     def reshare(self, shares: Shares | Sequence[float] | None) -> None:
         """Deal by other shares from the next step on (from this one, with `again`); all workers call it in the same turn."""
-        self.terms.shares = policy(shares, self.terms.agreement.group.size)
+        self.terms.reshare(shares)
         self._compare("shares", [])
         self._stale = self._open
         if self.turn is None:
@@ -223,8 +223,7 @@ class ShareLoader:
 
     def regroup(self, agreement: Agreement, shares: Shares | Sequence[float] | None = None) -> None:
         """Go on with other workers: the present global batch is dealt again, in the group of `agreement`, whose workers all call this."""
-        self.terms.agreement = agreement
-        self.terms.shares = policy(shares, agreement.group.size)
+        self.terms.regroup(agreement, shares)
         self._compare("epoch", self._facts(self._pipeline.place(self._index)))  # as a worker that joins in the middle of an epoch does
         if self._open:
             self._again = self.turn is not None
@@ -238,7 +237,8 @@ class ShareLoader:
         changed = False
         while (now := self.hooks.generation(self)) != self._generation:
             if self._pipeline.apart:
-                self._generation, self.terms.shares = now, policy(self.terms.reshared(), self.terms.agreement.group.size)
+                self._generation = now
+                self.terms.reshare(self.terms.reshared())
                 continue
             self._generation, changed = now, True
             self._again = self._stale = False

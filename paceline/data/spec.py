@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group import Group, pieces
 from paceline.data.batches import cut, rows
-from paceline.data.shares import Shares, spans
+from paceline.data.shares import Shares, policy, spans
 
 Loss = Literal["mean", "sum"]
 Readers = Literal["worker", "host"]
@@ -56,6 +57,23 @@ class LoaderSpec:
     def ghosts(self) -> bool:
         """Whether a worker with an empty share gets the first sample as a ghost, and not no rows."""
         return (self.training and not self.idle) or self.pad
+
+    def begin_epoch(self) -> None:
+        """Find out whether the epoch that begins is for training."""
+        self.training = torch.is_grad_enabled() if self.train is None else self.train
+
+    def reshare(self, shares: Shares | Sequence[float] | None) -> None:
+        """Deal by other shares."""
+        self.shares = policy(shares, self.agreement.group.size)
+
+    def regroup(self, agreement: Agreement, shares: Shares | Sequence[float] | None) -> None:
+        """Deal to the workers of this agreement, by these shares."""
+        self.agreement = agreement
+        self.reshare(shares)
+
+    def move_within_host(self, local: Group) -> None:
+        """Read with the workers of this host in another group, where one of them reads for all."""
+        self.local = None if self.local is None else local
 
     def micros(self, batch: int) -> list[tuple[int, tuple[int, ...]]]:
         """Return (first sample, shares) of each micro-batch of a global batch: the same samples for any number of workers."""

@@ -284,8 +284,8 @@ def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
         yield
     finally:
         ended = time.perf_counter_ns()
-        backward.seconds += (ended - began) / 1e9
-        backward.since = ended if inside else 0
+        backward.expose((ended - began) / 1e9)
+        backward.compute_from(ended if inside else 0)
         backward.context.trace.record(what, "exchange", began, ended)
 
 

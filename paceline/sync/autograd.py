@@ -62,8 +62,8 @@ class GradientTracker:
         self._overwrites: Callable[[int, Tensor], bool] = (
             (lambda number, grad: False) if abilities.lender is None else abilities.lender.overwrites
         )
-        self.reached = False  # some worker's pass has touched a parameter, since this was last set to False
-        self.ran = False  # a pass has touched a parameter since this turn, or micro-batch, began
+        self.reached = 0  # passes in which some worker has reached a parameter
+        self.begun = 0  # passes, silent ones too
         self.transaction: Transaction = PlainTransaction(sync, context)
         self._deliver: Deliver = sync.ready  # of the pass under way
         self.seconds = 0.0  # exposed: time spent at the end of passes
@@ -109,7 +109,7 @@ class GradientTracker:
         def after(_: Tensor) -> None:
             grad = parameter.grad
             if grad is None:
-                self.reached = True  # a hook of the script's own has taken it
+                self.reached += 1  # a hook of the script's own has taken it
                 return
             parameter.grad = None
             if not self.open:
@@ -136,7 +136,8 @@ class GradientTracker:
     def _begin(self) -> None:
         self._prepare()
         step_state = self.context.step_state
-        self.open = self.ran = True
+        self.open = True
+        self.begun += 1
         self._silent = step_state.defer_exchange
         self._scale = 0.0 if step_state.ghost else step_state.scale
         self._deliver = self.transaction.deliver()
@@ -209,7 +210,7 @@ class GradientTracker:
                 self._give_leftover(hook)
         uneven = not self.sync.exchanges_in_backward and self._uneven()
         results = self.transaction.exchange(functools.partial(self.sync.backward_done, where))
-        self.reached = self.reached or bool(results)
+        self.reached += bool(results)
         hooks, mixing, final = self.hooks, uneven or bool(self._mixed), 0
         for number, mean in results:
             hook = hooks[number]
@@ -319,7 +320,7 @@ class GradientTracker:
     def unhooked_scale(self) -> float:
         """Return what a gradient counts in the mean that a pass has, and that is of no parameter with hooks."""
         self._prepare()
-        self.ran = True
+        self.begun += 1
         step_state = self.context.step_state
         return 0.0 if step_state.ghost else step_state.scale
 
@@ -357,10 +358,23 @@ class GradientTracker:
                 found.append(hook.number)
         return found
 
-    def turn(self) -> int:
-        """Begin a new turn, and return how many exchanges the one before had."""
-        passes, self.passes, self.silenced = self.passes, 0, False
-        return passes
+    def turn(self) -> tuple[int, bool]:
+        """Begin a new turn; return how many exchanges the one before had, and whether it was silenced."""
+        before, self.passes, self.silenced = (self.passes, self.silenced), 0, False
+        return before
+
+    def go_back(self, turn: tuple[int, bool]) -> None:
+        """Go on with the turn around the one that has ended, from what `turn` returned."""
+        self.passes, self.silenced = turn
+
+    def silence(self, *, silent: bool) -> None:
+        """Begin passes that are not exchanged yet, or end them: the next pass is exchanged by all workers."""
+        self.silenced = silent
+        self.owing = self.owing or silent
+
+    def compute_from(self, since: int) -> None:
+        """Count what is done from `since` on (nanoseconds) as computing; 0: as nothing."""
+        self.since = since
 
     def expose(self, seconds: float) -> None:
         """Count time of an exchange beside which nothing was computed."""

@@ -16,6 +16,22 @@ from paceline.timings import DEFAULTS, Timings
 from paceline.trace import Trace
 
 
+class WeighedTurn(Protocol):
+    """A turn of a loader, with what this worker's gradient counts in it."""
+
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def ghost(self) -> bool: ...
+
+    @property
+    def train(self) -> bool: ...
+
+    @property
+    def last_micro(self) -> bool: ...
+
+
 @dataclass
 class StepState:
     """Where training is, as strategies need it; the session keeps it up to date."""
@@ -27,6 +43,20 @@ class StepState:
     share_of_step: float = 1.0  # mine of the weights of the step, over all workers and micro-batches
     exchange_closed: bool = False  # a worker was lost: what of this turn has not been exchanged can't be any more
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync, or a micro-batch before the last)
+
+    def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
+        """Be in a turn of a loader, with this share of the step. `silent`: passes are not exchanged yet."""
+        self.share_of_step, self.scale, self.ghost = share, turn.scale, turn.ghost
+        self.defer_exchange = silent or (turn.train and not turn.last_micro)
+
+    def rest(self, scale: float, *, silent: bool) -> None:
+        """Be outside of loops, where each worker counts `scale`."""
+        self.scale = self.share_of_step = scale
+        self.ghost, self.defer_exchange = False, silent
+
+    def close_exchange(self, *, closed: bool) -> None:
+        """Exchange nothing more of this turn, or let the next one be exchanged."""
+        self.exchange_closed = closed
 
     def loss_scale(self) -> float:
         """Return the scale that all enabled GradScalers have come to (1 without one): residuals are kept without it."""

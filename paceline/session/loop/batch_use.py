@@ -12,11 +12,13 @@ it now, or the script skipped it and keeps it to look at. A script that does so 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from paceline.data.batch_lifetime import alive, memory, places
+from paceline.data.batch_lifetime import Lent, alive, memory, places
+from paceline.data.loader import ShareLoader
 from paceline.data.spec import LoaderSpec
 from paceline.errors import UsageError
 from paceline.session.loop.iteration import LoaderProgress
@@ -49,85 +51,109 @@ OUTSIDE = (
 )
 
 
-class BatchUse:
-    """Follows the training loaders of a run. `open_`: those with a turn under way; `progresses`: all there have been, by id."""
+@dataclass(slots=True)
+class LentBatches:
+    """The batches that one training loader has lent in an epoch."""
 
-    def __init__(self, context: SyncContext, open_: list[LoaderProgress], progresses: dict[int, LoaderProgress]) -> None:
-        self._context, self._open, self._progresses = context, open_, progresses
+    progress: LoaderProgress
+    used: bool = False  # a model was run to be trained in this turn, or a backward
+    left: Lent = field(default_factory=list)  # the batch of the turn before, if it was not used there
+    early: list[Lent] = field(default_factory=list)  # batches of earlier turns that the script still held
+    skipped: bool = False  # the first turn of the epoch used nothing, and the script dropped its batch
+    doubted: bool = False  # what was used last may have been the batch of the turn before
+    reached: bool = False  # something was used in a turn of the epoch
+    over: bool = False  # the epoch has ended
+
+    @property
+    def loader(self) -> ShareLoader:
+        """The loader that lends them."""
+        return self.progress.loader
+
+
+class BatchUse:
+    """Follows the training loaders of a run."""
+
+    def __init__(self, context: SyncContext) -> None:
+        self._context = context
+        self._lent: dict[int, LentBatches] = {}  # by id of the progress of their loader
         self.fresh = False  # whether the next use is to be looked at
         self._said = False
 
     def epoch_begins(self, progress: LoaderProgress) -> None:
         """Begin an epoch of a training loader."""
-        progress.left = []
-        progress.skipped = progress.doubted = progress.reached = progress.over = False
+        batches = self._lent.setdefault(id(progress), LentBatches(progress))
+        batches.left, self.fresh = [], True
+        batches.used = batches.skipped = batches.doubted = batches.reached = batches.over = False
 
     def ends(self, progress: LoaderProgress, index: int) -> None:
         """End turn number `index` of an epoch of a training loader."""
-        lent = progress.loader.lent
-        progress.doubted = progress.doubted and progress.used
-        progress.left = [] if progress.used and not progress.doubted else lent
-        progress.skipped = progress.skipped or (index == 0 and not progress.used and bool(lent) and not alive(lent))
-        progress.reached = progress.reached or progress.used
-        early = list(filter(alive, progress.early))
+        batches, lent = self._lent[id(progress)], progress.loader.lent
+        used = batches.used
+        batches.doubted = batches.doubted and used
+        batches.left = [] if used and not batches.doubted else lent
+        batches.skipped = batches.skipped or (index == 0 and not used and bool(lent) and not alive(lent))
+        batches.reached = batches.reached or used
+        early = list(filter(alive, batches.early))
         if lent and len(early) < MOST:
             early.append(lent)
-        progress.early = early
+        batches.early, batches.used, self.fresh = early, False, True
 
     def epoch_ends(self, progress: LoaderProgress) -> None:
         """End an epoch of a training loader, whose last batch may be used again."""
-        if progress.early and progress.early[-1] is progress.loader.lent:
-            progress.early.pop()
-        progress.left, progress.over, self.fresh = [], True, True
+        batches = self._lent[id(progress)]
+        if batches.early and batches.early[-1] is progress.loader.lent:
+            batches.early.pop()
+        batches.left, batches.over, self.fresh = [], True, True
 
     def use(self, inputs: Iterable[Any] | None) -> None:
         """Check what a model is run on to be trained; None: a backward begins. Raises `UsageError` for a batch of another turn."""
-        under_way = [progress for progress in self._open if progress.turn is not None and progress.turn.train]
-        over = [progress for progress in self._progresses.values() if progress.over and progress.early and progress.turn is None]
-        suspects = [progress for progress in under_way if progress.left and not progress.used]
-        keeping = [progress for progress in under_way if any(map(alive, progress.early))]
+        known = self._lent.values()
+        under_way = [batches for batches in known if (turn := batches.progress.turn) is not None and turn.train]
+        over = [batches for batches in known if batches.over and batches.early and batches.progress.turn is None]
+        suspects = [batches for batches in under_way if batches.left and not batches.used]
+        keeping = [batches for batches in under_way if any(map(alive, batches.early))]
         given = set(memory(inputs)) if inputs is not None and (over or suspects or keeping) else set()
-        for progress in over:
-            self._check_over(progress, given)
-        for progress in suspects:
-            self._check_ahead(progress, given)
-        for progress in keeping:
-            self._check_kept(progress, given)
-        for progress in under_way:
-            progress.used = True
-        self.fresh = not under_way or bool(keeping) or any(progress.early for progress in over)
+        for batches in over:
+            self._check_over(batches, given)
+        for batches in suspects:
+            self._check_ahead(batches, given)
+        for batches in keeping:
+            self._check_kept(batches, given)
+        for batches in under_way:
+            batches.used = True
+        self.fresh = not under_way or bool(keeping) or any(batches.early for batches in over)
         if not under_way and inputs is None:
             self._check_outside()
 
-    def _check_ahead(self, progress: LoaderProgress, given: Collection[int]) -> None:
-        loader, doubted = progress.loader, progress.doubted
-        progress.doubted = places(loader.lent).isdisjoint(given) and alive(progress.left)  # else it is the batch of this turn
-        if progress.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (progress.left, *progress.early))):
-            self._refuse(progress, AHEAD)
+    def _check_ahead(self, batches: LentBatches, given: Collection[int]) -> None:
+        loader, doubted = batches.loader, batches.doubted
+        batches.doubted = places(loader.lent).isdisjoint(given) and alive(batches.left)  # else it is the batch of this turn
+        if batches.doubted and (doubted or any(not places(batch).isdisjoint(given) for batch in (batches.left, *batches.early))):
+            self._refuse(batches, AHEAD)
             loader.terms.announce(EARLY)
 
-    def _check_kept(self, progress: LoaderProgress, given: Collection[int]) -> None:
-        if not given or not places(progress.loader.lent).isdisjoint(given):
+    def _check_kept(self, batches: LentBatches, given: Collection[int]) -> None:
+        if not given or not places(batches.loader.lent).isdisjoint(given):
             return  # seen first, as scripts that keep the labels of an epoch have many batches to go through
-        if any(not places(batch).isdisjoint(given) for batch in progress.early):
-            self._refuse(progress, KEPT)
+        if any(not places(batch).isdisjoint(given) for batch in batches.early):
+            self._refuse(batches, KEPT)
 
-    def _check_over(self, progress: LoaderProgress, given: set[int]) -> None:
-        progress.early = [batch for batch in progress.early if alive(batch)]
-        if given and any(not places(batch).isdisjoint(given) for batch in progress.early):
-            self._refuse(progress, AGAIN)
+    def _check_over(self, batches: LentBatches, given: set[int]) -> None:
+        batches.early = [batch for batch in batches.early if alive(batch)]
+        if given and any(not places(batch).isdisjoint(given) for batch in batches.early):
+            self._refuse(batches, AGAIN)
 
     def _check_outside(self) -> None:
-        over = [progress for progress in self._progresses.values() if progress.loader.terms.training and not progress.loader.terms.alone]
-        for progress in over:
-            if progress.over and (progress.skipped or progress.doubted) and progress.reached:
-                self._refuse(progress, AHEAD)  # its first batch was kept for later, as something else
+        over = [batches for batches in self._lent.values() if batches.loader.terms.training and not batches.loader.terms.alone]
+        for batches in over:
+            if batches.over and (batches.skipped or batches.doubted) and batches.reached:
+                self._refuse(batches, AHEAD)  # its first batch was kept for later, as something else
         if over and not self._said:
             self._said = True
             self._context.announce(OUTSIDE)
 
-    def _refuse(self, progress: LoaderProgress, why: str) -> None:
-        if self._context.agreement.recovery is not None or not even(progress.loader.terms):
+    def _refuse(self, batches: LentBatches, why: str) -> None:
+        if self._context.agreement.recovery is not None or not even(batches.loader.terms):
             raise UsageError(why)
 
 

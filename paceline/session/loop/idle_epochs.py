@@ -13,13 +13,14 @@ from the first where all models are in eval mode, or where nothing was trained i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
 
 from paceline.cluster.control.progress import Page
 from paceline.data.loader import ShareLoader, Turn
-from paceline.session.loop.iteration import LoaderProgress
 from paceline.session.loop.observers import LoopObservers
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
@@ -33,11 +34,24 @@ NOTHING_TRAINED = (
 )
 
 
+@dataclass(slots=True)
+class EpochActivity:
+    """What is known of a training loader's epoch."""
+
+    loader: ShareLoader
+    follows: bool = False  # whether anything is trained in it is followed
+    trained: bool = False  # there was a backward, or a step of an optimizer
+    turned: bool = False  # a turn of it has ended
+    marks: list[Any] | None = None  # versions of all parameters and gradients when it began
+    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
+
+
 class StepCounter(Protocol):
     """A loop that counts steps. `quiet`: depth of `no_sync` blocks."""
 
     steps: int
     quiet: int
+    acts: int
     observers: LoopObservers
     models: list[nn.Module]
 
@@ -56,7 +70,7 @@ class IdleEpochs:
 
     def __init__(self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
-        self.acted = False  # an optimizer has stepped, or no_sync was entered, since `note` last looked
+        self._seen = (0, 0)  # acts of the loop, and passes that have reached a parameter, when `note` last looked
 
     def asked(self, loader: ShareLoader) -> None:
         """Prepare for an epoch that is about to begin."""
@@ -71,11 +85,16 @@ class IdleEpochs:
             return False
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
-    def begins(self, progress: LoaderProgress) -> None:
+    def begins(self, activity: EpochActivity) -> None:
         """Begin an epoch of a training loader."""
-        progress.follows, progress.trained, progress.turned = self._follows(progress.loader), False, False
-        progress.marks = self._marks() if progress.follows else None
-        self.acted = self._backward.reached = False
+        activity.follows, activity.trained, activity.turned = self._follows(activity.loader), False, False
+        activity.marks = self._marks() if activity.follows else None
+        self._acted()
+
+    def _acted(self) -> bool:
+        """Return whether an optimizer has stepped, no_sync was entered, or a pass has reached a parameter, since the last call."""
+        before, self._seen = self._seen, (self._loop.acts, self._backward.reached)
+        return before != self._seen
 
     def _marks(self) -> list[Any]:
         """Return values that change with parameters, and on a single worker with a backward; `reached` shows that on several."""
@@ -87,31 +106,30 @@ class IdleEpochs:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
-    def note(self, progress: LoaderProgress, progresses: list[LoaderProgress], *, last: bool) -> None:
-        """Note that a turn of `progress` has ended, with `progresses` under way around it. `last`: its gradients are exchanged."""
-        progress.turned = True
-        if self.acted or self._backward.reached or self._loop.quiet:
-            self.acted = self._backward.reached = False
-            for other in progresses:
+    def note(self, activity: EpochActivity, around: Iterable[EpochActivity], *, last: bool) -> None:
+        """Note that a turn of `activity` has ended, with those `around` it under way. `last`: its gradients are exchanged."""
+        activity.turned = True
+        if self._acted() or self._loop.quiet:
+            for other in around:
                 other.trained, other.loader.terms.idle = True, False
-        elif last and progress.follows and not progress.trained:
-            if self._marks() != progress.marks:
-                progress.trained = True
+        elif last and activity.follows and not activity.trained:
+            if self._marks() != activity.marks:
+                activity.trained = True
             else:
-                progress.loader.terms.idle = True
+                activity.loader.terms.idle = True
 
-    def count(self, progress: LoaderProgress, number: int, turn: Turn, seconds: dict[str, float]) -> None:
-        """Count a turn of `progress` as step `number`, or hold it back while nothing is trained."""
-        if progress.follows and not progress.trained:
-            progress.held.append((number, turn, seconds))
+    def count(self, activity: EpochActivity, number: int, turn: Turn, seconds: dict[str, float]) -> None:
+        """Count a turn of `activity` as step `number`, or hold it back while nothing is trained."""
+        if activity.follows and not activity.trained:
+            activity.held.append((number, turn, seconds))
             return
-        self.flush(progress)
+        self.flush(activity)
         for observer in self._loop.observers.step_ended:
             observer(number, turn.global_batch, seconds)
 
-    def flush(self, progress: LoaderProgress) -> None:
+    def flush(self, activity: EpochActivity) -> None:
         """Hand over the steps that were held back."""
-        held, progress.held = progress.held, []
+        held, activity.held = activity.held, []
         now = self._loop.steps
         for number, turn, seconds in held:
             self._loop.place(number)
@@ -120,21 +138,21 @@ class IdleEpochs:
         if held:
             self._loop.place(now)
 
-    def ends(self, progress: LoaderProgress, *, whole: bool) -> None:
+    def ends(self, activity: EpochActivity, *, whole: bool) -> None:
         """End an epoch of a training loader. `whole`: the loop wasn't left by `break`. An epoch resumed at its end tells nothing."""
-        terms, held = progress.loader.terms, progress.held
-        terms.idle, whole = False, whole and progress.turned
-        if progress.follows and not progress.trained and whole:
-            changed = b"c" if self._marks() != progress.marks else b""
-            progress.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
-        if progress.trained or not progress.follows:
+        terms, held = activity.loader.terms, activity.held
+        terms.idle, whole = False, whole and activity.turned
+        if activity.follows and not activity.trained and whole:
+            changed = b"c" if self._marks() != activity.marks else b""
+            activity.trained = any(self._context.agreement.meet("an epoch without a backward", changed))
+        if activity.trained or not activity.follows:
             terms.idled = False
         elif whole:
-            terms.idled, progress.held = True, []
+            terms.idled, activity.held = True, []
             terms.announce(NOTHING_TRAINED)
             if held:
                 self._go_back(held[0][0] - 1)
-        self.flush(progress)
+        self.flush(activity)
 
     def _go_back(self, steps: int) -> None:
         self._loop.place(steps)

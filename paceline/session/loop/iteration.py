@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
-from paceline.data.batch_lifetime import Lent
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import PacelineError, UsageError
 from paceline.session.loop.ghost import Buffers
+from paceline.session.loop.idle_epochs import EpochActivity
 
 
 @dataclass(slots=True)
@@ -24,19 +23,11 @@ class LoaderProgress:
     outer: tuple[int, bool] = (0, False)  # passes that the turn around this one had exchanged, and whether it was silenced
     gathered: int = 0  # how many times rows of this batch were gathered
     passed: int = 0  # calls of gather in this turn, with those answered when the batch was dealt before
-    used: bool = False  # a model was run to be trained in this turn, or a backward
-    left: Lent = field(default_factory=list)  # the batch of the turn before, if it was not used there
-    early: list[Lent] = field(default_factory=list)  # batches of earlier turns that the script still held
-    skipped: bool = False  # the first turn of the epoch used nothing, and the script dropped its batch
-    doubted: bool = False  # what was used last may have been the batch of the turn before
-    reached: bool = False  # something was used in a turn of the epoch
-    over: bool = False  # the epoch has ended
-    follows: bool = False  # `IdleEpochs` follows whether anything is trained in this epoch
-    trained: bool = False  # there was a backward, or a step of an optimizer, in this epoch
-    turned: bool = False  # a turn of it has ended
-    marks: list[Any] | None = None  # versions of all parameters and gradients when it began
-    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)  # steps in which nothing was trained so far
+    activity: EpochActivity = field(init=False)
     discarded: bool = False  # its rows died with a worker: it is dealt again
+
+    def __post_init__(self) -> None:
+        self.activity = EpochActivity(self.loader)
 
     def ask_rows(self) -> bool:
         """Count a request for rows of this batch, and return whether they still have to be gathered."""

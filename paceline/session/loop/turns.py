@@ -60,7 +60,9 @@ class TrainingLoop:
         self._loaders: dict[int, LoaderProgress] = {}  # by id of the loader
         self._open: list[LoaderProgress] = []  # those with a turn, in the order in which the turns began
         self.leader: LoaderProgress | None = None  # whose turns are the steps
-        self.batch_use = BatchUse(context, self._open, self._loaders)
+        self.batch_use = BatchUse(context)
+        self.acts = 0  # steps of optimizers, and times that no_sync was entered
+        self._begun = 0  # passes that had begun when this turn, or micro-batch, did
         self.idle_epochs = IdleEpochs(self, context, backward, page)
         self._calls = 0
         self._part = 0.0  # of the step under way, mine
@@ -97,7 +99,7 @@ class TrainingLoop:
     def cut_turn(self, number: int) -> None:
         """Close the exchange of turn `number`, which may be the next turn on this worker."""
         self.cut_off = number
-        self.context.step_state.exchange_closed = self.led is not None and number == self.steps + 1
+        self.context.step_state.close_exchange(closed=self.led is not None and number == self.steps + 1)
 
     @property
     def innermost(self) -> LoaderProgress | None:
@@ -117,14 +119,11 @@ class TrainingLoop:
 
     def settle(self) -> None:
         """Set the `StepState` by the turn that trains."""
-        step_state, under_way = self.context.step_state, self._open
-        turn = self.training if len(under_way) > 1 else under_way[0].turn if under_way else None
+        turn = self.training
         if turn is None:
-            step_state.scale = step_state.share_of_step = 1.0 / self.context.group.size
-            step_state.ghost, step_state.defer_exchange = False, self.quiet > 0
+            self.context.step_state.rest(1.0 / self.context.group.size, silent=self.quiet > 0)
         else:
-            step_state.share_of_step, step_state.scale, step_state.ghost = self._part, turn.scale, turn.ghost
-            step_state.defer_exchange = self.quiet > 0 or (turn.train and not turn.last_micro)
+            self.context.step_state.enter(turn, self._part, silent=self.quiet > 0)
 
     @property
     def sent(self) -> Traffic:
@@ -155,7 +154,7 @@ class TrainingLoop:
         if loader.terms.training:
             self.end_broken()
             self.batch_use.epoch_begins(progress)
-            self.idle_epochs.begins(progress)
+            self.idle_epochs.begins(progress.activity)
             if self.over:
                 loader.finish()
             for observer in self.observers.epoch_began:
@@ -168,7 +167,6 @@ class TrainingLoop:
         progress = self._loaders[id(loader)]
         progress.turn, progress.turn_at, progress.passed = turn, self._calls, 0
         if turn.train:
-            progress.used, self.batch_use.fresh = False, True
             if self.leader is None:
                 self.leader = progress
                 for observer in self.observers.lead_taken:
@@ -176,20 +174,23 @@ class TrainingLoop:
             self._part = (self._part if turn.micro else 0.0) + (turn.weight / turn.total if turn.total and not turn.ghost else 0.0)
             if turn.micro == 0:
                 backward, leads = self.backward, progress is self.leader
-                progress.outer = backward.passes, backward.silenced
-                passes = backward.turn()
-                self.context.step_state.exchange_closed = self.cut_off == self.steps + 1 and self.led is not None
+                progress.outer = before = backward.turn()
+                if self.cut_off or self.context.step_state.exchange_closed:
+                    self.context.step_state.close_exchange(closed=self.cut_off == self.steps + 1 and self.led is not None)
                 if self.frozen:
                     self.thaw()
                 if backward.transaction.recovers:
-                    backward.transaction.begin(leads=leads, passes=passes)
+                    backward.transaction.begin(leads=leads, passes=before[0])
             elif turn.last_micro and not self.quiet:
-                self.backward.silenced = False  # this one is exchanged by all
-            self.backward.ran = False
+                self.backward.silence(silent=False)  # this one is exchanged by all
+            self._begun = self.backward.begun
             if turn.source is not None:
                 progress.kept = buffers(self.models)
         self._open.append(progress)
-        self.settle()
+        if len(self._open) == 1:
+            self.context.step_state.enter(turn, self._part, silent=self.quiet > 0)
+        else:
+            self.settle()
         if progress is self.leader:
             self._clock.begin(now)
             if self._page is not None and turn.micro == 0:
@@ -212,18 +213,15 @@ class TrainingLoop:
                 if backward.open or _graph_task() != -1 or (backward.hooks and not (backward.passes or backward.silenced)):
                     backward.join("the next batch")
                 if inner and len(self._open) > 1:
-                    backward.passes, backward.silenced = progress.outer
+                    backward.go_back(progress.outer)
         failed = progress.discarded or (leads and turn.last_micro and backward.transaction.failed)
         if turn.train and not failed:
-            idle = self.idle_epochs
-            if progress.trained and len(self._open) == 1:
-                idle.acted = backward.reached = False  # what is known already
-            else:
-                idle.note(progress, self._open, last=last)
+            if not progress.activity.trained or len(self._open) > 1:  # else it is known already
+                self.idle_epochs.note(progress.activity, [other.activity for other in self._open], last=last)
             if turn.source is not None:
                 level(kept, self.context.agreement, ghost=turn.ghost)
         self._open.remove(progress)
-        self.settle()
+        self.settle() if self._open else self.context.step_state.rest(1.0 / self.context.group.size, silent=self.quiet > 0)
         if leads:
             self._end_step(progress, turn, failed=failed)
         if failed:
@@ -251,8 +249,9 @@ class TrainingLoop:
             for committed in observers.committed:
                 committed(steps)
             seconds = clock.settle(began)
-            if progress.held or (progress.follows and not progress.trained):
-                self.idle_epochs.count(progress, steps, turn, seconds)
+            activity = progress.activity
+            if activity.held or (activity.follows and not activity.trained):
+                self.idle_epochs.count(activity, steps, turn, seconds)
             else:
                 for ended in observers.step_ended:
                     ended(steps, turn.global_batch, seconds)
@@ -267,7 +266,7 @@ class TrainingLoop:
             self.leader = None
         if loader.terms.training:
             self.batch_use.epoch_ends(progress)
-            self.idle_epochs.ends(progress, whole=loader.ran_through)
+            self.idle_epochs.ends(progress.activity, whole=loader.ran_through)
         if self.apart:
             self.context.agreement.enter()  # workers come together, with the same parameters
 
@@ -275,7 +274,7 @@ class TrainingLoop:
         """End the turns, and the lead, of training loops that were left by `break`. All workers call it at the same place."""
         for progress in [progress for progress in self._open if progress.loader.terms.training and not progress.loader.under_way]:
             self.turn_ends(progress.loader)
-            self.idle_epochs.flush(progress)
+            self.idle_epochs.flush(progress.activity)
         if self.leader is not None and not self.leader.loader.under_way:
             self.leader = None
 
@@ -285,6 +284,9 @@ class TrainingLoop:
         """Weigh a backward that begins. Training loaders under way side by side must give it the same weight."""
         if self.batch_use.fresh:
             self.batch_use.use(None)
+        if len(self._open) == 1 and (turn := self._open[0].turn) is not None:
+            self.context.step_state.enter(turn, self._part, silent=self.quiet > 0)
+            return
         self.settle()
         if len(self._open) > 1:
             check_beside(self._open)
@@ -318,7 +320,7 @@ class TrainingLoop:
         turn = self.training
         if turn is None or not turn.train:
             return True
-        return turn.last_micro if self.backward.ran else turn.micro == 0
+        return turn.last_micro if self.backward.begun != self._begun else turn.micro == 0
 
     def ready(self, where: str) -> None:
         """Exchange gradients that are about to be used and have not been exchanged, even if backward touched nothing here."""
@@ -333,8 +335,8 @@ class TrainingLoop:
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         self.quiet += 1
-        self.idle_epochs.acted = True
-        self.backward.silenced = self.backward.owing = True
+        self.acts += 1
+        self.backward.silence(silent=True)
         self.settle()
         try:
             yield
@@ -361,12 +363,12 @@ class TrainingLoop:
 
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped; in a loop without a loader this begins the next turn."""
-        self.idle_epochs.acted = True
+        self.acts += 1
         for observer in self.observers.stepped:
             observer(optimizer)
         if not self._open:
             backward = self.backward
-            passes = backward.turn()
+            passes, _ = backward.turn()
             if backward.transaction.recovers:
                 backward.transaction.begin(leads=False, passes=passes)
 
@@ -423,5 +425,5 @@ class TrainingLoop:
         """End the run: close the turns that a `break` left open, and make replicas equal."""
         for progress in list(self._open):
             self.turn_ends(progress.loader)
-            self.idle_epochs.flush(progress)
+            self.idle_epochs.flush(progress.activity)
         self.abilities.converge()

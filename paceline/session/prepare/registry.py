@@ -247,7 +247,7 @@ class Prepared:
         if had_local:
             local = self.subgroups.within_host()
             for loader in self.loaders:
-                loader.terms.local = None if loader.terms.local is None else local
+                loader.terms.move_within_host(local)
 
     def release(self, *, failed: bool) -> None:
         """Make models plain again and close tables, as the run ends on this worker."""
