@@ -26,7 +26,7 @@ import torch
 import zmq
 from harness import bootstrap
 
-from paceline.comm.buckets import BucketShape, cut
+from paceline.comm.bucket_layout import BucketShape, cut
 from paceline.comm.rpc import RpcClient, keys
 from paceline.server.partition import RowRange
 from paceline.server.protocol.plans import write

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.coding import Coding, nbytes, parts, room, seeded
-from paceline.comm.buckets import Bucket
+from paceline.comm.bucket_layout import Bucket
 from paceline.errors import Mismatch
 from paceline.server.codings import Phases, at
 

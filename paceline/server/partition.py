@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.comm.buckets import BucketShape
+from paceline.comm.bucket_layout import BucketShape
 
 PARTS = 8  # of what each server has: no piece is larger than one, so that all come to about the same
 SMALLEST = 64 << 10  # bytes: smaller parameters are not cut

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.buckets import Bucket, BucketShape, build
+from paceline.comm.bucket_layout import Bucket, BucketShape, build
 from paceline.errors import Mismatch
 from paceline.server import optimizers as recipe
 from paceline.server.codings import Phases

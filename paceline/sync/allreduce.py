@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.buckets import Bucket, BucketShape, build, cut, put, scaled, sparse
+from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, put, scaled, sparse
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.buckets import Bucket
+from paceline.comm.bucket_layout import Bucket
 
 
 class MemoryMaker(Protocol):

@@ -18,7 +18,7 @@ from torch import Size, Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, State, Wire, alike, fresh, keeps, lift, merge, plain, residuals
 from paceline.codec.coding import NARROWED, Coding, seeded
-from paceline.comm.buckets import Bucket, BucketShape
+from paceline.comm.bucket_layout import Bucket, BucketShape
 from paceline.comm.group import Group, Traffic, Work
 from paceline.comm.hierarchy.coded import CodedAllReduce
 from paceline.sync.base import Slot

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.buckets import BucketShape
+from paceline.comm.bucket_layout import BucketShape
 from paceline.server.partition import RowRange
 from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan

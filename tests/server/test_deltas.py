@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.codec.coding import exact, nbytes, parts, room
 from paceline.codec.dense import half, int8, sign
 from paceline.codec.sparse import randomk, topk
-from paceline.comm.buckets import Bucket, BucketShape, build
+from paceline.comm.bucket_layout import Bucket, BucketShape, build
 from paceline.errors import Mismatch
 from paceline.server.codings import CodingPhase, at
 from paceline.server.deltas import DeltaEncoder

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.buckets import BucketShape
+from paceline.comm.bucket_layout import BucketShape
 from paceline.server.partition import PARTS, SMALLEST, deal, pieces
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.buckets import BucketShape, cut
+from paceline.comm.bucket_layout import BucketShape, cut
 from paceline.errors import Mismatch
 from paceline.server import optimizers as recipe
 from paceline.server.partition import RowRange, deal, pieces

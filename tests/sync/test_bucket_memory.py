@@ -17,7 +17,7 @@ from paceline.cluster.store import Store
 from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
-from paceline.comm.buckets import Bucket, BucketShape, build
+from paceline.comm.bucket_layout import Bucket, BucketShape, build
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
 from paceline.comm.shm.group import SharedGroup

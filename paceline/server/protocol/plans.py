@@ -6,7 +6,7 @@ import msgpack
 import torch
 
 from paceline.cluster.machine import memory
-from paceline.comm.buckets import BucketShape
+from paceline.comm.bucket_layout import BucketShape
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import UsageError
 from paceline.server import codings

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.coding import Coding, Message, exact, parts, room, seeded
-from paceline.comm.buckets import Bucket, BucketShape, build, cut, weighted
+from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, weighted
 from paceline.comm.group import Finished, Traffic, Work
 from paceline.errors import UsageError
 from paceline.formatting import spell

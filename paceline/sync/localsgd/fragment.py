@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.buckets import Bucket
+from paceline.comm.bucket_layout import Bucket
 from paceline.comm.group import Work
 from paceline.errors import UsageError
 from paceline.formatting import spell

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.codec.codec import lift, plain
-from paceline.comm.buckets import Bucket, BucketShape, build, cut, weighted
+from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, weighted
 from paceline.errors import LOSSES, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot, check_strategy

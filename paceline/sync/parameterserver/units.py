@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.buckets import BucketShape, build, cut
+from paceline.comm.bucket_layout import BucketShape, build, cut
 from paceline.comm.group import Traffic
 from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import PacelineError, UsageError, WorkerLost

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import nn
 
-from paceline.comm.buckets import ALIGN, Bucket, BucketShape, build, cut
+from paceline.comm.bucket_layout import ALIGN, Bucket, BucketShape, build, cut
 
 FLOAT, HALF = torch.float32, torch.float16
 CPU = torch.device("cpu")
