@@ -24,7 +24,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
     "ParameterServerSync": "implements every ability of a strategy",
-    "Recovery": "founding a view and admitting workers are not apart yet",
     "Run": "has every public method",
     "Server": "implements every message of workers",
     "SharedGroup": "implements every collective",

@@ -12,34 +12,22 @@ import contextlib
 import itertools
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
-from torch.distributed import DistError
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from paceline.cluster.control import events
-from paceline.cluster.control.commands import PORTS, CommandPipe, Roster
-from paceline.cluster.discover import Place
-from paceline.cluster.store import Store, address, hosts
+from paceline.cluster.control.commands import CommandPipe, Roster
+from paceline.cluster.store import Store
 from paceline.comm.agreement import Agreement, CallResult
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
-from paceline.comm.native import sockets
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, ServerLost, ViewChanged, WorkerLost
-from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide, majority, nearest
+from paceline.fault.recover import RecoveryPlan, WorkerProgress, decide
+from paceline.session.elastic.handover import WholeState, hand_over_result, hand_over_state
+from paceline.session.elastic.view_store import moved, open_store, serve
 from paceline.session.groups import WorkerContext, everyone
-from paceline.state.snapshot import byte_tensor, loads, pack
-
-if TYPE_CHECKING:  # torch's stubs know this name only where it comes from
-    from torch._C._distributed_c10d import TCPStore
-else:
-    from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class JoinRequest:
     here: Store | None = None  # once it is open
 
 
-class SurvivingRun(Protocol):
+class SurvivingRun(WholeState, Protocol):
     """What a recovery needs of the run that survives."""
 
     def regroup(self, founded: ViewGroups) -> None:
@@ -110,14 +98,6 @@ class SurvivingRun(Protocol):
         """Describe what a state must look like to fit this run; compared before a state is handed over."""
         ...
 
-    def give(self) -> tuple[bytes, str]:
-        """Return the whole state, and the hash of the part that is equal on all workers."""
-        ...
-
-    def take(self, state: bytes) -> str:
-        """Load a state that another worker gave, and return the hash of it."""
-        ...
-
 
 class Recovery:
     """One worker's part in surviving losses. `orders` come from its launcher; `members` are the numbers of all workers at the start."""
@@ -134,14 +114,14 @@ class Recovery:
         self.fresh = place.joining  # this worker has no state yet
         self.pending = 0  # the view in which a worker waits to be let in, as all know; 0: none
         self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
-        self._server = _serve(place)
+        self._server = serve(place)
         self._before = self.members  # as of the last event
 
     def arm(self) -> None:
         """Survive losses from now on: all workers are about to make the same call."""
         if self._agreement.recovery is not None:
             return
-        self.orders.arm(self.view, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
+        self.orders.arm(self.view, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope))
         self._survive()
 
     def _survive(self) -> None:
@@ -167,7 +147,7 @@ class Recovery:
                 raise WorkerLost("the others went on without this worker: it was out of reach, or they took it for dead") from error
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
                 cancel_scope = self._armed(roster, roster.workers)
-                here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
+                here = open_store(self._worker_context, roster, cancel_scope).sub(f"view{roster.number}")
                 if (reaches := self._meet(here, roster)) is not None:
                     result = self._regroup(roster, here.sub("groups"), decide(reaches), cancel_scope)
                     self._say(time.monotonic() - began, error)
@@ -175,11 +155,11 @@ class Recovery:
                 discarded = True
 
     def _regroup(self, roster: Roster, here: Store, plan: RecoveryPlan, cancel_scope: CancelScope) -> CallResult[Any] | None:
-        worker_context = self._moved(roster, here, plan.members, cancel_scope)
+        worker_context = moved(self._worker_context, roster, here, plan.members, cancel_scope)
         group = everyone(worker_context)
         self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
         self.pending = roster.number if plan.fresh else 0
-        return self._tell(group, plan)
+        return hand_over_result(group, plan, self._agreement.last)
 
     def _found(self, founded: ViewGroups) -> None:
         self.members, self._worker_context = founded.members, founded.worker_context
@@ -204,14 +184,6 @@ class Recovery:
                 raise DeadlineExceeded(f"not all workers of view {roster.number} came together within {self._worker_context.deadline:g} s")
         return {worker: WorkerProgress(*here.take(key)) for worker, key in zip(roster.workers, keys, strict=True)} if word == "go" else None
 
-    def _tell(self, group: Group, plan: RecoveryPlan) -> CallResult[Any] | None:
-        """Hand the result of the last call to the workers that were cut off in it."""
-        if not plan.behind:
-            return None
-        body = pack([self._agreement.last]).dumps() if self.worker == plan.teller else b""
-        found = group.agree(body)[plan.members.index(plan.teller)]
-        return CallResult(loads(found).unpack()[0]) if self.worker in plan.behind else None
-
     def _say(self, seconds: float, error: PacelineError) -> None:
         before, self._before = self._before, self.members
         gone = [str(rank) for rank, member in enumerate(before) if member not in self.members]
@@ -225,11 +197,8 @@ class Recovery:
     def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
         """Return a scope that breaks the connections of this view once one of its members is lost."""
         cancel_scope = CancelScope()
-        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(cancel_scope))
+        self.orders.arm(roster.number, frozenset(members), lambda: _trip(cancel_scope))
         return cancel_scope
-
-    def _trip(self, cancel_scope: CancelScope) -> None:
-        cancel_scope.trip(ViewChanged("the workers are others now"))
 
     # ---- coming
 
@@ -285,14 +254,15 @@ class Recovery:
         if fresh:
             self._let_in(roster, tuple(fresh))
         else:
-            self.orders.arm(number, frozenset(self.members), lambda: self._trip(self._worker_context.cancel_scope))
+            self.orders.arm(number, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope))
 
     def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
         """Return which new workers of this view train the same model, and which don't. Both are empty if a newer view has come."""
         forms: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
         with contextlib.suppress(*LOSSES):
-            here, end = self._open(roster, CancelScope()).sub(f"view{roster.number}"), time.monotonic() + self._timings.form
+            here = open_store(self._worker_context, roster, CancelScope()).sub(f"view{roster.number}")
+            end = time.monotonic() + self._timings.form
             while len(forms) < len(new) and self.orders.latest == roster.number and time.monotonic() < end:
                 worker = new[len(forms)]
                 with contextlib.suppress(DeadlineExceeded):
@@ -300,22 +270,17 @@ class Recovery:
             fresh = [worker for worker in new if forms.get(worker) == self._heart.form()]
             refused = [worker for worker in forms if worker not in fresh]
             if self.orders.latest == roster.number:
-                here.put("admitted", self._invitation((*self.members, *fresh)) | {"refused": refused})
+                invitation = _invitation(self._agreement, self.members, fresh, self._heart.join_info())
+                here.put("admitted", invitation | {"refused": refused})
                 return fresh, refused
         return [], []
 
-    def _invitation(self, members: tuple[int, ...]) -> dict[str, Any]:
-        """Return what new workers have to know."""
-        old, numbers = len(self.members), itertools.count(self._agreement.highest + 1)
-        origins = (*self._agreement.origins, *(number for number, _ in zip(numbers, members[old:], strict=False)))
-        return {"members": members, "origins": origins, "old": old, "layout": self._heart.join_info(), "calls": self._agreement.calls}
-
     def _let_in(self, roster: Roster, fresh: tuple[int, ...]) -> None:
         members, old = (*self.members, *fresh), len(self.members)
-        invitation = self._invitation(members)
+        invitation = _invitation(self._agreement, self.members, fresh, self._heart.join_info())
         cancel_scope = self._armed(roster, members)
-        here = self._open(roster, cancel_scope).sub(f"view{roster.number}")
-        worker_context = self._moved(roster, here.sub("let in"), members, cancel_scope)
+        here = open_store(self._worker_context, roster, cancel_scope).sub(f"view{roster.number}")
+        worker_context = moved(self._worker_context, roster, here.sub("let in"), members, cancel_scope)
         self._found(ViewGroups(worker_context, everyone(worker_context), members, invitation["origins"], layout=invitation["layout"]))
         self._hand_over(old)
         self._agreement.meet("let in")
@@ -327,21 +292,9 @@ class Recovery:
         self._heart.lost(f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})")
 
     def _hand_over(self, old: int) -> None:
-        """Give the state to the workers from rank `old` on, each by one that is near; checked by the hash that most others have."""
-        group, hosts = self._agreement.group, self._worker_context.cluster.where()
-        givers = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
-        body, digest = self._heart.give() if group.rank < old else (b"", "")
-        mine = body if group.rank in givers.values() else b""
-        heads = [json.loads(head) for head in group.agree(json.dumps([len(mine), digest]).encode())]
-        sends = [(rank, byte_tensor(mine)) for rank, giver in givers.items() if giver == group.rank]
-        received = torch.empty(heads[givers[group.rank]][0], dtype=torch.uint8) if group.rank in givers else None
-        group.exchange(sends, [] if received is None else [(givers[group.rank], received)]).wait()
-        right, wrong = majority({rank: heads[rank][1] for rank in range(old)})
-        if received is not None:
-            found = self._heart.take(received.numpy().tobytes())
-            self.fresh = False
-            if found != right:
-                raise Mismatch(f"the state that rank {givers[group.rank]} handed over is not what most workers have")
+        """Give the state to the workers from rank `old` on."""
+        wrong = hand_over_state(self._agreement.group, self._worker_context.cluster.where(), old, self._heart)
+        self.fresh = False
         if wrong:
             self._heart.lost(f"rank {', '.join(map(str, wrong))} has other parameters than most workers")
 
@@ -372,7 +325,7 @@ class Recovery:
     def _opens(self, door: JoinRequest) -> bool:
         """Whether the workers that train have said in this view whom they let in."""
         if door.here is None:
-            door.here = self._open(door.roster, door.cancel_scope).sub(f"view{door.roster.number}")
+            door.here = open_store(self._worker_context, door.roster, door.cancel_scope).sub(f"view{door.roster.number}")
             door.here.put(f"form/{self.worker}", self._heart.form())
             door.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
         reaches = [f"reach/{worker}" for worker in door.roster.workers]
@@ -388,8 +341,8 @@ class Recovery:
             raise DeadlineExceeded(f"those who run waited {self._timings.form:g} s for this worker, and went on without it: start it again")
         if self.worker not in members:
             raise Mismatch("this worker trains another model than those who run, or has another version of paceline: they go on without it")
-        self.orders.arm(roster.number, frozenset(members), lambda: self._trip(door.cancel_scope))
-        worker_context = self._moved(roster, door.here.sub("let in"), members, door.cancel_scope)
+        self.orders.arm(roster.number, frozenset(members), lambda: _trip(door.cancel_scope))
+        worker_context = moved(self._worker_context, roster, door.here.sub("let in"), members, door.cancel_scope)
         self._agreement.catch_up(found["calls"])
         self.generation, self.view = 0, roster.number
         self._found(ViewGroups(worker_context, everyone(worker_context), members, tuple(found["origins"]), layout=found["layout"]))
@@ -397,43 +350,13 @@ class Recovery:
         self._welcome(found["old"])
         self._survive()
 
-    # ---- places
 
-    def _open(self, roster: Roster, cancel_scope: CancelScope) -> Store:
-        """Connect to the store of a view."""
-        first, place = roster.members[0], self._worker_context.place
-        try:
-            socket.create_connection((first.address, first.port), timeout=self._timings.connect).close()  # torch would be loud about it
-            before = sockets.leading(first.address, first.port)
-            client = TCPStore(first.address, first.port, None, False, timedelta(seconds=self._timings.connect), wait_for_workers=False)
-        except (OSError, DistError) as error:
-            raise WorkerLost(f"the store of view {roster.number} can't be reached: {str(error).splitlines()[0]}") from error
-        mine = sockets.leading(first.address, first.port) - before
-        cancel_scope.add(lambda error: sockets.sever(mine))
-        return Store(client, place.secret, path="paceline", deadline=self._worker_context.deadline, start=roster.mark)
-
-    def _moved(self, roster: Roster, store: Store, members: tuple[int, ...], cancel_scope: CancelScope) -> WorkerContext:
-        """Return this worker's place among the members."""
-        by_worker = {member.worker: member for member in roster.members}
-        here = by_worker[self.worker]
-        local = [worker for worker in members if by_worker[worker].host == here.host]
-        place = replace(
-            self._worker_context.place,
-            rank=members.index(self.worker),
-            size=len(members),
-            local_rank=local.index(self.worker),
-            local_size=len(local),
-            host_rank=here.host,
-            hosts=len({by_worker[worker].host for worker in members}),
-            meeting=(roster.members[0].address, roster.members[0].port),
-            joining=False,
-        )
-        return replace(self._worker_context, place=place, store=store, cluster=hosts(store, place), natives=0, cancel_scope=cancel_scope)
+def _trip(cancel_scope: CancelScope) -> None:
+    cancel_scope.trip(ViewChanged("the workers are others now"))
 
 
-def _serve(place: Place) -> Any:
-    """Serve the store for views whose first worker this one is."""
-    assert place.store_fd is not None and place.worker is not None
-    descriptor = os.dup(place.store_fd)
-    where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
-    return TCPStore(*where, None, True, seconds, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
+def _invitation(agreement: Agreement, members: tuple[int, ...], fresh: Sequence[int], layout: Any) -> dict[str, Any]:
+    """Return what new workers have to know; `fresh` are their numbers."""
+    numbers = itertools.count(agreement.highest + 1)
+    origins = (*agreement.origins, *(number for number, _ in zip(numbers, fresh, strict=False)))
+    return {"members": (*members, *fresh), "origins": origins, "old": len(members), "layout": layout, "calls": agreement.calls}

@@ -117,7 +117,8 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
     recovery.orders.arm(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.events, "broken", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)
-    for name, answer in {"_open": MagicMock(), "_meet": {}, "_regroup": None, "_say": None}.items():
+    monkeypatch.setattr(surviving, "open_store", MagicMock())
+    for name, answer in {"_meet": {}, "_regroup": None, "_say": None}.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
     monkeypatch.setattr(recovery, "_armed", lambda roster, members: met.append(roster.number))
     recovery.recover(ServerLost("server 0 is gone"))
