@@ -18,7 +18,6 @@ FILES_IN_FOLDER, CLASS_LINES, CLASS_METHODS = 20, 250, 25
 CIRCLES: dict[str, set[str]] = {}  # why these modules import each other: the modules
 LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "AllReduceSync": "buckets, routes and recovery are not apart yet",
-    "Agreement": "waits, recovery and deadlines are not apart yet",
     "Cluster": "has a method for each thing of a lab that can be changed",
     "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",

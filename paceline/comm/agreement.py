@@ -16,10 +16,10 @@ import msgpack
 
 from paceline import callsite
 from paceline.comm.group import Group
+from paceline.comm.sightings import SKIPPED, Sightings
 from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
 
 T = TypeVar("T")
-SKIPPED = "Skip a step on all workers or on none: decide by what all of them have, such as run.mean(loss)"
 
 
 class CallDiscarded(PacelineError):
@@ -36,6 +36,35 @@ class CallResult(Generic[T]):
 Recovery = Callable[[PacelineError], CallResult[Any] | None]  # brings the living together in a new group; what others got, if any did
 
 
+class Lockstep:
+    """Whether workers make the same calls at the same time. `entering`, where they don't, brings them together before a call of all."""
+
+    def __init__(self) -> None:
+        self.entering: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Mark that all workers are here, though they are not in lockstep: the code inside may make a call of all."""
+        entering, self.entering = self.entering, None
+        try:
+            yield
+        finally:
+            self.entering = entering
+
+    def part(self, entering: Callable[[], None]) -> None:
+        """Let workers leave lockstep: `entering` is called before the next call of all, and brings them together."""
+        self.entering = entering
+
+    def enter(self) -> None:
+        """Bring workers together that are not in lockstep."""
+        if self.entering is not None:
+            self.entering()
+
+    def come_together(self) -> None:
+        """Note that all workers are in lockstep again."""
+        self.entering = None
+
+
 class Agreement:
     """Brings all workers together at named calls, over the control channel of a group.
 
@@ -45,7 +74,7 @@ class Agreement:
     def __init__(self, group: Group, *, step: Callable[[], int] = lambda: 0, hosts: tuple[str, ...] = ()) -> None:
         self.group = group
         self._step = step
-        self._hosts = hosts
+        self._sightings = Sightings(hosts)
         self.origins = tuple(range(group.size))  # the members' ranks at the start; a worker that joined later has a number of its own
         self.highest = group.size - 1  # of all origins that there have been: none is given twice
         self.calls = 0  # completed
@@ -56,19 +85,17 @@ class Agreement:
         self.ended: deque[float] = deque(maxlen=64)  # when the last calls were completed
         self._inside = False
         self._tally: Callable[[], list[int | None]] | None = None  # the step, and how often optimizers stepped in the last and in this
-        self._entering: Callable[[], None] | None = None  # called before the next call, where workers have not been in lockstep
-        self._seen: list[tuple[str, int]] = []  # where each rank was at the last meeting
-        self._met = time.monotonic()
+        self.lockstep = Lockstep()
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The host of each rank."""
-        return self._hosts
+        return self._sightings.hosts
 
     @property
     def host(self) -> str:
         """The host of this rank, for messages."""
-        return self._hosts[self.group.rank] if self._hosts else "an unknown host"
+        return self.hosts[self.group.rank] if self.hosts else "an unknown host"
 
     def attempt(self, act: Callable[[], T], what: str = "") -> T:
         """Make a call of all workers: `act`, called again in a new group where a worker was lost, unless others hand over its result.
@@ -77,8 +104,8 @@ class Agreement:
         """
         if self._inside:
             return act()
-        if self._entering is not None:
-            self._entering()
+        if self.lockstep.entering is not None:
+            self.lockstep.entering()
         self._name(what)
         if self.recovery is None:
             return self._make(act)
@@ -150,28 +177,6 @@ class Agreement:
             if error is not why:
                 raise  # else the others could not learn of it in time, and all do later
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Mark that all workers are here, though they are not in lockstep: the code inside may make a call of all."""
-        entering, self._entering = self._entering, None
-        try:
-            yield
-        finally:
-            self._entering = entering
-
-    def part(self, entering: Callable[[], None]) -> None:
-        """Let workers leave lockstep: `entering` is called before the next call of all, and brings them together."""
-        self._entering = entering
-
-    def enter(self) -> None:
-        """Bring workers together that are not in lockstep."""
-        if self._entering is not None:
-            self._entering()
-
-    def come_together(self) -> None:
-        """Note that all workers are in lockstep again."""
-        self._entering = None
-
     def compare_steps(self, tally: Callable[[], list[int | None]]) -> None:
         """Compare at each meeting what `tally` gives: the step, and how often optimizers stepped in the last one and in this one."""
         self._tally = tally
@@ -217,9 +222,8 @@ class Agreement:
 
     def regroup(self, group: Group, hosts: tuple[str, ...], origins: tuple[int, ...]) -> None:
         """Use another group from now on."""
-        self.group, self.origins, self._hosts, self._seen = group, origins, hosts, []
+        self.group, self.origins, self._sightings = group, origins, Sightings(hosts)
         self.highest = max(self.highest, *origins)
-        self._met = time.monotonic()
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
         """Return every rank's `body`, once all ranks have come to `what` at the same step; raises `Mismatch` on all if some came elsewhere.
@@ -238,14 +242,13 @@ class Agreement:
             taken = None if self._tally is None else self._tally()
             answers = self.group.agree(msgpack.packb((what, step, where, body, taken)))
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(self._missing(what, step, error.missing), error.missing) from error
+            raise DeadlineExceeded(self._sightings.missing(self.group.rank, what, step, error.missing), error.missing) from error
         heads = [msgpack.unpackb(answer) for answer in answers]
         if any(head[0] != what or head[1] != step for head in heads):
-            raise Mismatch(self._describe(heads, self._places()))
-        if any(head[4] != taken for head in heads) and (text := self._unequal(heads)):
+            raise Mismatch(self._sightings.apart(heads, self._places()))
+        if any(head[4] != taken for head in heads) and (text := self._sightings.unequal(heads)):
             raise Mismatch(f"replicas part: {text}. {SKIPPED}")
-        self._seen = [(head[0], head[1]) for head in heads]
-        self._met = time.monotonic()
+        self._sightings.note(heads)
         return [head[3] for head in heads]
 
     def tell(self, what: str, make: Callable[[], bytes]) -> bytes:
@@ -274,41 +277,7 @@ class Agreement:
         """Add to the error of a wait at which step it happened and where the others were last seen, unless it says so already."""
         absent = error.missing if isinstance(error, DeadlineExceeded) else error.ranks if isinstance(error, WorkerLost) else ()
         if error is not None and absent and not isinstance(error.__cause__, DeadlineExceeded):
-            error.add_note(f"This was at step {self._step()}: {self._whereabouts(absent)}")
-
-    def _missing(self, what: str, step: int, missing: tuple[int, ...]) -> str:
-        waited = time.monotonic() - self._met
-        return (
-            f"step {step}, {what}: rank {self.group.rank} waited {waited:.1f} s in vain for {self._whereabouts(missing)}. "
-            "If it is only slow, raise start(deadline=seconds); else look at its own output"
-        )
-
-    def _whereabouts(self, ranks: tuple[int, ...]) -> str:
-        ago = time.monotonic() - self._met
-        texts = []
-        for rank in ranks:
-            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            seen = self._seen[rank] if rank < len(self._seen) else None
-            last = f", last seen at {seen[0]} of step {seen[1]}, {ago:.1f} s ago" if seen else ", never seen"
-            texts.append(f"rank {rank}{host}{last}")
-        return "; ".join(texts) or "a rank that can't be named"
-
-    def _unequal(self, heads: list[Any]) -> str:
-        """Say which workers have made fewer or more steps of their optimizers; empty if all known counts are the same."""
-        by_step: dict[int, dict[int, int]] = {}  # of each step the count of each rank
-        for rank, head in enumerate(heads):
-            at, *counts = head[4] or [0, None, None]
-            for step, count in zip((at - 1, at), counts, strict=True):
-                if count is not None:
-                    by_step.setdefault(step, {})[rank] = count
-        for step, counts in sorted(by_step.items()):
-            if len(set(counts.values())) > 1:
-                sides = (f"{self._named(rank)} has made {count}" for rank, count in counts.items())
-                return f"in step {step} optimizers have not stepped alike ({'; '.join(sides)})"
-        return ""
-
-    def _named(self, rank: int) -> str:
-        return f"rank {rank}{f' on {self._hosts[rank]}' if rank < len(self._hosts) else ''}"
+            error.add_note(f"This was at step {self._step()}: {self._sightings.whereabouts(absent)}")
 
     def _places(self) -> list[str]:
         """Return where in its script each rank is; all ranks know that they have come apart, and ask each other."""
@@ -317,14 +286,3 @@ class Agreement:
             return [answer.decode() for answer in self.group.agree(mine.encode())]
         except PacelineError:
             return [mine if rank == self.group.rank else "" for rank in range(self.group.size)]  # a worker has gone meanwhile
-
-    def _describe(self, heads: list[Any], lines: list[str]) -> str:
-        places: dict[str, list[str]] = {}
-        for rank, (what, step, where, *_) in enumerate(heads):
-            text = f"{what}{f' ({where})' if where else ''} of step {step}{lines[rank]}"
-            host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
-            places.setdefault(text, []).append(f"{rank}{host}")
-        sides = "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} at {text}" for text, ranks in places.items())
-        unequal = self._unequal(heads)
-        why = f"{unequal[0].upper()}{unequal[1:]}. {SKIPPED}" if unequal else ""
-        return f"workers have come apart: {sides}. {why or 'Every worker has to make the same collective calls in the same order'}"

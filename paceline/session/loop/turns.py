@@ -268,7 +268,7 @@ class TrainingLoop:
             self.batch_use.epoch_ends(progress)
             self.idle_epochs.ends(progress.activity, whole=loader.ran_through)
         if self.apart:
-            self.context.agreement.enter()  # workers come together, with the same parameters
+            self.context.agreement.lockstep.enter()  # workers come together, with the same parameters
 
     def end_broken(self) -> None:
         """End the turns, and the lead, of training loops that were left by `break`. All workers call it at the same place."""

@@ -141,7 +141,7 @@ class LogCollector:
         """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
             self._loop.part()
-            self._context.agreement.part(self._come_together)
+            self._context.agreement.lockstep.part(self._come_together)
 
     def between(self, recovery: Recovery) -> None:
         """Pause all workers between two turns where one waits to be let in, or others are waited for; once all pause, let them in."""
@@ -153,7 +153,7 @@ class LogCollector:
             if recovery.waited or recovery.short:
                 sample_queue.pause()
             return
-        agreement.come_together()
+        agreement.lockstep.come_together()
         recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
         if recovery.short and not recovery.pending:
             text = f"{self._context.group.size} workers are left, and more are needed: waiting for others"
@@ -170,7 +170,7 @@ class LogCollector:
                 "with staleness or backup_workers workers are not in lockstep inside the loop over a training loader, so what all have to "
                 "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: do it between epochs"
             )
-        agreement.come_together()
+        agreement.lockstep.come_together()
         loop.end_broken()
         self._line_up("the end of an epoch")
         loop.abilities.converge()

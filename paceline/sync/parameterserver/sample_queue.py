@@ -159,7 +159,7 @@ class SampleQueueClient:
     # ---- letters
 
     def together(self) -> AbstractContextManager[None]:
-        return self._link.context.agreement.entered()
+        return self._link.context.agreement.lockstep.entered()
 
     def post(self, body: bytes, *, stop: bool = False) -> list[tuple[int, bytes]]:
         link = self._link
