@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.errors import Mismatch
 from paceline.server.journal import Part
 from paceline.server.reconcile import RecoveryState
 from paceline.server.spans import SampleSpan
+from paceline.server.staleness import WorkerClocks
 from paceline.server.stragglers import FirstArrivals, OpenStep, PartialSteps, StepDecision, StepMade
 
 SHOWN = 1000  # dropped pieces that are listed one by one
@@ -117,11 +118,11 @@ class NoteBox:
 
 
 class SampleScheduler:
-    """Keeps the clocks of workers and deals the samples of one run. Workers are known by their numbers."""
+    """Deals the samples of one run, within the staleness bound (`staleness`). Workers are known by their numbers."""
 
     def __init__(self) -> None:
         self.tally = ScheduleTally()
-        self.clocks: dict[int, int] = {}  # turns that each worker has completed
+        self._clocks = WorkerClocks()
         self.notes = NoteBox()
         self._samples = UndealtSamples()
         self._under_way: dict[int, list[SampleSpan]] = {}
@@ -129,11 +130,19 @@ class SampleScheduler:
         self._parked: set[int] = set()  # of those, the ones that asked for pieces when there were none, and wait for what others may drop
         self._arrivals: dict[int, FirstArrivals] = {}  # by optimizer
         self._gatherings: dict[int, PartialSteps] = {}  # by optimizer
-        self._apart: dict[tuple[int, int], int] = {}  # by optimizer and worker that has gone on before its step was made: turns before
         self._began: dict[int, float] = {}  # by worker: when its turn did
         self._held: set[int] = set()  # workers that have completed a turn, and may not begin the next
         self._pausing = False  # no more pieces, until all have asked for some
         self._times = 0  # how often the part was gone on with, after all had stopped taking
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        """The turns that each worker has completed."""
+        return self._clocks.of
+
+    @property
+    def _running(self) -> set[int]:
+        return self._active - self._parked
 
     # ---- samples
 
@@ -160,11 +169,10 @@ class SampleScheduler:
         self._active, self._parked = set(workers), set()
         self._under_way = {worker: [] for worker in self._active}
         self._began.clear()
-        self._apart.clear()
         for gathering in self._gatherings.values():
             gathering.rest()
         latest = max(self.clocks.values(), default=0)
-        self.clocks = dict.fromkeys(self._active, latest)  # all are at the same place
+        self._clocks = WorkerClocks(dict.fromkeys(self._active, latest))  # all are at the same place
 
     def take(self, worker: int, most: int) -> SampleSpan | bool | None:
         """Take the next piece, of at most so many samples; False: there is none for this worker, or not now; None: there may be later.
@@ -209,8 +217,8 @@ class SampleScheduler:
         self._under_way = {worker: list(pieces) for worker, pieces in found.under_way.items()}
         self._times, self._pausing = found.times, bool(found.paused)
         self._active, self._parked, self._held = {*found.active}, {*found.paused}, {*found.held}
-        self.clocks, self._began = dict(found.clocks), {worker: at for worker, at in self._began.items() if worker in found.clocks}
-        self._apart.clear()
+        self._clocks = WorkerClocks(dict(found.clocks))
+        self._began = {worker: at for worker, at in self._began.items() if worker in found.clocks}
         self._arrivals = {optimizer: FirstArrivals(optimizer, step) for optimizer, step in enumerate(found.steps)}
         for optimizer, numbers in enumerate(found.gradients if found.gathers else ()):
             self._gatherings.setdefault(optimizer, PartialSteps(self._began)).resume(found.steps[optimizer], numbers)
@@ -239,9 +247,7 @@ class SampleScheduler:
         """Note that a worker has completed turn `clock`, of its oldest piece. `dropped`: "" , "dropped", or "again" to be dealt again."""
         if not self._under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
-        if clock != self.clocks[worker] + 1:
-            raise Mismatch(f"worker {worker} can't come to turn {clock} after turn {self.clocks[worker]}")
-        self.clocks[worker] = clock
+        self._clocks.tick(worker, clock)
         self._held.add(worker)
         piece = self._under_way[worker].pop(0)
         if dropped == "again" and not self._samples.stopped:
@@ -254,22 +260,17 @@ class SampleScheduler:
     @property
     def slowest(self) -> int:
         """The turns that every worker has completed which has turns to take now."""
-        return min((self._whole(worker) for worker in self._active - self._parked), default=max(self.clocks.values(), default=0))
-
-    def _whole(self, worker: int) -> int:
-        """Return the completed turns of a worker of which all is in steps."""
-        open_ones = [before for (_, other), before in self._apart.items() if other == worker]
-        return min([self.clocks[worker], *open_ones])
+        return self._clocks.slowest(self._running)
 
     def may(self, worker: int, bound: float) -> bool:
         """Whether a worker may begin its next turn: it is at most `bound` turns ahead of the slowest."""
-        return worker not in self._active or self.clocks[worker] - self.slowest <= bound
+        return worker not in self._active or self._clocks.lead(worker, self._running) <= bound
 
     def went(self, worker: int, now: float = 0.0) -> None:
         """Note that the worker may go on, and knows it."""
         self._held.discard(worker)
         self.starts(worker, now)
-        self.tally.leads[max(self.clocks[worker] - self.slowest, 0)] += 1
+        self.tally.leads[max(self._clocks.lead(worker, self._running), 0)] += 1
 
     def starts(self, worker: int, now: float, *, first: bool = False) -> None:
         """Note that a worker begins a turn now (seconds, of any clock). `first`: of an epoch; only the first one of all counts."""
@@ -281,9 +282,7 @@ class SampleScheduler:
 
     def behind(self, worker: int) -> list[tuple[int, int]]:
         """Return the workers that this one waits for, and the turns that those have completed."""
-        slowest = self.slowest
-        found = [(other, self._whole(other)) for other in sorted(self._active - self._parked) if other != worker]
-        return [(other, clock) for other, clock in found if clock == slowest]
+        return self._clocks.behind(worker, self._running)
 
     # ---- which workers make a step, with backup workers
 
@@ -292,8 +291,8 @@ class SampleScheduler:
 
         A step is decided once all but `backups` of the workers that have turns to take have come.
         """
-        _check(worker, self.clocks)
-        arrivals, running = self._arrivals.setdefault(optimizer, FirstArrivals(optimizer)), self._active - self._parked
+        self._clocks.check(worker)
+        arrivals, running = self._arrivals.setdefault(optimizer, FirstArrivals(optimizer)), self._running
         return arrivals.arrive(worker, step, said, running, max(min(len(self.clocks) - backups, len(running)), 1))
 
     def decided(self, optimizer: int) -> int:
@@ -304,7 +303,7 @@ class SampleScheduler:
         """Return the workers that have not come to a step yet, and the turns that those have completed."""
         gathering, arrivals = self._gatherings.get(optimizer), self._arrivals.get(optimizer, FirstArrivals(optimizer))
         came = arrivals.came(step) if gathering is None else gathering.came
-        return [(worker, self.clocks[worker]) for worker in sorted(self._active - self._parked) if worker not in came]
+        return [(worker, self.clocks[worker]) for worker in sorted(self._running) if worker not in came]
 
     # ---- which workers make a step, within a bound
 
@@ -318,32 +317,25 @@ class SampleScheduler:
         A step is made by all that have turns to take; without the late ones (`PartialSteps`), unless none of the others could go on
         then. `part`: a late worker may go on while it is open, and learns that. It asks again before it pushes more.
         """
-        _check(worker, self.clocks)
+        self._clocks.check(worker)
         gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
         made = gathering.come(worker, number, said, now)
         if made is not None or alone:
             return made or gathering.make(())
         elsewhere = {other for one in self._gatherings.values() if one is not gathering for other in one.takers}
-        absent = self._active - self._parked - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
+        absent = self._running - self._held - elsewhere - gathering.came.keys()  # the others wait themselves
         if gathering.part(worker, absent if part else (), now):
-            self._apart[optimizer, worker] = self.clocks[worker]
+            self._clocks.part(optimizer, worker)
             return OpenStep(gathering.steps)
-        if not self._stuck(gathering, bound) and not gathering.awaited(absent, now):
+        gathering.due = math.inf
+        if not self._clocks.stuck(gathering.came, self._running, bound) and not gathering.awaited(absent, now):
             made = gathering.make(absent)
-            for other in made.came:
-                self._apart.pop((optimizer, other), None)
+            self._clocks.join(optimizer, made.came)
         return made
 
     def made(self) -> list[list[int]]:
         """List the steps that were made of each optimizer within a bound: its number, and theirs. They may be about to be taken."""
         return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
-
-    def _stuck(self, gathering: PartialSteps, bound: float) -> bool:
-        """Whether all that have come to a step would be too far ahead of the slowest with it."""
-        gathering.due = math.inf
-        clocks = {worker: self._whole(worker) + (worker in gathering.came) for worker in self._active - self._parked}
-        slowest = min(clocks.values(), default=0)
-        return all(worker in clocks and clocks[worker] - slowest > bound for worker in gathering.came)
 
     @property
     def due(self) -> float:
@@ -359,12 +351,6 @@ class SampleScheduler:
             "steps_late": _counted(gathering.ages for gathering in gatherings),
             "dropped": self.tally.facts(),
         }
-
-
-def _check(worker: int, clocks: Mapping[int, int]) -> None:
-    """Raise `Mismatch` for a worker that takes no turns, where there are clocks of those that do."""
-    if clocks and worker not in clocks:
-        raise Mismatch(f"worker {worker} takes no turns here")
 
 
 def _counted(found: Iterable[Counter[int]]) -> dict[str, int]:
