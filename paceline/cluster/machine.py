@@ -32,25 +32,25 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
         lines = proc.read_text().splitlines()
     except OSError:
         return None
-    found = []
+    quotas = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
+            quotas += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
         elif "cpu" in controllers.split(","):
             for name in (controllers, "cpu"):
-                found += [_limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us") for folder in _enclosing(mount / name, path)]
-    limits = [limit for limit in found if limit is not None]
+                quotas += [_limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us") for folder in _enclosing(mount / name, path)]
+    limits = [limit for limit in quotas if limit is not None]
     return min(limits) if limits else None
 
 
 def memory(source: Path = Path("/proc/meminfo")) -> int | None:
     """Return the number of bytes available without swapping; None where the system doesn't say."""
     try:
-        found = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
+        lines = [line.split() for line in source.read_text().splitlines() if line.startswith("MemAvailable:")]
     except OSError:
         return None
-    return 1024 * int(found[0][1]) if found else None
+    return 1024 * int(lines[0][1]) if lines else None
 
 
 def fingerprint() -> str:

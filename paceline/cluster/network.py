@@ -27,23 +27,23 @@ def interfaces() -> dict[str, str]:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", length, address))
     used = struct.unpack("iL", answer)[0]
     raw = room.tobytes()
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     for start in range(0, used, _IFREQ_BYTES):
         name = raw[start : start + 16].split(b"\0", 1)[0].decode()
-        found.setdefault(name, socket.inet_ntoa(raw[start + 20 : start + 24]))
-    return found
+        addresses.setdefault(name, socket.inet_ntoa(raw[start + 20 : start + 24]))
+    return addresses
 
 
 def resolve(host: str) -> list[str]:
     """Return the IP addresses of `host`, IPv4 first; raises `PlaceError` when the name means nothing here."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise PlaceError(
             f"the host name {host!r} can't be resolved on {socket.gethostname()} ({error}): "
             "use an IP address, or a name that every host knows"
         ) from error
-    addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in addresses))
 
 
@@ -112,8 +112,8 @@ def carrier(address: str) -> str | None:
 
 def advice() -> str:
     """Return advice on the variable to set, with the interfaces that there are."""
-    found = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
-    return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {found or 'only loopback'}"
+    known = ", ".join(f"{name} ({address})" for name, address in interfaces().items() if not loopback(address))
+    return f"set PACELINE_INTERFACE to the interface that reaches the other hosts; here: {known or 'only loopback'}"
 
 
 def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:

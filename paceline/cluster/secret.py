@@ -96,11 +96,11 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
 def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
     """Derive a key for one purpose, which tells nothing of the secret or of other keys: HKDF with SHA-256, without a salt (RFC 5869)."""
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), secret, "sha256")
-    found, block = b"", b""
-    for number in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):
-        block = hmac.digest(extracted, block + purpose.encode() + bytes([number]), "sha256")
-        found += block
-    return found[:nbytes]
+    derived, block = b"", b""
+    for index in range(1, -(-nbytes // hashlib.sha256().digest_size) + 1):
+        block = hmac.digest(extracted, block + purpose.encode() + bytes([index]), "sha256")
+        derived += block
+    return derived[:nbytes]
 
 
 def verify(secret: bytes, mac: bytes, *parts: bytes) -> bool:

@@ -246,12 +246,12 @@ def _cluster(ranks: list[dict[str, Any]]) -> Topology:
     members: dict[tuple[str, int], list[int]] = {}
     for rank, entry in enumerate(ranks):
         members.setdefault((entry["machine"], entry["group"]), []).append(rank)
-    names = Counter(ranks[found[0]]["name"] for found in members.values())
+    names = Counter(ranks[ranks_here[0]]["name"] for ranks_here in members.values())
     machines = []
-    for index, found in enumerate(members.values()):
-        first = ranks[found[0]]
+    for index, ranks_here in enumerate(members.values()):
+        first = ranks[ranks_here[0]]
         name = first["name"] if names[first["name"]] == 1 else f"{first['name']}#{index}"
-        machines.append(HostRanks(name, tuple(found), first["address"], first["cores"]))
+        machines.append(HostRanks(name, tuple(ranks_here), first["address"], first["cores"]))
     return Topology(tuple(machines))
 
 
@@ -288,11 +288,11 @@ def _bindable(place: Place) -> str:
     """Return the address of this machine on which rank 0 serves the store."""
     assert place.meeting is not None
     host = place.meeting[0]
-    found = network.resolve(host)
-    mine = [known for known in found if network.local(known)]
+    addresses = network.resolve(host)
+    mine = [known for known in addresses if network.local(known)]
     if not mine:
         raise PlaceError(
-            f"rank 0 runs on {place.hostname}, but the meeting point {host} ({', '.join(found)}) isn't an address of it: "
+            f"rank 0 runs on {place.hostname}, but the meeting point {host} ({', '.join(addresses)}) isn't an address of it: "
             "set MASTER_ADDR to one"
         )
     if network.loopback(mine[0]) and place.hosts > 1:
@@ -311,16 +311,16 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TorchStor
     deadline = left if deadline is None else deadline
     nap = place.timings.store.shortest_retry
     while True:
-        found = _knock(place, end - time.monotonic())
-        if isinstance(found, TorchStore):
-            return found
+        outcome = _knock(place, end - time.monotonic())
+        if isinstance(outcome, TorchStore):
+            return outcome
         if time.monotonic() + nap >= end:
-            reason = getattr(found, "strerror", None) or str(found) or type(found).__name__
+            reason = getattr(outcome, "strerror", None) or str(outcome) or type(outcome).__name__
             raise DeadlineExceeded(
                 f"rank {place.rank} on {place.hostname} found no store at {host}:{port} within {deadline:g} s ({reason}): "
                 f"rank 0 hasn't come, or its host can't be reached from here, or {host} means another address there",
                 (0,),
-            ) from found
+            ) from outcome
         time.sleep(nap)
         nap = min(2 * nap, place.timings.store.longest_retry)
 

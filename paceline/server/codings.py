@@ -68,8 +68,8 @@ def _plainly(leaf: Any) -> Coding | None:
     if not hasattr(leaf, "layout"):
         raise UsageError(f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}")
     write(leaf)
-    found: Coding = leaf
-    return found
+    coding: Coding = leaf
+    return coding
 
 
 def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
@@ -94,9 +94,9 @@ def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
     return following is None or phase.begins < following.begins
 
 
-def at(found: Phases, turn: int) -> CodingPhase:
+def at(phases: Phases, turn: int) -> CodingPhase:
     """Return the phase of this turn."""
-    return next((phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None))
+    return next((phase for phase in reversed(phases) if phase.begins <= turn), CodingPhase(0, None))
 
 
 # ---- on the wire: a server has only the codings that are ours, and makes them by name
@@ -106,8 +106,8 @@ def at(found: Phases, turn: int) -> CodingPhase:
 def kinds() -> Mapping[str, Any]:
     """Import all codings of paceline, by name."""
     places = {word: place.split(":")[0] for word, place in words().items()}
-    found = {word: getattr(importlib.import_module(module), word) for word, module in places.items()}
-    return {word: kind for word, kind in found.items() if hasattr(kind, "layout")}
+    by_word = {word: getattr(importlib.import_module(module), word) for word, module in places.items()}
+    return {word: kind for word, kind in by_word.items() if hasattr(kind, "layout")}
 
 
 def write(coding: Coding) -> list[Any]:

@@ -117,7 +117,7 @@ class DeltaEncoder:
 
     def forget(self, living: Collection[int]) -> None:
         """Forget what was sent to workers that are not among the living."""
-        self._apart = {worker: found for worker, found in self._apart.items() if worker in living}
+        self._apart = {worker: copy for worker, copy in self._apart.items() if worker in living}
 
     @property
     def nbytes(self) -> int:

@@ -48,10 +48,10 @@ class StepJournal:
 
     def since(self, optimizer: int, step: int) -> list[dict[str, Any]]:
         """List how the steps after this one were made. Raises `StateLost` where that isn't known any more."""
-        found = [body for body in self._closes.get(optimizer, ()) if body["step"] > step]
-        if [body["step"] for body in found] != list(range(step + 1, step + 1 + len(found))):
+        closes = [body for body in self._closes.get(optimizer, ()) if body["step"] > step]
+        if [body["step"] for body in closes] != list(range(step + 1, step + 1 + len(closes))):
             raise StateLost(f"a server lacks steps of optimizer {optimizer} from {step + 1} on, and nobody knows how they were made")
-        return found
+        return closes
 
     def dump(self, *, closes: bool = True) -> bytes:
         """Write as bytes that `load` reads; with `closes`, how steps were made, too."""

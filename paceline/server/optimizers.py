@@ -53,29 +53,31 @@ def _plain(name: str, value: Any) -> Any:
     raise UsageError(f"the setting {name} of an optimizer is a {type(value).__qualname__}, which can't be told to a server: give a number")
 
 
-def make(name: str, found: Settings, parameters: Sequence[Sequence[Parameter]]) -> Optimizer:
+def make(name: str, settings: Settings, parameters: Sequence[Sequence[Parameter]]) -> Optimizer:
     """Make the optimizer of this name, with these parameters in its groups; groups without any keep their place."""
-    if name not in NAMES or len(found) != len(parameters):
+    if name not in NAMES or len(settings) != len(parameters):
         raise UsageError(f"no optimizer {name} of {len(parameters)} groups can be made here")
     kind: Any = getattr(torch.optim, name)
     # A group has to have parameters when it comes to torch; one that has none here gets a placeholder that never has a gradient.
     groups = [{"params": list(group) or [Parameter(torch.empty(1, 1))]} for group in parameters]
     optimizer: Optimizer = kind(groups, lr=1e-3)
-    put(optimizer, found)
+    put(optimizer, settings)
     return optimizer
 
 
-def put(optimizer: Optimizer, found: Settings) -> None:
+def put(optimizer: Optimizer, settings: Settings) -> None:
     """Set the settings of the groups."""
-    assert len(found) == len(optimizer.param_groups)
-    amend(optimizer, dict(enumerate(found)))
+    assert len(settings) == len(optimizer.param_groups)
+    amend(optimizer, dict(enumerate(settings)))
 
 
 def changed(before: Settings, now: Settings) -> dict[int, dict[str, Any]]:
     """Return the settings that differ between `before` and `now`, by group."""
     pairs = enumerate(zip(before, now, strict=True))
-    found = {number: {name: value for name, value in new.items() if name not in old or old[name] != value} for number, (old, new) in pairs}
-    return {number: values for number, values in found.items() if values}
+    differing = {
+        group: {name: value for name, value in new.items() if name not in old or old[name] != value} for group, (old, new) in pairs
+    }
+    return {group: values for group, values in differing.items() if values}
 
 
 def fits(optimizer: Optimizer, found: Mapping[int, Mapping[str, Any]]) -> None:

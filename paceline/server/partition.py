@@ -35,26 +35,26 @@ def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -
     """Return all parameters, cut where one is more than the `PARTS`-th part of what a server keeps; those that are `whole` are not."""
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
     limit = max(int(share / PARTS), SMALLEST)
-    return [piece for number, shape in enumerate(shapes) for piece in _cut(number, shape, limit, whole=whole[number])]
+    return [piece for slot, shape in enumerate(shapes) for piece in _cut(slot, shape, limit, whole=whole[slot])]
 
 
-def _cut(number: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
+def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
     rows = shape.size[0] if shape.size else 1
     nbytes = shape.numel * shape.dtype.itemsize
     if whole or not shape.size or nbytes <= limit or rows < 2:
-        yield RowRange(number, 0, rows, shape, True)
+        yield RowRange(slot, 0, rows, shape, True)
         return
     each = max(limit * rows // nbytes, 1)
     for start in range(0, rows, each):
         stop = min(start + each, rows)
-        yield RowRange(number, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False)
+        yield RowRange(slot, start, stop, shape._replace(size=(stop - start, *shape.size[1:])), False)
 
 
-def deal(found: Sequence[RowRange], servers: int) -> list[list[int]]:
+def deal(pieces: Sequence[RowRange], servers: int) -> list[list[int]]:
     """Deal pieces to servers, as numbers in rising order: the largest first, to the server that has least (LPT, Graham 1969)."""
     loads, dealt = [0] * servers, [list[int]() for _ in range(servers)]
-    for number in sorted(range(len(found)), key=lambda number: (-found[number].nbytes, number)):
+    for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index].nbytes, index)):
         least = min(range(servers), key=lambda server: (loads[server], server))
-        loads[least] += found[number].nbytes
-        dealt[least].append(number)
+        loads[least] += pieces[index].nbytes
+        dealt[least].append(index)
     return [sorted(numbers) for numbers in dealt]

@@ -113,14 +113,14 @@ def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[st
 
 def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
     """Return the present settings of the group, as the rule reads them. Raises `UsageError` for a value that can't be honoured."""
-    found = optimizers.settings(optimizer)[group]
+    values = optimizers.settings(optimizer)[group]
     for setting, wanted in RULES[type(optimizer).__name__].plain.items():
-        if found.get(setting, wanted) != wanted:
+        if values.get(setting, wanted) != wanted:
             raise UsageError(
-                f"the sparse table {name} is in a {type(optimizer).__name__} with {setting}={found[setting]!r}, which would change rows "
+                f"the sparse table {name} is in a {type(optimizer).__name__} with {setting}={values[setting]!r}, which would change rows "
                 f"that no batch has used, or can't be done to single rows: put it in a group of its own with {setting}={wanted!r}"
             )
-    return {setting: value for setting, value in found.items() if setting in _USED}
+    return {setting: value for setting, value in values.items() if setting in _USED}
 
 
 def check(name: str, found: Settings) -> RowRule:

@@ -72,8 +72,8 @@ class Roster:
     @classmethod
     def load(cls, line: bytes) -> Roster:
         """Read from a line."""
-        found = json.loads(line)
-        return cls(int(found["number"]), tuple(Member(*member) for member in found["members"]), bool(found["broken"]))
+        fields = json.loads(line)
+        return cls(int(fields["number"]), tuple(Member(*member) for member in fields["members"]), bool(fields["broken"]))
 
 
 def asked(descriptor: int, seconds: float) -> bool:
@@ -145,10 +145,10 @@ class CommandPipe:
         while data := os.read(self._descriptor, 1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                told = json.loads(line)
-                if "number" not in told:
-                    self.leaving = self.leaving or "leave" in told
-                    self._answer() if "ask" in told else None
+                command = json.loads(line)
+                if "number" not in command:
+                    self.leaving = self.leaving or "leave" in command
+                    self._answer() if "ask" in command else None
                     continue
                 roster = Roster.load(line)
                 with self._changed:

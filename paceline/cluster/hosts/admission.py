@@ -36,25 +36,25 @@ class MeetingPoint:
         self._sockets, self._point = [listening], point
         mine = [] if point is None else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
         self._addresses = list(dict.fromkeys(mine))  # names are looked up once: that may take long when a network is cut
-        self._lobby = Handshakes(secret, timings=timings.channel)
+        self._handshakes = Handshakes(secret, timings=timings.channel)
         self._timings = timings.membership
         self._tried_at = 0.0
         self._inviting = None if point is None else Inviter(point, secret, timings=timings.membership)
         listening.setblocking(False)
 
     def descriptors(self) -> list[int]:
-        return [*(each.fileno() for each in self._sockets), *self._lobby.descriptors()]
+        return [*(each.fileno() for each in self._sockets), *self._handshakes.descriptors()]
 
     def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
         """Accept a connection, or read a caller's first message, once the caller has proved to know the secret."""
         for listening in self._sockets:
             if listening.fileno() == descriptor:
-                self._lobby.let_in(listening)
-        return self._lobby.hear(descriptor)
+                self._handshakes.let_in(listening)
+        return self._handshakes.hear(descriptor)
 
     def tick(self, now: float) -> None:
         """Drop silent callers, and listen at the meeting point as soon as that is possible."""
-        self._lobby.tick(now)
+        self._handshakes.tick(now)
         if self._point is None or len(self._sockets) > 1 or now - self._tried_at < self._timings.visit:
             return
         self._tried_at = now
@@ -73,7 +73,7 @@ class MeetingPoint:
 
     def close(self) -> None:
         """Stop accepting calls."""
-        self._lobby.close()
+        self._handshakes.close()
         for listening in self._sockets:
             listening.close()
         self._sockets = []

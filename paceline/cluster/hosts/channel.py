@@ -236,10 +236,10 @@ class Introduction:
 
 def _nonce(message: dict[str, Any]) -> str:
     """Read the other side's nonce. Raises `ChannelBroken` if it is none."""
-    found = message.get("nonce")
-    if not isinstance(found, str) or not _NONCE.fullmatch(found):
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
         raise ChannelBroken("it isn't a launcher")
-    return found
+    return nonce
 
 
 def _unhex(text: str) -> bytes:

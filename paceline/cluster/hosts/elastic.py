@@ -54,21 +54,21 @@ def connect_all(
             ) from error
         channels[other].send({"kind": "host", "host": host})
     listening.setblocking(False)
-    with contextlib.closing(Handshakes(secret, timings=timings)) as lobby:
+    with contextlib.closing(Handshakes(secret, timings=timings)) as handshakes:
         while len(channels) < len(table) - 1:
-            found = ready([listening.fileno(), *lobby.descriptors()], min(timings.look, end - time.monotonic()))
+            descriptors = ready([listening.fileno(), *handshakes.descriptors()], min(timings.look, end - time.monotonic()))
             if time.monotonic() > end:
                 absent = ", ".join(offer.name for other, offer in enumerate(table) if other not in {*channels, host})
                 raise DeadlineExceeded(f"{absent} did not call {table[host].name} within {deadline:g} s: is a firewall between them?")
-            for channel, message in [came for descriptor in found if (came := lobby.hear(descriptor)) is not None]:
+            for channel, message in [came for descriptor in descriptors if (came := handshakes.hear(descriptor)) is not None]:
                 later = message.get("host")
                 if message.get("kind") == "host" and type(later) is int and host < later < len(table) and later not in channels:
                     channels[later] = channel
                 else:
                     channel.close()
-            if listening.fileno() in found:
-                lobby.let_in(listening)
-            lobby.tick()
+            if listening.fileno() in descriptors:
+                handshakes.let_in(listening)
+            handshakes.tick()
     return channels
 
 
@@ -98,7 +98,7 @@ class ElasticPeers:
         host: int,
         view: View,
         channels: dict[int, Channel],
-        door: MeetingPoint | None = None,
+        point: MeetingPoint | None = None,
         *,
         run: str | None = None,
         timings: Timings = DEFAULTS,
@@ -115,8 +115,8 @@ class ElasticPeers:
         self.late: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
         self._timings, self._flush_seconds = timings.membership, timings.channel.flush
-        self._channels, self._door = channels, door
-        self._guests = JoiningHosts(timings=timings.channel)
+        self._channels, self._point = channels, point
+        self._newcomers = JoiningHosts(timings=timings.channel)
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
         self._finished: set[int] = set()
         self._leavers: set[int] = set()  # hosts that have said that they go
@@ -178,16 +178,16 @@ class ElasticPeers:
     # ---- the other launchers
 
     def descriptors(self) -> list[int]:
-        own = [] if self._door is None else self._door.descriptors()
-        return [*own, *self._guests.descriptors(), *(channel.fileno() for channel in self._channels.values())]
+        own = [] if self._point is None else self._point.descriptors()
+        return [*own, *self._newcomers.descriptors(), *(channel.fileno() for channel in self._channels.values())]
 
     def hear(self, descriptor: int) -> None:
         """Read the messages of one of the others."""
-        if self._door is not None and descriptor in self._door.descriptors():
-            if (came := self._door.hear(descriptor)) is not None:
+        if self._point is not None and descriptor in self._point.descriptors():
+            if (came := self._point.hear(descriptor)) is not None:
                 self._receive(*came)
-        elif descriptor in self._guests.descriptors():
-            self._guests.hear(descriptor)
+        elif descriptor in self._newcomers.descriptors():
+            self._newcomers.hear(descriptor)
         elif (gone := hear_from(self._channels, descriptor, self._take)) is not None:
             self._channels.pop(gone[0]).close()
             self.membership.silent(gone[0], time.monotonic())
@@ -224,7 +224,7 @@ class ElasticPeers:
                 self._channels[host].send({"kind": "membership", "message": message})
         for view in self.membership.decided:
             self.rosters.append(_roster(view))
-            self._guests.admit(view, self.run)
+            self._newcomers.admit(view, self.run)
             self._excuse()
         self.membership.decided.clear()
 
@@ -258,19 +258,19 @@ class ElasticPeers:
             if self.closing:
                 channel.send({"kind": "closing"})
         elif message.get("kind") == "offer" and message["offer"].get("numbers"):
-            self._guests.add(channel, Offer.load(message["offer"]).facts)
+            self._newcomers.add(channel, Offer.load(message["offer"]).facts)
         else:
             refuse(channel, _OTHERWISE, self._flush_seconds) if message.get("kind") == "offer" else channel.close()
 
     def _admit(self, now: float) -> None:
         """Have joining hosts taken into the view, and notice members that don't call."""
-        if self._door is not None:
-            self._door.tick(now)
+        if self._point is not None:
+            self._point.tick(now)
             if self.run is not None and self.membership.leader == self.host:
-                self._door.invite(self.view, now)
+                self._point.invite(self.view, now)
         if self.closing or self.verdict is not None or self.stopped is not None:
-            self._guests.refuse()
-        for word, facts in self._guests.take() if self.run is not None else ():
+            self._newcomers.refuse()
+        for word, facts in self._newcomers.take() if self.run is not None else ():
             self.membership.joining(word, (), facts, now)
         absent = {*self.view.hosts} - {self.host, *self._channels}
         self._awaited = {host: self._awaited.get(host, now) for host in absent}
@@ -329,13 +329,13 @@ class ElasticPeers:
 
     def close(self) -> None:
         """Close all connections."""
-        self._guests.refuse()
+        self._newcomers.refuse()
         for channel in self._channels.values():
             channel.flush(self._flush_seconds)
             channel.close()
         self._channels.clear()
-        if self._door is not None:
-            self._door.close()
+        if self._point is not None:
+            self._point.close()
 
 
 def _roster(view: View) -> Roster:

@@ -32,19 +32,19 @@ class Offer:
     @classmethod
     def load(cls, value: dict[str, Any]) -> Offer:
         """Read from a message. Raises one of `channel.SENSELESS` for what is none."""
-        found = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
-        ports = found.store_port, found.master_port, found.agent_port
-        whole = all(type(number) is int for number in (found.workers, *ports, *found.numbers))
-        if not whole or not all(type(text) is str for text in (found.name, found.address, found.machine, found.placement)):
+        offer = cls(**{**value, "numbers": tuple(value.get("numbers", ()))})
+        ports = offer.store_port, offer.master_port, offer.agent_port
+        whole = all(type(number) is int for number in (offer.workers, *ports, *offer.numbers))
+        if not whole or not all(type(text) is str for text in (offer.name, offer.address, offer.machine, offer.placement)):
             raise TypeError("it is no offer of a host")
         if (
-            not 0 < found.workers <= _MOST_WORKERS
-            or len(found.numbers) not in (0, found.workers)
+            not 0 < offer.workers <= _MOST_WORKERS
+            or len(offer.numbers) not in (0, offer.workers)
             or not all(0 <= p < 1 << 16 for p in ports)
         ):
             raise ValueError("it is no offer of a host")
-        ipaddress.ip_address(found.address.partition("%")[0])
-        return found
+        ipaddress.ip_address(offer.address.partition("%")[0])
+        return offer
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,17 @@ class Failure:
     @classmethod
     def load(cls, value: Any) -> Failure:
         """Read from a message. Raises `TypeError` or `ValueError` for what is none."""
-        found = cls(**value)
-        texts, numbers = (found.host, found.words, found.tail), (found.code, 0 if found.rank is None else found.rank)
-        if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers) or not 0 <= found.code < 256:
+        failure = cls(**value)
+        texts, numbers = (failure.host, failure.words, failure.tail), (failure.code, 0 if failure.rank is None else failure.rank)
+        if (
+            not all(type(text) is str for text in texts)
+            or not all(type(number) is int for number in numbers)
+            or not 0 <= failure.code < 256
+        ):
             raise ValueError("it is no failure")
-        if type(found.is_echo) is not bool or type(found.age) not in (int, float):
+        if type(failure.is_echo) is not bool or type(failure.age) not in (int, float):
             raise ValueError("it is no failure")
-        return found
+        return failure
 
     def line(self) -> str:
         who = f"rank {self.rank} on {self.host}" if self.rank is not None else f"host {self.host}"
@@ -85,10 +89,10 @@ class LateCall(NamedTuple):
 
 def said_late(value: Any) -> LateCall:
     """Read a late call from a message. Raises `TypeError` or `ValueError` for what is none."""
-    found = LateCall(*value)
-    if (type(found.call), type(found.what), type(found.given_up)) != (int, str, bool):
+    late = LateCall(*value)
+    if (type(late.call), type(late.what), type(late.given_up)) != (int, str, bool):
         raise ValueError("it is no call")
-    return found
+    return late
 
 
 def said_stopped(message: dict[str, Any]) -> tuple[int, str]:

@@ -200,8 +200,8 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
         listening = None if own is None else _listen(own, meeting)
         if listening is not None:
             with listening:
-                found = _Listener(meeting, listening, end).gather()
-                return found if isinstance(found, FixedPeers) else seek(found, meeting)
+                outcome = _Listener(meeting, listening, end).gather()
+                return outcome if isinstance(outcome, FixedPeers) else seek(outcome, meeting)
         called = _call((own or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end)
         if isinstance(called, Channel):
             return _attend(meeting, called, end)
@@ -229,11 +229,11 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
         for point in points:
             try:
                 called = _call(point, meeting, end)
-                found = _attend(meeting, called, end) if isinstance(called, Channel) else None
+                admission = _attend(meeting, called, end) if isinstance(called, Channel) else None
             except DeadlineExceeded:
                 continue  # it hung up, as those do that have been cut off themselves
-            if isinstance(found, Admission):
-                return found
+            if isinstance(admission, Admission):
+                return admission
         time.sleep(min(nap, max(0.0, end - time.monotonic())))
         nap = min(2 * nap, meeting.timings.rendezvous.longest_retry)
     where = ", ".join(f"{address}:{port}" for address, port in points)
@@ -322,8 +322,8 @@ class _Listener:
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
         self._meeting, self._listening, self._end = meeting, listening, end
         self._timings = meeting.timings
-        self._lobby, self._reminder = Handshakes(meeting.secret, meeting.say, timings=self._timings.channel), meeting.reminder()
-        self._guests: list[tuple[Channel, Offer, int | None]] = []
+        self._handshakes, self._reminder = Handshakes(meeting.secret, meeting.say, timings=self._timings.channel), meeting.reminder()
+        self._newcomers: list[tuple[Channel, Offer, int | None]] = []
         self._invited: list[tuple[str, int]] = []  # to a job that runs already
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
         # A job that doesn't wait for others begins then.
@@ -336,49 +336,51 @@ class _Listener:
         Returns the points of a job that runs already, where its launchers have called.
         """
         try:
-            while (len(self._guests) < self._meeting.hosts - 1 or time.monotonic() < self._alone) and not self._invited:
+            while (len(self._newcomers) < self._meeting.hosts - 1 or time.monotonic() < self._alone) and not self._invited:
                 self._turn()
             if not self._invited:
-                return self._council()
-            for channel, *_ in self._guests:
+                return self._assign_numbers()
+            for channel, *_ in self._newcomers:
                 channel.send({"kind": "invitation", "points": self._invited})
                 channel.flush(self._timings.channel.flush)
                 channel.close()
             return self._invited
         except PacelineError as error:
-            for channel in (*(guest[0] for guest in self._guests), *self._lobby.trusted()):
+            for channel in (*(newcomer[0] for newcomer in self._newcomers), *self._handshakes.trusted()):
                 channel.send({"kind": "refused", "error": type(error).__name__, "why": str(error)})
                 channel.flush(self._timings.channel.flush)
                 channel.close()
             raise
         finally:
-            self._lobby.close()
+            self._handshakes.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
         if now > self._end:
             raise self._incomplete()
-        guests = [guest[0].fileno() for guest in self._guests]
-        found = ready([self._listening.fileno(), *self._lobby.descriptors(), *guests], min(self._timings.channel.look, self._end - now))
-        for descriptor in found & {*self._lobby.descriptors()}:
-            if (came := self._lobby.hear(descriptor)) is not None:
+        newcomers = [newcomer[0].fileno() for newcomer in self._newcomers]
+        descriptors = ready(
+            [self._listening.fileno(), *self._handshakes.descriptors(), *newcomers], min(self._timings.channel.look, self._end - now)
+        )
+        for descriptor in descriptors & {*self._handshakes.descriptors()}:
+            if (came := self._handshakes.hear(descriptor)) is not None:
                 self._receive(*came)
-        for guest in [guest for guest in self._guests if guest[0].fileno() in found]:
+        for newcomer in [newcomer for newcomer in self._newcomers if newcomer[0].fileno() in descriptors]:
             try:
-                guest[0].hear()
+                newcomer[0].hear()
             except ChannelBroken:  # it gave up, and may come back
-                guest[0].close()
-                self._guests.remove(guest)
-        if self._listening.fileno() in found:
-            self._lobby.let_in(self._listening)
-        self._lobby.tick(now)
+                newcomer[0].close()
+                self._newcomers.remove(newcomer)
+        if self._listening.fileno() in descriptors:
+            self._handshakes.let_in(self._listening)
+        self._handshakes.tick(now)
         if self._meeting.hosts > 1:
             self._reminder.turn(self._awaited)
 
     def _awaited(self) -> str:
         """Return the missing hosts, in words."""
-        here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
-        left = counted(self._meeting.hosts - 1 - len(self._guests), "host")
+        here = ", ".join([self._meeting.offer.name, *(offer.name for _, offer, _ in self._newcomers)])
+        left = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
             f"waits at {self._meeting.where} for {left} more, {self._end - time.monotonic():.0f} s at most (here: {here}); "
             f"there, run: {self._meeting.command}"
@@ -400,7 +402,7 @@ class _Listener:
         """Let a host take part. Raises `Mismatch` if it was started otherwise."""
         if type(hosts) is not int or type(wish) not in (int, type(None)):
             raise TypeError("numbers of hosts are whole")
-        self._guests.append((channel, offer, wish))
+        self._newcomers.append((channel, offer, wish))
         if hosts != self._meeting.hosts:
             raise Mismatch(
                 f"{offer.name} was started with --hosts {hosts}, and {self._meeting.offer.name} with "
@@ -415,15 +417,15 @@ class _Listener:
                 f"--placement {ours}: use the same command on all hosts"
             )
 
-    def _council(self) -> FixedPeers:
+    def _assign_numbers(self) -> FixedPeers:
         """Assign the wished numbers as wished; the others in the order of coming, this host first."""
-        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._guests]
+        everyone = [(None, self._meeting.offer, self._meeting.host_rank), *self._newcomers]
         wishes = [wish for _, _, wish in everyone if wish is not None]
         if len(set(wishes)) < len(wishes):
             double = next(wish for wish in wishes if wishes.count(wish) > 1)
             names = " and ".join(offer.name for _, offer, wish in everyone if wish == double)
             raise Mismatch(f"{names} both say --host-rank {double}: give each host its own, or leave it out")
-        free = iter([number for number in range(len(everyone)) if number not in wishes])
+        free = iter([host_rank for host_rank in range(len(everyone)) if host_rank not in wishes])
         places = [next(free) if wish is None else wish for _, _, wish in everyone]
         seats = sorted(zip(places, everyone, strict=True), key=lambda seat: seat[0])
         table = tuple(offer for _, (_, offer, _) in seats)
@@ -431,18 +433,18 @@ class _Listener:
             lost = [offer.name for offer in table if network.loopback(offer.address)]
             if lost:
                 raise PlaceError(f"{lost[0]} comes from a loopback address, which other hosts can't reach: {network.advice()}")
-        channels = {number: channel for number, (channel, _, _) in seats if channel is not None}
-        for number, channel in channels.items():
-            channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": number, "server": places[0]})
+        channels = {host_rank: channel for host_rank, (channel, _, _) in seats if channel is not None}
+        for host_rank, channel in channels.items():
+            channel.send({"kind": "begin", "table": [asdict(offer) for offer in table], "host_rank": host_rank, "server": places[0]})
         return FixedPeers(table, places[0], channels, server=places[0], timings=self._meeting.timings)
 
     def _incomplete(self) -> DeadlineExceeded:
         meeting = self._meeting
-        came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._guests)])
-        hint = f". {self._lobby.wrong}" if self._lobby.wrong else ""
+        came = ", ".join([meeting.offer.name, *(offer.name for _, offer, _ in self._newcomers)])
+        hint = f". {self._handshakes.wrong}" if self._handshakes.wrong else ""
         if network.literal(meeting.point[0]):
             hint += f". {meeting.point[0]} is loopback, which no other machine reaches: give --join an address of this one"
         return DeadlineExceeded(
-            f"{1 + len(self._guests)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
+            f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.where} within {meeting.deadline:g} s ({came}): "
             f"start the same command on the others, or look at their output{hint}"
         )

@@ -23,7 +23,7 @@ class JobCleanup:
 
     def __init__(self, mark: str, *, timings: JanitorTimings = DEFAULTS.janitor) -> None:
         self._mark, self._timings = mark, timings
-        self._deputy: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._litter: dict[int, list[Path]] = {}  # by process: what a child that is killed can't remove
         self._known: set[int] = set()  # workers and their children
         self._held: set[int] = set()  # semaphores that they had in hand when they were ended
@@ -31,7 +31,7 @@ class JobCleanup:
 
     def start(self) -> None:
         """Start the janitor."""
-        self._deputy = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(janitor.__file__)), self._mark, json.dumps(asdict(self._timings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -72,13 +72,13 @@ class JobCleanup:
     def conclude(self) -> None:
         """Let the janitor go: nothing is left for it."""
         self._inform("done")
-        if self._deputy is not None:
-            self._deputy.communicate()
+        if self._process is not None:
+            self._process.communicate()
 
     def _inform(self, line: str) -> None:
-        assert self._deputy is not None and self._deputy.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         try:
-            self._deputy.stdin.write(line.encode() + b"\n")
-            self._deputy.stdin.flush()
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
         except BrokenPipeError:
             return  # the janitor was killed; workers still die with their launcher, by PR_SET_PDEATHSIG

@@ -52,12 +52,12 @@ def end_group(group: int, held: set[int]) -> set[int]:
     """
     if not _signal_group(group, signal.SIGSTOP):  # or they would make more while we look
         return set()
-    found = members(group)
-    folders = litter(found)
-    held |= semaphores(found)
+    processes = members(group)
+    folders = litter(processes)
+    held |= semaphores(processes)
     _signal_group(group, signal.SIGKILL)
     clear(folders)
-    return {*found}
+    return {*processes}
 
 
 def state(pid: int) -> str:
@@ -68,9 +68,9 @@ def state(pid: int) -> str:
         return ""
 
 
-def _signal_group(group: int, number: int) -> bool:
+def _signal_group(group: int, signum: int) -> bool:
     try:
-        os.killpg(group, number)
+        os.killpg(group, signum)
     except (ProcessLookupError, PermissionError):
         return False
     return True
@@ -78,20 +78,20 @@ def _signal_group(group: int, number: int) -> bool:
 
 def members(group: int) -> list[int]:
     """Return the processes of a group."""
-    found = []
+    pids = []
     for process in processes():
         try:
             if os.getpgid(process) == group:
-                found.append(process)
+                pids.append(process)
         except (ProcessLookupError, PermissionError):
             continue
-    return found
+    return pids
 
 
 def children(process: int) -> list[int]:
     """Return the child processes that the main thread of a process has forked; empty where the kernel doesn't say."""
     try:
-        return [int(number) for number in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
+        return [int(pid) for pid in (_PROC / str(process) / "task" / str(process) / "children").read_text().split()]
     except OSError:
         return []
 
@@ -104,15 +104,15 @@ def processes() -> list[int]:
 def marked(mark: str) -> list[int]:
     """Return the processes that were started with the mark of a job in their environment (this one never counts)."""
     wanted = f"PACELINE_JOB={mark}".encode()
-    found = []
+    pids = []
     for process in processes():
         try:
             environ = (_PROC / str(process) / "environ").read_bytes()
         except OSError:
             continue
         if process != os.getpid() and wanted in environ.split(b"\0"):
-            found.append(process)
-    return found
+            pids.append(process)
+    return pids
 
 
 def litter(suspects: list[int]) -> list[Path]:
@@ -142,17 +142,17 @@ def _opened(process: int) -> Iterator[str]:
 
 def semaphores(suspects: list[int]) -> set[int]:
     """Return the named semaphores that these processes have open or mapped, by inode: they may never come to take the name away."""
-    found: set[int] = set()
+    inodes: set[int] = set()
     start = str(_SHARED / "sem.")
     for process in suspects:
         with suppress(OSError):
             mapped = [line for line in (_PROC / str(process) / "maps").read_text().splitlines() if start in line]
-            found |= {int(line.split(maxsplit=5)[4]) for line in mapped}
+            inodes |= {int(line.split(maxsplit=5)[4]) for line in mapped}
             for link in (_PROC / str(process) / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed since
                     if os.readlink(link).startswith(start):
-                        found.add(link.stat().st_ino)
-    return found & {entry.inode() for entry in (os.scandir(_SHARED) if found else ())}
+                        inodes.add(link.stat().st_ino)
+    return inodes & {entry.inode() for entry in (os.scandir(_SHARED) if inodes else ())}
 
 
 def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> set[int]:
@@ -180,10 +180,10 @@ def sweep(mark: str, groups: list[int], held: set[int], *, seconds: float) -> se
     return ended
 
 
-def _signal_each(group: list[int], number: int) -> None:
+def _signal_each(group: list[int], signum: int) -> None:
     for process in group:
         try:
-            os.kill(process, number)
+            os.kill(process, signum)
         except (ProcessLookupError, PermissionError):
             continue
 
@@ -213,10 +213,10 @@ def _abandoned(mark: str, killed: set[int], held: set[int], since: float) -> Ite
     The maker of a semaphore opens it under a name of six letters, then gives it its own too, and takes the first away, at once, and the
     other where it can: it may be killed in between. Others' look the same: without the mark it has to be one that was held.
     """
-    found = {path: state for path in (_SHARED.iterdir() if _SHARED.is_dir() else ()) if (state := _new(path, since))}
+    states = {path: state for path in (_SHARED.iterdir() if _SHARED.is_dir() else ()) if (state := _new(path, since))}
     branded = re.compile(rf"sem\.mp-{re.escape(mark[:_MARKED])}-\w{{8}}")
-    ours = {state.st_ino for path, state in found.items() if branded.fullmatch(path.name)}
-    for path, state in found.items():
+    ours = {state.st_ino for path, state in states.items() if branded.fullmatch(path.name)}
+    for path, state in states.items():
         if match := re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name):
             if int(match[1]) in killed and _ended(int(match[1])):
                 yield path
@@ -250,8 +250,8 @@ def in_use(path: Path) -> bool:
 
 def watch(mark: str, *, look: float, close_look: float, young: float, ending: float, unlinking: float) -> None:
     """Read from standard input which groups live, until the launcher is done or dead. The seconds are those of `JanitorTimings`."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     began = time.time()
     groups: set[int] = set()
     known: set[int] = set()

@@ -267,11 +267,11 @@ def _prepare(
     if join is not None:
         deadline = job.patience if points else given
         meeting = Meeting(join, mine.key, mine.offer, job.hosts, job.host_rank, deadline, _line(job), timings=mine.timings)
-        found = seek(points, meeting) if points else assemble(meeting)
-        if isinstance(found, Admission):
-            return _enter(job, environ, found, mine, ranks)
-        mine.held.callback(found.close)
-        peers, table, rank = found, found.table, found.host_rank
+        joined = seek(points, meeting) if points else assemble(meeting)
+        if isinstance(joined, Admission):
+            return _enter(job, environ, joined, mine, ranks)
+        mine.held.callback(joined.close)
+        peers, table, rank = joined, joined.table, joined.host_rank
     if mine.agent is not None:
         channels = connect_all(table, rank, mine.agent, mine.key, given, timings=mine.timings.channel)
         peers.close()
@@ -305,8 +305,8 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
             descriptors.append(mine.stores[local].fileno())
         page = _page(mine.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-        number = mine.offer.numbers[local] if mine.agent is not None else None
-        tasks.append(WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, number))
+        worker_number = mine.offer.numbers[local] if mine.agent is not None else None
+        tasks.append(WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, worker_number))
     return tasks
 
 
@@ -326,8 +326,8 @@ def _elastic(
 ) -> ElasticPeers:
     """Make this launcher's part in a job that survives losses."""
     assert mine.agent is not None
-    door = MeetingPoint(mine.agent, mine.key, join, timings=mine.timings)
-    return ElasticPeers(host, view, channels, door, run=run, timings=mine.timings)
+    point = MeetingPoint(mine.agent, mine.key, join, timings=mine.timings)
+    return ElasticPeers(host, view, channels, point, run=run, timings=mine.timings)
 
 
 def _first_view(table: Sequence[Offer]) -> View:
@@ -350,8 +350,10 @@ def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer,
         environ = {**shared, **mine, "PACELINE_JOINING": "1", "PACELINE_RUN": run}
         page = _page(brought.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-        number = commands.named(random.randbits(32), port)
-        yield WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, number, joining=True)
+        worker_number = commands.named(random.randbits(32), port)
+        yield WorkerCommand(
+            rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, worker_number, joining=True
+        )
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:

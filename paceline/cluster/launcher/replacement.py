@@ -75,8 +75,8 @@ class Replacement:
             self._called |= {*ready}
             self.assembly.come(ready)
         if self.assembly.run is None:
-            found = next((record for worker in workers for record in worker.records if record["event"] == "opened"), None)
-            self.assembly.run = None if found is None else json.dumps([found["folder"], found["seed"]])
+            opened = next((record for worker in workers for record in worker.records if record["event"] == "opened"), None)
+            self.assembly.run = None if opened is None else json.dumps([opened["folder"], opened["seed"]])
         if any(worker.said("closed") for worker in workers):
             self.assembly.tell_closing()
         self._free(workers, now)

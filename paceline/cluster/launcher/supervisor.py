@@ -55,7 +55,7 @@ class Supervisor:
         wake, waker = os.pipe()
         for descriptor in (wake, waker):
             os.set_blocking(descriptor, False)
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
+        before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
         old_wakeup = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._cleanup.start()
         try:
@@ -70,14 +70,14 @@ class Supervisor:
             self._peers.close()
             self._cleanup.conclude()
             signal.set_wakeup_fd(old_wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
             for descriptor in (wake, waker):
                 os.close(descriptor)
 
-    def _note(self, number: int, frame: object) -> None:
-        if number != signal.SIGCHLD:
-            self._signals.append(number)
+    def _note(self, signum: int, frame: object) -> None:
+        if signum != signal.SIGCHLD:
+            self._signals.append(signum)
 
     def _start(self, tasks: Sequence[WorkerCommand]) -> None:
         for task in tasks:
@@ -160,13 +160,13 @@ class Supervisor:
         """Go from running to failed to ended, as the workers, the other hosts and the user's signals ask."""
         if self._out.broken:
             self._signals.append(signal.SIGPIPE)
-        for number in self._signals:
-            self._ask(number, now)
+        for signum in self._signals:
+            self._ask(signum, now)
         self._signals.clear()
         if self._asked is None and self._peers.stopped is not None:
-            number, host = self._peers.stopped
-            self._err.say(f"paceline: the launcher on {host} was asked to end the job ({signal.Signals(number).name})")
-            self._ask(number, now)
+            signum, host = self._peers.stopped
+            self._err.say(f"paceline: the launcher on {host} was asked to end the job ({signal.Signals(signum).name})")
+            self._ask(signum, now)
         if self._asked is not None:
             self._end(now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill)
             return
@@ -180,12 +180,12 @@ class Supervisor:
         elif all(worker.ended is not None for worker in self._workers):
             self._peers.tell_finished()
 
-    def _ask(self, number: int, now: float) -> None:
-        if number == signal.SIGTERM and self._mending is not None and not self._leaving and self._mending.leave(self._workers):
+    def _ask(self, signum: int, now: float) -> None:
+        if signum == signal.SIGTERM and self._mending is not None and not self._leaving and self._mending.leave(self._workers):
             self._leaving = True  # asked again, it ends the job
         elif self._asked is None:
-            self._asked, self._ending_at = number, now
-            self._peers.tell_stopped(number)
+            self._asked, self._ending_at = signum, now
+            self._peers.tell_stopped(signum)
         else:  # asked twice: at once
             for worker in self._workers:
                 worker.send(signal.SIGKILL)

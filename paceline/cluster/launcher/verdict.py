@@ -55,18 +55,18 @@ class FailureSearch:
         now = time.time()
         age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
         code = 0 if worker.was_sent or worker.ended is None else worker.code
-        found = Failure(worker.rank, self._host, code or 1, "", False, age, last_words(worker.streams[1].tail()))
+        failure = Failure(worker.rank, self._host, code or 1, "", False, age, last_words(worker.streams[1].tail()))
         record = next((record for record in worker.records if record["event"] == "failed"), None)
         if record is not None:
-            words = f"failed with exit code {found.code} ({record['type']})"
-            return replace(found, words=words, is_echo=bool(record["is_echo"]), age=now - float(str(record["time"])))
+            words = f"failed with exit code {failure.code} ({record['type']})"
+            return replace(failure, words=words, is_echo=bool(record["is_echo"]), age=now - float(str(record["time"])))
         if code:
             # SIGABRT is how libraries answer to another's failure, so it gets no start over records.
-            return replace(found, words=ending(code), age=age - (self._timings.slack if code == 128 + signal.SIGABRT else 0.0))
+            return replace(failure, words=ending(code), age=age - (self._timings.slack if code == 128 + signal.SIGABRT else 0.0))
         silent = worker.ended is not None and not worker.was_sent and worker.said("joined") and not worker.said("closed")
         if silent and self._trains(worker):
             words = "left in the middle (exit code 0) while others were training: it joined the run and never closed it"
-            return replace(found, words=words)
+            return replace(failure, words=words)
         return None
 
     def _suspects(self) -> list[Failure]:

@@ -56,10 +56,10 @@ class WorkerProcess:
 
     def take(self, event: str) -> list[dict[str, object]]:
         """Take the records of this kind, once each."""
-        found = [record for record in self.records if record["event"] == event]
-        for record in found:
+        taken = [record for record in self.records if record["event"] == event]
+        for record in taken:
             self.records.remove(record)
-        return found
+        return taken
 
     def stack(self) -> str:
         """Return the stack of the worker, if it was asked for (`commands.STACK`) and has come."""
@@ -112,11 +112,11 @@ class WorkerProcess:
             os.close(self.stack_fd)
             self.orders_fd = self.stack_fd = -1
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         """Send the worker a signal, once."""
-        if self.ended is None and number not in self.was_sent:
-            self.was_sent.add(number)
-            os.kill(self.process.pid, number)  # not reaped yet: the number is still its own
+        if self.ended is None and signum not in self.was_sent:
+            self.was_sent.add(signum)
+            os.kill(self.process.pid, signum)  # not reaped yet: the number is still its own
 
 
 def readable(descriptor: int, seconds: float) -> bool:
