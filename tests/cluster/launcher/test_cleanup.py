@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from paceline.cluster.launcher.cleanup import JobCleanup
-from tests.harness.launchers import wait_for
+from tests.harness.jobs import wait_for
 
 # A worker that forks a child which listens in a temporary folder of its own.
 BODY = """
