@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import cli
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
 from tests.harness.jobs import PATIENCE, Job, Jobs, jobs, wait_for
@@ -167,7 +168,7 @@ class TestCommand:
         assert job.processes() == [] and left(before) == set()
 
     @pytest.mark.slow
-    def test_mistakes_are_one_line_and_build_nothing(self, started):
+    def test_mistakes_are_one_line_and_build_nothing(self, started, monkeypatch, capsys):
         (started.folder / "script.py").write_text("")
         wrong = [
             (["two-host", "script.py"], "there is no ready-made cluster two-host; possible: "),
@@ -180,10 +181,15 @@ class TestCommand:
             (["two-hosts", "--sync", "AllReduce(via='rign')", "script.py"], "did you mean ring?"),
             (["--placement", "spread", "two-hosts", "script.py"], "--placement is spread; possible: block, round-robin"),
         ]
-        running = [(started.start([sys.executable, "-m", "paceline", "lab", "run", *words]), said) for words, said in wrong]
-        for job, said in running:
-            ended = job.end()
-            assert ended.code == 2 and ended.out == "" and len(ended.err.splitlines()) == 1 and said in ended.err, ended
+        ended = started.start([sys.executable, "-m", "paceline", "lab", "run", *wrong[0][0]]).end()
+        assert ended.code == 2 and ended.out == "" and len(ended.err.splitlines()) == 1 and wrong[0][1] in ended.err, ended
+        monkeypatch.chdir(started.folder)
+        for words, said in wrong:
+            monkeypatch.setattr(sys, "argv", ["paceline", "lab", "run", *words])
+            with pytest.raises(SystemExit) as left_with:
+                cli.main()
+            out, err = capsys.readouterr()
+            assert left_with.value.code == 2 and out == "" and len(err.splitlines()) == 1 and said in err, err
 
     @pytest.mark.slow
     def test_the_example_on_two_hosts(self, started):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from paceline.lab.description import Description, Host, Placement
 from paceline.lab.hosts import Cluster
+from tests.harness import nursery
 
 pytestmark = [pytest.mark.slow, pytest.mark.preloaded]
 
@@ -63,7 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The weights that one process comes to."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train.py").write_text(SCRIPT)
-    subprocess.run([sys.executable, folder / "train.py", folder], check=True, timeout=200, capture_output=True)
+    assert nursery.run_script(folder / "train.py", folder, str(folder)).returncode == 0
     return weights(folder)
 
 
