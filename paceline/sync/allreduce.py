@@ -220,10 +220,12 @@ class AllReduceSync:
         views, grads, scales = zip(*small, strict=True)
         torch._foreach_copy_(views, grads)
         if scales.count(scales[0]) == len(scales):
+            whole = len(small) == len(self._buckets[index].members)  # nothing else lies in it yet
+            touched = [self._buckets[index].flat] if whole else views
             if scales[0] == 0.0:
-                torch._foreach_zero_(views)
+                torch._foreach_zero_(touched)
             elif scales[0] != 1.0:
-                torch._foreach_mul_(views, scales[0])
+                torch._foreach_mul_(touched, scales[0])
         else:
             for view, grad, scale in small:
                 put(view, grad, scale)

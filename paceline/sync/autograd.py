@@ -1,5 +1,6 @@
 """Watches backward passes: hands every gradient to the strategy, sees the end of the outermost pass, and sets p.grad.
 
+    a pass begins:         parameters whose p.grad holds something are looked at before it adds to them, from now on
     AccumulateGrad of p:   before: what p.grad held is kept apart    after: what backward added goes to the strategy
     end of the outermost:  p.grad = kept + the strategy's result
 
@@ -25,6 +26,7 @@ from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
+from paceline.sync.engine import leave, listen
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -69,6 +71,7 @@ class GradientTracker:
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, ParameterHook] = {}
+        self._unguarded: list[ParameterHook] = []  # parameters whose p.grad nobody looks at before a pass adds to it
         self.open = False  # a pass is under way
         self._silent = False
         self._scale = 1.0
@@ -80,6 +83,7 @@ class GradientTracker:
 
         Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
         """
+        listen(self)
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         by_id = {id(slot.parameter): slot for slot in slots}
         before, self.slots = self.slots, [by_id.get(id(slot.parameter), slot) for slot in self.slots]
@@ -100,12 +104,6 @@ class GradientTracker:
         parameter = hook.parameter
         hook.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-        def before(_: Any) -> None:
-            if parameter.grad is not None or hook.carry is not None:
-                if not self.open:
-                    self._begin()
-                self._set_apart(hook)
-
         def after(_: Tensor) -> None:
             grad = parameter.grad
             if grad is None:
@@ -120,14 +118,39 @@ class GradientTracker:
                 hook.touched = True
                 self._deliver(hook.number, grad, self._scale)
 
-        hook.handles = [hook.node.register_prehook(before), parameter.register_post_accumulate_grad_hook(after)]
+        hook.handles = [parameter.register_post_accumulate_grad_hook(after)]
+        self._unguarded.append(hook)
+
+    def pass_begins(self) -> None:
+        """Guard the parameters whose p.grad holds something, or may come to: this pass must not be added to that."""
+        if self.open:
+            return  # inside of a pass
+        found = [hook for hook in self._unguarded if hook.parameter.grad is not None or hook.carry is not None]
+        if found:
+            for hook in found:
+                self._guard(hook)
+            self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
+
+    def _guard(self, hook: ParameterHook) -> None:
+        """Look at p.grad before each pass from now on. Scripts that begin passes with no p.grad do without that, which takes long."""
+        parameter = hook.parameter
+
+        def before(_: Any) -> None:
+            if parameter.grad is not None or hook.carry is not None:
+                if not self.open:
+                    self._begin()
+                self._set_apart(hook)
+
+        hook.handles.append(hook.node.register_prehook(before))
 
     def unwatch(self) -> None:
         """Remove all hooks."""
+        leave(self)
         for hook in self.hooks:
             for handle in hook.handles:
                 handle.remove()
         self.hooks.clear()
+        self._unguarded.clear()
         self._by_id.clear()
         self._mixed.clear()
 

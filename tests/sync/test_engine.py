@@ -1,0 +1,98 @@
+"""Backward passes are announced before they add to gradients, whoever begins them, and torch has its own engine back afterwards."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.checkpoint import checkpoint
+
+from paceline.session.run import Run
+from paceline.sync.engine import leave, listen
+from tests.harness.runs import batches, distance, parameters, workers
+
+
+class Recorder:
+    """Notes what a gradient is when passes begin."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.seen = x, list[list[float] | None]()
+
+    def pass_begins(self) -> None:
+        self.seen.append(None if self.x.grad is None else self.x.grad.tolist())
+
+
+def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
+    engine, x = Variable._execution_engine, torch.ones(2, requires_grad=True)
+    recorder = Recorder(x)
+    listen(recorder)
+    listen(recorder)  # harmless
+    try:
+        x.sum().backward()
+        (3 * x).sum().backward()
+        torch.autograd.grad(x.sum(), x)
+        assert recorder.seen == [None, [1, 1], [4, 4]]
+        checkpoint(torch.sin, x * 2, use_reentrant=True).sum().backward()
+        assert len(recorder.seen) == 5, "the pass inside of the checkpoint is announced, too"
+    finally:
+        leave(recorder)
+    assert Variable._execution_engine is engine
+    x.sum().backward()
+    assert len(recorder.seen) == 5
+
+
+def test_what_listens_no_more_is_forgotten() -> None:
+    engine, x = Variable._execution_engine, torch.ones(2, requires_grad=True)
+    one, other = Recorder(x), Recorder(x)
+    listen(one)
+    listen(other)
+    leave(one)
+    x.sum().backward()
+    assert (len(one.seen), len(other.seen)) == (0, 1)
+    del other
+    gc.collect()
+    x.sum().backward()
+    leave(one)
+    assert Variable._execution_engine is engine
+
+
+class Two(nn.Module):
+    """Two layers, and a loss that reaches the parameters of the first one first, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.two(self.one(x).tanh())
+        return out
+
+    def penalty(self) -> Tensor:
+        return self.one.weight.square().sum() + self.one.bias.square().sum()
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_the_first_pass_that_adds_to_a_gradient_keeps_what_it_held(late: int) -> None:
+    """From step `late` on there is a second pass, in another order than all before, over what no model gave."""
+
+    def body(run: Run) -> Tensor:
+        generator, model = torch.Generator().manual_seed(3), Two()
+        for p in model.parameters():
+            p.data.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, opt, loader = run.prepare(model, opt, batches())
+        for step, (x, y) in enumerate(loader):
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if step >= late:
+                model.penalty().backward()
+            opt.step()
+        return parameters(model)
+
+    (wanted,) = workers(1, body)
+    for found in workers(2, body):
+        assert distance(found, wanted) < 1e-12
