@@ -102,6 +102,19 @@ def build(
     return buckets
 
 
+def stretches(bucket: Bucket, below: int) -> list[slice]:
+    """Return where in the bucket members of fewer than `below` elements lie side by side, the gaps behind them included."""
+    begin, found = bucket.flat.storage_offset(), list[slice]()
+    starts = [*(view.storage_offset() - begin for view in bucket.views), bucket.flat.numel()]
+    for view, start, stop in zip(bucket.views, starts, starts[1:], strict=False):
+        if view.numel() >= below:
+            continue
+        if found and found[-1].stop == start:
+            start = found.pop().start
+        found.append(slice(start, stop))
+    return found
+
+
 def put(view: Tensor, x: Tensor, scale: float) -> None:
     """Write `x` times `scale` to its place in a bucket; zeros for a scale of 0 (0 x nan is nan)."""
     if scale == 0.0:

@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, lift, plain
 from paceline.codec.coding import Coding, exact
-from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, put, scaled, sparse
+from paceline.comm.bucket_layout import Bucket, BucketShape, build, cut, put, scaled, sparse, stretches
 from paceline.comm.group import Work
 from paceline.errors import Mismatch, UsageError
 from paceline.formatting import spell
@@ -102,6 +102,7 @@ class AllReduceSync:
         self._home: list[tuple[int, Tensor] | None] = []  # of each slot: its bucket and its view there (None: sparse, it has none)
         self._missing: list[int] = []  # of each bucket: members that have not come
         self._small: list[list[tuple[Tensor, Tensor, float]]] = []  # of each bucket: (view, gradient, scale) to be copied
+        self._smalls: list[tuple[int, list[slice]]] = []  # of each bucket: how many small members it has, and where they lie
         self._works: list[Work[Tensor] | None] = []
         self._shelves: BucketMemory | None = None  # where buckets lie
         self._writing = False  # buckets are being written, in memory that nobody holds
@@ -132,6 +133,7 @@ class AllReduceSync:
         whole = [*(n for n in order if n not in sparse), *(n for n in reversed(range(len(self._slots))) if n not in seen)]
         runs = cut(self._shapes, whole, self._limit, int(min(FIRST_MB * 1e6, self._limit)))
         self._buckets = build(self._shapes, runs, self._empty)
+        self._smalls = [(sum(view.numel() < LARGE for view in bucket.views), stretches(bucket, LARGE)) for bucket in self._buckets]
         self._home = [None] * len(self._slots)
         self._patient.clear()
         self._shelves = BucketMemory(self._buckets, self._home, [slot.parameter for slot in self._slots], self._reducer)
@@ -219,16 +221,16 @@ class AllReduceSync:
             return
         views, grads, scales = zip(*small, strict=True)
         torch._foreach_copy_(views, grads)
-        if scales.count(scales[0]) == len(scales):
-            whole = len(small) == len(self._buckets[index].members)  # nothing else lies in it yet
-            touched = [self._buckets[index].flat] if whole else views
-            if scales[0] == 0.0:
-                torch._foreach_zero_(touched)
-            elif scales[0] != 1.0:
-                torch._foreach_mul_(touched, scales[0])
-        else:
+        if scales.count(scales[0]) != len(scales):
             for view, grad, scale in small:
                 put(view, grad, scale)
+        elif scales[0] == 0.0:
+            torch._foreach_zero_(views)
+        elif scales[0] != 1.0 and len(small) == self._smalls[index][0]:  # all at once, as each by itself takes long
+            for stretch in self._smalls[index][1]:
+                self._buckets[index].flat[stretch].mul_(scales[0])
+        elif scales[0] != 1.0:
+            torch._foreach_mul_(views, scales[0])
         small.clear()
 
     def _once_more(self, number: int, value: Tensor) -> None:
@@ -254,7 +256,6 @@ class AllReduceSync:
         flags = self._meet(where)
         if not self._writing:
             self._write()
-        used = [number for number, flag in enumerate(flags) if flag & USED]
         for index in range(self._next, len(self._buckets)):
             bucket = self._buckets[index]
             if not any(flags[number] & USED for number in bucket.members):
@@ -270,8 +271,9 @@ class AllReduceSync:
                 if work is not None:
                     work.wait()
                     self._context.trace.record(f"bucket {index}", "bucket", self._begun[index], time.perf_counter_ns())
-        results = {number: home[1] for number in used if (home := self._home[number]) is not None}
-        for number, flag in enumerate(flags):
+        homes = enumerate(zip(flags, self._home, strict=False))  # without buckets there are no homes
+        results = {number: home[1] for number, (flag, home) in homes if flag & USED and home is not None}
+        for number, flag in enumerate(flags) if max(flags, default=0) > USED else ():
             if flag & LATE:
                 total = self._sum_late(number)
                 results[number] = results[number].add_(total) if number in results else total

@@ -120,28 +120,29 @@ class GradientTracker:
 
         hook.handles = [parameter.register_post_accumulate_grad_hook(after)]
         self._unguarded.append(hook)
+        if parameter.grad is not None:
+            self._guard([hook])
 
     def pass_begins(self) -> None:
         """Guard the parameters whose p.grad holds something, or may come to: this pass must not be added to that."""
-        if self.open:
-            return  # inside of a pass
-        found = [hook for hook in self._unguarded if hook.parameter.grad is not None or hook.carry is not None]
-        if found:
-            for hook in found:
-                self._guard(hook)
+        self._guard([hook for hook in self._unguarded if hook.parameter.grad is not None or hook.carry is not None])
+
+    def pass_elsewhere(self) -> None:
+        """Guard all parameters: their p.grad can't be looked at in this thread."""
+        self._guard(self._unguarded)
+
+    def _guard(self, hooks: Sequence[ParameterHook]) -> None:
+        """Look at p.grad of these before each pass from now on. Where passes begin with no p.grad this is left out, as it takes long."""
+        for hook in hooks:
+            hook.handles.append(hook.node.register_prehook(functools.partial(self._before, hook)))
+        if hooks:
             self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
 
-    def _guard(self, hook: ParameterHook) -> None:
-        """Look at p.grad before each pass from now on. Scripts that begin passes with no p.grad do without that, which takes long."""
-        parameter = hook.parameter
-
-        def before(_: Any) -> None:
-            if parameter.grad is not None or hook.carry is not None:
-                if not self.open:
-                    self._begin()
-                self._set_apart(hook)
-
-        hook.handles.append(hook.node.register_prehook(before))
+    def _before(self, hook: ParameterHook, _: Any) -> None:
+        if hook.parameter.grad is not None or hook.carry is not None:
+            if not self.open:
+                self._begin()
+            self._set_apart(hook)
 
     def unwatch(self) -> None:
         """Remove all hooks."""

@@ -1,9 +1,12 @@
 """Announces every backward pass before it adds to any gradient, for which torch has no hook.
 
-    Tensor.backward, autograd.grad, a checkpoint  ->  run_backward of torch's one engine  ->  pass_begins of all listeners, then the pass
+    Tensor.backward, autograd.grad, a checkpoint  ->  run_backward of torch's one engine  ->  the listeners of this thread, then the pass
 
 The engine that Python code sees is replaced while somebody listens. A hook before the node of each parameter would tell as much, and costs
 more than all else that is done for a small gradient, as torch makes a Python object of the gradient for it.
+
+A listener has the thread in which it began to listen, and may look at its gradients when a pass begins there: no other thread is adding to
+them. Of a pass in a thread without listeners all are told that it may be theirs.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ class PassListener(Protocol):
     """Whatever is told of backward passes."""
 
     def pass_begins(self) -> None:
-        """Take note that a backward pass of this process begins, perhaps inside of another, and perhaps over other parameters."""
+        """Take note that a pass begins in the thread that listens, in no other pass; it may be over other parameters."""
+        ...
+
+    def pass_elsewhere(self) -> None:
+        """Take note that a pass begins in a thread that nothing listens in, and none is under way in the thread that listens."""
         ...
 
 
-_REGISTRY: Final = threading.Lock()
+_REGISTRY: Final = threading.RLock()  # of listeners; and a pass begins in one thread at a time
 
 
 class AnnouncingEngine(torch._C._ImperativeEngine):
@@ -32,27 +39,37 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
 
     def __init__(self, before: Any) -> None:
         self.before = before
-        self.listeners: tuple[weakref.ref[PassListener], ...] = ()
+        self.listeners: tuple[tuple[int, weakref.ref[PassListener]], ...] = ()  # with the thread of each
+        self._running: list[int] = []  # the threads of passes under way
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
-        for ref in self.listeners:
-            listener = ref()
-            if listener is not None:
+        here = threading.get_ident()
+        with _REGISTRY:
+            known = [(thread, listener) for thread, ref in self.listeners if (listener := ref()) is not None]
+            own = [listener for thread, listener in known if thread == here]
+            for listener in own if here not in self._running else ():
                 listener.pass_begins()
-        return self.before.run_backward(*args, **options)
+            for thread, listener in known if not own else ():
+                if thread not in self._running:
+                    listener.pass_elsewhere()
+            self._running.append(here)
+        try:
+            return self.before.run_backward(*args, **options)
+        finally:
+            self._running.remove(here)
 
-    def without(self, listener: PassListener) -> tuple[weakref.ref[PassListener], ...]:
+    def without(self, listener: PassListener) -> tuple[tuple[int, weakref.ref[PassListener]], ...]:
         """Return the listeners that live, but for this one."""
-        return tuple(ref for ref in self.listeners if ref() not in (None, listener))
+        return tuple((thread, ref) for thread, ref in self.listeners if ref() not in (None, listener))
 
 
 def listen(listener: PassListener) -> None:
-    """Tell `listener` of every pass from now on, as long as it lives. Calling it twice is harmless."""
+    """Tell `listener` of passes from now on, as long as it lives; this thread is its own. Calling it twice is harmless."""
     with _REGISTRY:
         engine = Variable._execution_engine
         if not isinstance(engine, AnnouncingEngine):
             engine = Variable._execution_engine = AnnouncingEngine(engine)
-        engine.listeners = (*engine.without(listener), weakref.ref(listener))
+        engine.listeners = (*engine.without(listener), (threading.get_ident(), weakref.ref(listener)))
 
 
 def leave(listener: PassListener) -> None:

@@ -46,6 +46,7 @@ class GroupReducer:
 
     def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
         self._group, self._say, self._owned = group, say, owned
+        self._unchecked = group if isinstance(group, UncheckedAllReduce) else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
@@ -67,8 +68,8 @@ class GroupReducer:
             release(flat)
 
     def all_reduce(self, flat: Tensor, name: str) -> Work[Tensor]:
-        if isinstance(self._group, UncheckedAllReduce):
-            return self._group.all_reduce_agreed(flat, out=flat)
+        if self._unchecked is not None:
+            return self._unchecked.all_reduce_agreed(flat, out=flat)
         return self._group.all_reduce(flat, name=name, out=flat)
 
     def close(self) -> None:

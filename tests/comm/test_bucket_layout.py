@@ -5,7 +5,7 @@ import random
 import torch
 from torch import nn
 
-from paceline.comm.bucket_layout import ALIGN, Bucket, BucketShape, build, cut
+from paceline.comm.bucket_layout import ALIGN, Bucket, BucketShape, build, cut, stretches
 
 FLOAT, HALF = torch.float32, torch.float16
 CPU = torch.device("cpu")
@@ -74,3 +74,11 @@ def test_views_lie_right_in_a_flat_tensor_that_does_not_begin_its_memory() -> No
     for number, view in zip(bucket.members, bucket.views, strict=True):
         view.fill_(number + 5)
     assert memory[10:13].tolist() == [6, 6, 6] and memory[26:31].tolist() == [5] * 5 and memory[:10].sum() == 10
+
+
+def test_small_members_lie_in_stretches() -> None:
+    shapes = [shape(n) for n in (3, 40, 5, 6, 100, 2)]  # rooms of 16, 48, 16, 16, 112 and 16
+    (bucket,) = made(shapes, [list(range(6))])
+    assert stretches(bucket, 40) == [slice(0, 16), slice(64, 96), slice(208, 224)]
+    assert stretches(bucket, 41) == [slice(0, 96), slice(208, 224)]
+    assert stretches(bucket, 1000) == [slice(0, 224)] and stretches(bucket, 1) == []

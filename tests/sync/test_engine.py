@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -21,9 +22,13 @@ class Recorder:
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.seen = x, list[list[float] | None]()
+        self.elsewhere = 0
 
     def pass_begins(self) -> None:
         self.seen.append(None if self.x.grad is None else self.x.grad.tolist())
+
+    def pass_elsewhere(self) -> None:
+        self.elsewhere += 1
 
 
 def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
@@ -37,12 +42,39 @@ def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
         torch.autograd.grad(x.sum(), x)
         assert recorder.seen == [None, [1, 1], [4, 4]]
         checkpoint(torch.sin, x * 2, use_reentrant=True).sum().backward()
-        assert len(recorder.seen) == 5, "the pass inside of the checkpoint is announced, too"
+        assert len(recorder.seen) == 4, "the pass inside of the checkpoint is a part of it"
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(1).sum().backward()
+        x.sum().backward()
+        assert (len(recorder.seen), recorder.elsewhere) == (6, 0)
     finally:
         leave(recorder)
     assert Variable._execution_engine is engine
     x.sum().backward()
-    assert len(recorder.seen) == 5
+    assert len(recorder.seen) == 6
+
+
+def test_a_pass_in_another_thread_may_be_of_any_listener() -> None:
+    x = torch.ones(2, requires_grad=True)
+    recorder = Recorder(x)
+    listen(recorder)
+    try:
+        for own in (False, True):
+            thread = threading.Thread(target=passes, args=(x, Recorder(x) if own else None))
+            thread.start()
+            thread.join()
+    finally:
+        leave(recorder)
+    assert (recorder.seen, recorder.elsewhere) == ([], 1)
+
+
+def passes(x: Tensor, own: Recorder | None) -> None:
+    if own is not None:
+        listen(own)
+    x.sum().backward()
+    if own is not None:
+        leave(own)
+        assert (len(own.seen), own.elsewhere) == (1, 0)
 
 
 def test_what_listens_no_more_is_forgotten() -> None:
