@@ -53,7 +53,7 @@ class ServerStarter:
         self._beginning: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by number: its shard
         self._found: dict[int, Any] = {}  # by number: the server that began, or why it did not
         self._folders: list[str] = []
-        self._told: list[Callable[[PacelineError], None]] = []
+        self._watchers: list[Callable[[PacelineError], None]] = []
         self._closing = False
         self.next = 0  # number
 
@@ -99,7 +99,7 @@ class ServerStarter:
             addresses=tuple(each.addresses[-1 if here else 0] for each, here in zip(known, near, strict=True)),
             names=tuple(each.name for each in known),
             keys=keys(bytes.fromhex(self._secret), self._job),
-            watch=self._told.append,
+            watch=self._watchers.append,
             close=self.close,
             numbers=tuple(each.number for each in known),
             shards=tuple(each.shard for each in known),
@@ -153,7 +153,7 @@ class ServerStarter:
     def _wait(self, name: str, process: subprocess.Popen[bytes]) -> None:
         if process.wait() != 0 and not self._closing and not self._outlive:  # one that was told to end does so with 0
             error = WorkerLost(f"{name} {_ended(process)}: what it kept is lost; resume from a checkpoint")
-            for callback in self._told:
+            for callback in self._watchers:
                 callback(error)
 
     def close(self) -> None:

@@ -231,7 +231,7 @@ class ReplicaComparer:
             kept = {difference.name: faces[difference.right[0]][difference.name] for difference in found}
             values = {name: plain(entry[1]) for name, entry in kept.items() if entry[0] == "plain"}
             values |= self._hand_over([difference for difference in found if kept[difference.name][0] != "plain"], look)
-        return ComparisonVerdict(found, _told(found, hosts), _mixed(kinds), values)
+        return ComparisonVerdict(found, _described(found, hosts), _mixed(kinds), values)
 
     def _hand_over(self, found: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
         """Return the values that this worker takes over, in memory of their own. Collective."""
@@ -277,7 +277,7 @@ class ReplicaComparer:
         self._context.announce(text)
 
 
-def _told(found: Sequence[Difference], hosts: Sequence[str]) -> str:
+def _described(found: Sequence[Difference], hosts: Sequence[str]) -> str:
     """Say in one line which workers differ in what."""
     by_rank: dict[int, list[str]] = {}
     for difference in found:
