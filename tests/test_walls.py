@@ -22,7 +22,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "GradientTracker": "hooks, passes and what a script did by hand are not apart yet",
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
-    "ParameterServerSync": "implements every ability of a strategy",
     "Run": "has every public method",
     "Server": "implements every message of workers",
     "SharedGroup": "implements every collective",

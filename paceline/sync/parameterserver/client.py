@@ -11,7 +11,6 @@ When workers wait for each other, and which gradients make a step, is a matter o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class ParameterServerSync:
         self.link = ServerLink(context, options, lockstep=model.lockstep, drops=model.drops, alone=model.alone)
         self.rows = PerWorkerRowSteps(self.link)  # what else these optimizers step, where workers are not in lockstep
         self.consistency = model.make(self.link, self.rows)
+        self.arriving: PendingPulls | None = self.link.pulls if self.link.pulls_later else None
         self._endpoints: ServerEndpoints | None = None
         self._waiting = False  # this worker hasn't been told yet where servers are
         self._at: dict[int, int] = {}  # number of a slot, as backward counts -> its place among the link's slots
@@ -61,10 +61,6 @@ class ParameterServerSync:
     @property
     def sample_queue(self) -> SampleQueue | None:
         return self.consistency.sample_queue if self.link.free else None
-
-    @property
-    def arriving(self) -> PendingPulls | None:
-        return self.link.pulls if self.link.pulls_later else None
 
     # ---- what lies where
 
@@ -84,7 +80,8 @@ class ParameterServerSync:
         link.connections.dismiss(told=self.context.group.rank == 0)
         assert self.context.servers is not None
         endpoints = self.context.servers(link.options.servers, link.options.replicas)
-        self._survive(endpoints)
+        if (copies := transfer.replication(link, endpoints)) is not None:
+            self.consistency.survive(copies)
         self._waiting = endpoints.pool is not None and not endpoints.addresses
         if not self._waiting:
             self._enter(endpoints)
@@ -92,18 +89,6 @@ class ParameterServerSync:
             for server, plan in enumerate(link.plans):
                 link.connections.tell(server, "plan", {}, [packed(write(plan))], link.seconds)
             self._hand_over(None)
-
-    def _survive(self, endpoints: ServerEndpoints) -> None:
-        """Prepare to lose servers, where others can be started."""
-        link, replicas = self.link, self.link.options.replicas
-        if endpoints.pool is not None:
-            filled = partial(transfer.copy, link)
-            self.consistency.survive(ServerReplication(self.context, endpoints.pool, link.connections, replicas, fill=filled))
-        elif replicas > 1:
-            raise UsageError(
-                f"replicas={replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
-                "N`, or leave it out"
-            )
 
     def _enter(self, endpoints: ServerEndpoints) -> None:
         self._endpoints = endpoints

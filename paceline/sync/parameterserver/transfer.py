@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
+from paceline.server.endpoints import ServerEndpoints
 from paceline.server.partition import RowRange
 from paceline.server.protocol.plans import write
 from paceline.state.snapshot import loads, pack
 from paceline.sync.base import check_strategy
 from paceline.sync.parameterserver.link import ServerLink
+from paceline.sync.parameterserver.replication import ServerReplication
 from paceline.sync.parameterserver.units import packed, part, rows, whole
 
 
@@ -54,3 +57,19 @@ def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
     if found is not None and len(found) != slots:
         raise UsageError(f"this checkpoint is of a model of {len(found)} parameters, and here are {slots}")
     return found
+
+
+def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
+    """Return what replaces these servers where they are lost, by copies that are filled from others; None where none can be started.
+
+    Raises `UsageError` for replicas where none can be started.
+    """
+    replicas = link.options.replicas
+    if endpoints.pool is not None:
+        return ServerReplication(link.context, endpoints.pool, link.connections, replicas, fill=partial(copy, link))
+    if replicas > 1:
+        raise UsageError(
+            f"replicas={replicas} is for runs that go on when a server is lost: start them with `paceline run --min-workers "
+            "N`, or leave it out"
+        )
+    return None
