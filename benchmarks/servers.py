@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -29,6 +28,8 @@ from harness import bootstrap
 from paceline.comm.bucket_layout import BucketShape, cut
 from paceline.comm.rpc import RpcClient, keys
 from paceline.server.partition import RowRange
+from paceline.server.protocol.message import Index, call, send
+from paceline.server.protocol.parameters import CloseStep, PlanShard, PullUnit, PushGradient
 from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan
 
@@ -98,24 +99,20 @@ class Served:
     def caller(self, address: str, sender: int) -> RpcClient:
         """A worker that comes this way."""
         found = RpcClient(address, keys(SECRET, JOB), sender=sender, who="the server")
-        found.call("plan", tensors=[self._plan], seconds=SECONDS)
+        call(found, PlanShard(self._plan), SECONDS)
         return found
 
     def turn(self, caller: RpcClient, sender: int) -> float:
         """Seconds of a step: everything is pushed, applied, and pulled."""
         self._step += 1
         began = time.perf_counter()
-        sent = [
-            caller.send("push", body={"unit": number, "used": b"\1"}, tensors=[flat], seconds=SECONDS)
-            for number, flat in enumerate(self.units)
-        ]
-        for number in sent:
-            caller.wait(number, SECONDS)
-        body: dict[str, Any] = {"optimizer": 0, "step": self._step, "workers": [sender], "factor": 1.0, "settings": []}
-        caller.call("close", body=body, seconds=SECONDS)
-        reads = [caller.send("read", body={"unit": number, "step": self._step}, seconds=SECONDS) for number in range(len(self.units))]
-        for number, flat in zip(reads, self.units, strict=True):
-            flat.copy_(caller.wait(number, SECONDS).tensors[0])
+        pushes = [PushGradient(Index(n), self._step, 0, b"\1", False, False, flat) for n, flat in enumerate(self.units)]
+        for sent in [send(caller, push, SECONDS) for push in pushes]:
+            sent.wait(SECONDS)
+        call(caller, CloseStep(Index(0), self._step, 0, (sender,), 1.0, ()), SECONDS)
+        reads = [send(caller, PullUnit(Index(number), self._step, False), SECONDS) for number in range(len(self.units))]
+        for asked, flat in zip(reads, self.units, strict=True):
+            flat.copy_(asked.wait(SECONDS).values[0])
         took = time.perf_counter() - began
         self.most = max(self.most, self.resident)
         return took

@@ -23,7 +23,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "HostsGroup": "implements every collective",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
     "Run": "has every public method",
-    "Server": "implements every message of workers",
     "SharedGroup": "implements every collective",
     "TorchGroup": "implements every collective",
     "TrainingLoop": "follows loaders, backward passes and optimizers in one place",

@@ -10,12 +10,12 @@ A server that is behind another one makes the steps that it lacks as that one ha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgpack
 
 from paceline.errors import StateLost
+from paceline.server.protocol.parameters import CloseStep
 from paceline.server.spans import SampleSpans
 
 KEPT = 1024  # closes of each optimizer; no server is further behind than there are workers
@@ -30,33 +30,34 @@ class StepJournal:
         self.done = SampleSpans()  # samples of it that are in a step
         self.dropped: dict[tuple[int, int, int, int], None] = {}  # for good: epoch, batch, first sample, and the one after the last
         self.gradients: dict[tuple[int, int], int] = {}  # by optimizer and worker: its last that is in a step
-        self._closes: dict[int, deque[dict[str, Any]]] = {}  # by optimizer
+        self._closes: dict[int, deque[CloseStep]] = {}  # by optimizer
 
-    def made(self, body: Mapping[str, Any]) -> None:
-        """Record a step that was made as this message says."""
-        optimizer, part = int(body["optimizer"]), (int(body["of"][0]), int(body["of"][1]))
-        if part > self.part:
-            self.part, self.done = part, SampleSpans()
-        for worker, number, pieces in body["came"]:
-            self.gradients[optimizer, worker] = max(number, self.gradients.get((optimizer, worker), 0))
-            self.done.add(pieces if part == self.part else ())
-        self._closes.setdefault(optimizer, deque(maxlen=KEPT)).append(dict(body))
+    def made(self, close: CloseStep) -> None:
+        """Record a step that was made as this message says, which tells what is in it."""
+        assert close.of is not None and close.came is not None
+        if close.of > self.part:
+            self.part, self.done = close.of, SampleSpans()
+        for gradient in close.came:
+            key = close.optimizer, gradient.worker
+            self.gradients[key] = max(gradient.number, self.gradients.get(key, 0))
+            self.done.add(gradient.pieces if close.of == self.part else ())
+        self._closes.setdefault(close.optimizer, deque(maxlen=KEPT)).append(close)
 
     def drop(self, epoch: int, rows: Iterable[Sequence[int]]) -> None:
         """Record that these samples are in no step, and won't be."""
         self.dropped |= {(epoch, batch, start, stop): None for batch, start, stop in rows}
 
-    def since(self, optimizer: int, step: int) -> list[dict[str, Any]]:
+    def since(self, optimizer: int, step: int) -> list[CloseStep]:
         """List how the steps after this one were made. Raises `StateLost` where that isn't known any more."""
-        closes = [body for body in self._closes.get(optimizer, ()) if body["step"] > step]
-        if [body["step"] for body in closes] != list(range(step + 1, step + 1 + len(closes))):
+        closes = [close for close in self._closes.get(optimizer, ()) if close.step > step]
+        if [close.step for close in closes] != list(range(step + 1, step + 1 + len(closes))):
             raise StateLost(f"a server lacks steps of optimizer {optimizer} from {step + 1} on, and nobody knows how they were made")
         return closes
 
     def dump(self, *, closes: bool = True) -> bytes:
         """Write as bytes that `load` reads; with `closes`, how steps were made, too."""
         gradients = [[*key, number] for key, number in self.gradients.items()]
-        made = [[optimizer, list(found)] for optimizer, found in self._closes.items() if closes]
+        made = [[optimizer, dump_closes(found)] for optimizer, found in self._closes.items() if closes]
         packed: bytes = msgpack.packb([self.part, self.done.rows(), [*self.dropped], gradients, made])
         return packed
 
@@ -66,7 +67,18 @@ class StepJournal:
         self.part, self.done = (part[0], part[1]), SampleSpans(done)
         self.dropped = {(epoch, batch, start, stop): None for epoch, batch, start, stop in dropped}
         self.gradients = {(optimizer, worker): number for optimizer, worker, number in gradients}
-        self._closes = {optimizer: deque(found, maxlen=KEPT) for optimizer, found in closes}
+        self._closes = {optimizer: deque(load_closes(found), maxlen=KEPT) for optimizer, found in closes}
+
+
+def dump_closes(closes: Iterable[CloseStep]) -> bytes:
+    """Write how steps were made as bytes that `load_closes` reads."""
+    packed: bytes = msgpack.packb([close.pack().body for close in closes])
+    return packed
+
+
+def load_closes(packed: bytes) -> list[CloseStep]:
+    """Read what `dump_closes` has written."""
+    return [CloseStep.unpack(body, ()) for body in msgpack.unpackb(packed, strict_map_key=False)]
 
 
 def merged(packed: Iterable[bytes]) -> StepJournal:

@@ -8,13 +8,13 @@ lost worker for a discarded turn may come after others have gone on, and does no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.errors import Mismatch, UsageError
 from paceline.server.protocol import rows
-from paceline.server.protocol.message import Acknowledged, Message, Request
+from paceline.server.protocol.message import Acknowledged, Handlers
 from paceline.server.protocol.rows import RowGradient
 from paceline.server.table import RowsBefore, TableShard, TableSpec
 
@@ -46,7 +46,7 @@ class TableService:
 
     def __init__(self) -> None:
         self._shelves: dict[int, ServedTable] = {}
-        self.handlers: dict[type[Request[Any]], Callable[[int, Any], Message | None]] = {
+        self.handlers: Handlers = {
             rows.OpenTable: self._open,
             rows.PullRows: self._pull,
             rows.PushRows: self._push,

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from paceline.comm.rpc import RpcClient, RpcMessage, RpcServer, keys
+from paceline.comm.rpc import RpcClient, RpcServer, keys
 from paceline.server.main import Server, _warm_up
+from paceline.server.protocol import message
+from paceline.server.protocol.message import Index, Request, SentRequest
+from paceline.server.protocol.parameters import FillUnit, PlanShard
 from tests.harness.shard_plans import SECONDS, packed, plan
 
 KEYS = keys(b"0123456789abcdef", "a job")
@@ -19,11 +21,12 @@ KEYS = keys(b"0123456789abcdef", "a job")
 
 @pytest.fixture
 def call() -> Iterator[Callable[..., Any]]:
-    """Workers of a server that runs in a thread: `call(worker, kind, body, *tensors)`."""
+    """Workers of a server that runs in a thread: `call(worker, request)`."""
     said: list[str] = []
     _warm_up()  # as a server does before anybody waits for it
     receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
-    thread = threading.Thread(target=Server(receiver, over.is_set).run, daemon=True)
+    server = Server(receiver, over.is_set)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     callers: dict[int, RpcClient] = {}
 
@@ -32,10 +35,13 @@ def call() -> Iterator[Callable[..., Any]]:
             callers[worker] = RpcClient(receiver.addresses[0], KEYS, sender=worker, who="the server")
         return callers[worker]
 
-    def act(worker: int, kind: str, body: Any = None, *tensors: Tensor) -> RpcMessage:
-        return caller(worker).call(kind, body=body or {}, tensors=tensors, seconds=SECONDS)
+    def act(worker: int, request: Request[Any]) -> Any:
+        return message.call(caller(worker), request, SECONDS)
 
-    act.caller, act.said, act.thread = caller, said, thread  # type: ignore[attr-defined]
+    def send(worker: int, request: Request[Any]) -> SentRequest[Any]:
+        return message.send(caller(worker), request, SECONDS)
+
+    act.caller, act.send, act.said, act.thread, act.server = caller, send, said, thread, server  # type: ignore[attr-defined]
     yield act
     over.set()
     thread.join()
@@ -46,7 +52,7 @@ def call() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def begun(call: Any) -> Any:
-    call(0, "plan", None, packed(plan()))
-    for unit, length in ((0, 16), (1, 16)):
-        call(0, "fill", {"unit": unit}, torch.ones(length))
+    call(0, PlanShard(packed(plan())))
+    for unit in (0, 1):
+        call(0, FillUnit(Index(unit), torch.ones(16)))
     return call

@@ -20,7 +20,7 @@ from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import Mismatch
 from paceline.notation import parse
 from paceline.server.main import Server
-from paceline.server.protocol import rows
+from paceline.server.protocol import parameters, recovery, rows, samples, service
 from paceline.server.protocol.message import Index, Request
 from paceline.server.table import TableSpec
 from tests.harness import runs, strangers
@@ -61,21 +61,21 @@ TABLES: list[Request[Any]] = [
     rows.ClearTable(TABLE, 1, "", 4, 1),
     rows.LoadRows(TABLE, ("ids", "values"), (torch.tensor([7]), torch.ones(1, 2).double())),
 ]
-REST: list[tuple[str, dict[str, Any], tuple[Tensor, ...]]] = [
-    ("reckon", {"workers": [0, 1, 2, 3]}, ()),
-    ("since", {"optimizer": 0}, ()),
-    ("void", {}, ()),
-    ("drop", {"epoch": 0, "pieces": [[0, 0, 3]]}, ()),
-    ("back", {"steps": [[0, 1]]}, ()),
-    ("state", {}, ()),
-    ("memories", {}, ()),
-    ("absent", {"optimizer": 0, "step": 1, "workers": [0, 1]}, ()),
-    ("level", {}, ()),
-    ("pause", {}, ()),
-    ("behind", {}, ()),
-    ("missing", {"optimizer": 0, "step": 1}, ()),
-    ("facts", {}, ()),
-    ("timeline", {}, ()),
+REST: list[Request[Any]] = [
+    recovery.FenceWorkers((0, 1, 2, 3)),
+    recovery.ReadClosedSteps(Index(0), 0),
+    recovery.DiscardPushes(),
+    recovery.DropSamples(0, ((0, 0, 3),)),
+    recovery.RollBackSteps(((0, 1),)),
+    recovery.ReadShard(),
+    parameters.ReadMemories(),
+    parameters.ListAbsent(Index(0), 1, (0, 1)),
+    parameters.ResetDeltas(),
+    samples.PauseDealing(),
+    samples.ListBehind(),
+    samples.ListNotArrived(Index(0), 1),
+    service.ReadFacts(),
+    service.ReadTimeline(),
 ]
 
 
@@ -201,10 +201,9 @@ def storm(server: Server, messages: Sequence[RpcMessage], drawn: random.Random, 
             if found is None or found.kind == "end":
                 continue
             began = time.perf_counter()
-            if not server._done(found):
-                server._put_off(found)
-            server._later = [message for message in server._later[-50:] if not server._done(message)]
-            assert 0 <= server._dealing.patience(0.1) <= 0.1
+            server._later = server._later[-50:]
+            server.take(found)
+            assert 0 <= server._scheduling.patience(0.1) <= 0.1
             slowest = max(slowest, time.perf_counter() - began)
     assert slowest < 20
 
@@ -212,17 +211,17 @@ def storm(server: Server, messages: Sequence[RpcMessage], drawn: random.Random, 
 @pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_mutated_messages_to_servers(count: int) -> None:
     drawn, heard = random.Random(23), recorded()
-    rest = [RpcMessage(kind, 1, 0, 0, 1, body, tensors) for kind, body, tensors in REST]
+    rest = [said(request) for request in REST]
     before, begun = psutil.Process().memory_info().rss, 0
     for messages in heard:
         told = Told()
         server = Server(told)  # type: ignore[arg-type]
         storm(server, messages, drawn, count // len(heard), [*messages, *rest])
-        begun += server._shard is not None
-        for kind in ("state", "memories", "facts", "alive"):
-            server._done(RpcMessage(kind, 1))
+        begun += server._parameters.begun
+        for request in (recovery.ReadShard(), parameters.ReadMemories(), service.ReadFacts(), service.CheckAlive()):
+            server.take(said(request))
         assert told.refused > count // len(heard) // 8
-        assert told.answers[-1].kind == "alive"
+        assert told.answers[-1].kind == service.CheckAlive.kind
     assert begun == len(heard)
     assert psutil.Process().memory_info().rss - before < 100e6
 
@@ -235,7 +234,8 @@ def test_mutated_messages_to_servers_of_tables(count: int) -> None:
     for _ in range(10):
         server = Server(told)  # type: ignore[arg-type]
         storm(server, real, drawn, count // 10, real)
-        assert server._done(RpcMessage("facts", 1)) and told.answers[-1].kind == "facts", told.answers[-1].body
+        server.take(said(service.ReadFacts()))
+        assert told.answers[-1].kind == service.ReadFacts.kind, told.answers[-1].body
     assert told.refused > count // 8
     assert psutil.Process().memory_info().rss - before < 100e6
 
@@ -245,14 +245,16 @@ def test_absurd_shapes(shape: Any) -> None:
     """Over a real connection, to a real server, from somebody with the key."""
     import msgpack
 
-    head = msgpack.packb(["push", 1, 5, 0, 1, {"unit": 0, "used": b"\1"}, [["float32", shape]]])
+    push = parameters.PushGradient(Index(0), 1, 0, b"\1", False, False, torch.ones(1))
+    head = msgpack.packb([push.kind, 1, 5, 0, 1, push.pack().body, [["float32", shape]]])
     try:
         found = RpcMessage.load([head, b""])
     except MalformedMessage:
         return
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    assert server._done(RpcMessage("plan", 1, tensors=(packed(plan()),))) and server._done(found)
+    server.take(said(parameters.PlanShard(packed(plan()))))
+    server.take(found)
     assert told.answers[-1].kind == "refused"
 
 
@@ -272,9 +274,10 @@ def test_absurd_plans(parts: dict[str, Any]) -> None:
     found.pieces[0] = found.pieces[0]._replace(shape=found.pieces[0].shape._replace(**parts))
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    assert server._done(RpcMessage("plan", 1, tensors=(packed(found),)))
-    assert told.answers[-1].kind == "refused" and server._shard is None
-    assert server._done(RpcMessage("plan", 2, tensors=(packed(plan()),))) and told.answers[-1].kind == "plan"
+    server.take(said(parameters.PlanShard(packed(found))))
+    assert told.answers[-1].kind == "refused" and not server._parameters.begun
+    server.take(said(parameters.PlanShard(packed(plan()))))
+    assert told.answers[-1].kind == parameters.PlanShard.kind
 
 
 def test_what_a_server_has_stays_whole() -> None:
@@ -282,31 +285,23 @@ def test_what_a_server_has_stays_whole() -> None:
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
 
-    def say(kind: str, body: Any, *tensors: Tensor) -> RpcMessage:
-        assert server._done(RpcMessage(kind, 1, 0, 0, 1, body, tensors))
+    def say(request: Request[Any], **changes: Any) -> RpcMessage:
+        found = said(request)
+        server.take(replace(found, body={**found.body, **changes}))
         return told.answers[-1]
 
-    say("plan", {}, packed(plan()))
-    for unit in (0, 1):
-        say("fill", {"unit": unit}, torch.ones(16))
-        say("push", {"unit": unit, "used": b"\1"}, torch.ones(16))
-    close = {"optimizer": 0, "step": 1, "workers": [0], "factor": 1.0, "settings": [], "decided": True}
-    for wrongly in (
-        *({"factor": "x"}, {"settings": [[0, {"lr": "x"}]]}, {"settings": [[5, {"lr": 1.0}]]}, {"settings": [[0, {"params": []}]]}),
-        *(
-            {"settings": [[0, 7]]},
-            {"workers": [0, 0]},
-            {"workers": [0, 9]},
-            {"workers": []},
-            {"workers": "x"},
-            {"optimizer": 9},
-            {"optimizer": -1},
-        ),
-    ):
-        assert say("close", close | wrongly).kind == "refused", wrongly
-    assert say("close", close).kind == "close"
-    assert torch.equal(say("read", {"unit": 0, "step": 1}).tensors[0][:5], torch.full((5,), 0.75))
-    assert torch.equal(say("read", {"unit": 1, "step": 1}).tensors[0][:12], torch.full((12,), 0.5))
+    say(parameters.PlanShard(packed(plan())))
+    for unit in (Index(0), Index(1)):
+        say(parameters.FillUnit(unit, torch.ones(16)))
+        say(parameters.PushGradient(unit, 1, 0, b"\1", False, False, torch.ones(16)))
+    close = parameters.CloseStep(Index(0), 1, 0, (0,), 1.0, (), decided=True)
+    settings: list[Any] = [[[0, {"lr": "x"}]], [[5, {"lr": 1.0}]], [[0, {"params": []}]], [[0, 7]]]
+    wrong = [{"settings": value} for value in settings] + [{"workers": value} for value in ([0, 0], [0, 9], [], "x")]
+    for changes in (*wrong, {"factor": "x"}, {"optimizer": 9}, {"optimizer": -1}, {"of": [0, 0]}, {"came": []}):
+        assert say(close, **changes).kind == "refused", changes
+    assert say(close).kind == close.kind
+    assert torch.equal(say(parameters.PullUnit(Index(0), 1, False)).tensors[0][:5], torch.full((5,), 0.75))
+    assert torch.equal(say(parameters.PullUnit(Index(1), 1, False)).tensors[0][:12], torch.full((12,), 0.5))
 
 
 @pytest.mark.parametrize(
@@ -328,15 +323,16 @@ def test_absurd_tables(spec: dict[str, Any]) -> None:
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
     opened = rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)
-    assert server._done(said(replace(opened, spec={**SPEC, **spec})))
-    assert told.answers[-1].kind == "refused"
-    assert server._done(said(replace(opened, settings={"lr": "x"}))) and told.answers[-1].kind == "refused"
-    assert server._done(said(opened)) and told.answers[-1].kind == opened.kind
+    for wrong in (replace(opened, spec={**SPEC, **spec}), replace(opened, settings={"lr": "x"})):
+        server.take(said(wrong))
+        assert told.answers[-1].kind == "refused"
+    server.take(said(opened))
+    assert told.answers[-1].kind == opened.kind
 
 
 def test_who_takes_no_turns_decides_nothing() -> None:
     server = Server(Told())  # type: ignore[arg-type]
-    scheduler = server._dealing.scheduler
+    scheduler = server._scheduling.scheduler
     scheduler.begin(0, 0, [4], [0, 1])
     for come in (lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1), lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0)):
         with pytest.raises(Mismatch, match="takes no turns"):

@@ -9,10 +9,15 @@ import pytest
 from paceline.errors import StateLost
 from paceline.server import journal
 from paceline.server.journal import StepJournal, merged
+from paceline.server.protocol.message import Index
+from paceline.server.protocol.parameters import CloseStep
+from paceline.server.protocol.samples import CountedGradient
 
 
-def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    return {"optimizer": optimizer, "step": step, "came": list(came), "of": list(of), "settings": [[0, {"lr": 0.1, "betas": [0.9, 0.99]}]]}
+def close(step: int, *came: list[Any], optimizer: int = 0, of: tuple[int, int] = (0, 0)) -> CloseStep:
+    gradients = tuple(CountedGradient(worker, number, tuple(map(tuple, pieces))) for worker, number, pieces in came)
+    settings = ((0, {"lr": 0.1, "betas": [0.9, 0.99]}),)
+    return CloseStep(Index(optimizer), step, 0, (0,), 1.0, settings, of=of, came=gradients)
 
 
 def test_what_was_made_is_known_and_travels() -> None:
@@ -23,9 +28,9 @@ def test_what_was_made_is_known_and_travels() -> None:
     made.drop(0, [[1, 4, 8]])
     other = StepJournal()
     other.load(made.dump())
-    for each in (made, other):
-        assert each.done.rows() == [[0, 0, 8], [1, 0, 4]] and each.gradients == {(0, 0): 2, (0, 2): 1, (1, 2): 1}
-        assert [body["step"] for body in each.since(0, 1)] == [2] and each.since(0, 2) == [] and list(each.dropped) == [(0, 1, 4, 8)]
+    for found in (made, other):
+        assert found.done.rows() == [[0, 0, 8], [1, 0, 4]] and found.gradients == {(0, 0): 2, (0, 2): 1, (1, 2): 1}
+        assert [each.step for each in found.since(0, 1)] == [2] and found.since(0, 2) == [] and list(found.dropped) == [(0, 1, 4, 8)]
     assert other.since(0, 0) == [close(1, [0, 1, [[0, 0, 4]]], [2, 1, [[0, 4, 8]]]), close(2, [0, 2, [[1, 0, 4]]])]
 
 
@@ -54,6 +59,6 @@ def test_steps_that_nobody_knows_any_more_are_lost(monkeypatch: pytest.MonkeyPat
     made = StepJournal()
     for step in range(1, 6):
         made.made(close(step, [0, step, []]))
-    assert [body["step"] for body in made.since(0, 2)] == [3, 4, 5]
+    assert [each.step for each in made.since(0, 2)] == [3, 4, 5]
     with pytest.raises(StateLost, match="from 2 on"):
         made.since(0, 1)

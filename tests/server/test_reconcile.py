@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.server.journal import StepJournal
+from paceline.server.protocol.message import Index
+from paceline.server.protocol.parameters import CloseStep
+from paceline.server.protocol.samples import CountedGradient
 from paceline.server.reconcile import NONE, RecoveryState, WorkerReport, stand
 from paceline.server.scheduler import SampleScheduler
 from paceline.server.spans import SampleSpan
@@ -18,10 +22,16 @@ from paceline.server.stragglers import StepDecision
 PART = (3, 8)
 
 
-def journal(*came: list[object], part: tuple[int, int] = PART) -> StepJournal:
+def closed(step: int, came: list[Any], part: tuple[int, int] = PART) -> CloseStep:
+    worker, number, pieces = came
+    gradient = CountedGradient(worker, number, tuple(map(tuple, pieces)))
+    return CloseStep(Index(0), step, 0, (worker,), 1.0, (), of=part, came=(gradient,))
+
+
+def journal(*came: list[Any], part: tuple[int, int] = PART) -> StepJournal:
     made = StepJournal()
     for step, each in enumerate(came, 1):
-        made.made({"optimizer": 0, "step": step, "came": [each], "of": part})
+        made.made(closed(step, each, part))
     return made
 
 
@@ -142,8 +152,7 @@ def test_however_often_somebody_is_lost_each_sample_is_trained_once(seed: int) -
             gradients[worker] += 1
             pieces = [report.taken[0]]
             trained += [(batch, sample) for batch, start, stop in pieces for sample in range(start, stop)]
-            body = {"optimizer": 0, "step": sum(gradients.values()), "came": [[worker, gradients[worker], pieces]], "of": PART}
-            servers.made(body)
+            servers.made(closed(sum(gradients.values()), [worker, gradients[worker], pieces]))
             report.taken.pop(0)
             report.clock += 1
             scheduler.tick(worker, report.clock)

@@ -28,6 +28,7 @@ class FieldCodec(NamedTuple):
 
     load: Callable[[str, Any, Iterator[Tensor]], Any]  # from the field's name and what has come, to the value
     dump: Callable[[Any, list[Tensor]], Any] | None = None  # from the value to what travels, tensors into the list; None: as it is
+    plain: frozenset[type] = frozenset()  # types of values that are taken as they come
 
 
 class Content(NamedTuple):
@@ -42,12 +43,14 @@ class Message:
 
     _values: ClassVar[dict[str, FieldCodec]] = {}  # of fields in the header
     _tensors: ClassVar[dict[str, FieldCodec]] = {}  # of fields beside it
+    _dumped: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []  # fields in the header that don't travel as they are
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         hints = {name: hint for name, hint in get_type_hints(cls).items() if get_origin(hint) is not ClassVar}
         cls._tensors = {name: _TENSORS[hint] for name, hint in hints.items() if hint in _TENSORS}
         cls._values = {name: _codec(hint) for name, hint in hints.items() if hint not in _TENSORS}
+        cls._dumped = [(name, codec.dump) for name, codec in cls._values.items() if codec.dump is not None]
 
     def pack(self) -> Content:
         """Write as what travels. Tensors are not copied: they have to stay as they are until they have arrived."""
@@ -65,10 +68,11 @@ class Message:
 
     def dump(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Write what stands in the header, and add the tensors to the list."""
-        body = {}
-        for name, codec in self._values.items():
-            value = getattr(self, name)
-            body[name] = value if codec.dump is None else codec.dump(value, tensors)
+        body = dict(vars(self))
+        for name in self._tensors:
+            del body[name]
+        for name, dump in self._dumped:
+            body[name] = dump(body[name], tensors)
         for name in self._tensors:
             value = getattr(self, name)
             tensors += value if isinstance(value, tuple) else (value,)
@@ -79,12 +83,16 @@ class Message:
         """Read what `dump` has written, taking as many of the tensors as there are fields for them."""
         if not isinstance(body, Mapping):
             raise TypeError(f"{cls.__name__} is no {body!r:.100}")
-        found = {name: codec.load(name, body[name], tensors) for name, codec in cls._values.items()}
-        if len(body) > len(found):
-            raise LookupError(f"{cls.__name__} has no {', '.join(map(repr, body.keys() - found.keys())):.100}")
+        message = cls.__new__(cls)
+        fields = vars(message)  # of a frozen dataclass: filled here without a call for each
+        for name, codec in cls._values.items():
+            value = body[name]
+            fields[name] = value if type(value) in codec.plain else codec.load(name, value, tensors)
+        if len(body) > len(fields):
+            raise LookupError(f"{cls.__name__} has no {', '.join(map(repr, body.keys() - fields.keys())):.100}")
         for name, codec in cls._tensors.items():
-            found[name] = codec.load(name, None, tensors)
-        return cls(**found)
+            fields[name] = codec.load(name, None, tensors)
+        return message
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,9 @@ class Request(Message, Generic[R]):
     def step_served(self) -> int:
         """Return the step that it is about, for the timeline; 0: none."""
         return max(getattr(self, "step", 0), 0)
+
+
+Handlers = dict[type[Request[Any]], Callable[[int, Any], Message | None]]  # from a worker and its request to the reply; None: it waits
 
 
 class SentRequest(NamedTuple, Generic[R]):
@@ -153,7 +164,7 @@ def _of(*types: type) -> FieldCodec:
             raise TypeError(f"{name} is {value!r:.100}")
         return value
 
-    return FieldCodec(load)
+    return FieldCodec(load, plain=frozenset(types))
 
 
 def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -177,7 +188,7 @@ def _optional(one: FieldCodec) -> FieldCodec:
     def dump(value: Any, tensors: list[Tensor]) -> Any:
         return None if value is None or one.dump is None else one.dump(value, tensors)
 
-    return FieldCodec(load, one.dump and dump)
+    return FieldCodec(load, one.dump and dump, one.plain | {NoneType})
 
 
 def _list(each: FieldCodec, length: int | None = None) -> FieldCodec:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
+from paceline.server.protocol.parameters import PlanShard
 from paceline.server.protocol.plans import write
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
@@ -87,7 +88,7 @@ class ParameterServerSync:
             self._enter(endpoints)
             link.codec.measure(link.connections, link.seconds)
             for server, plan in enumerate(link.plans):
-                link.connections.tell(server, "plan", {}, [packed(write(plan))], link.seconds)
+                link.connections.tell(server, PlanShard(packed(write(plan))), link.seconds)
             self._hand_over(None)
 
     def _enter(self, endpoints: ServerEndpoints) -> None:

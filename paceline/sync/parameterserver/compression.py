@@ -26,9 +26,11 @@ from torch import Tensor
 from paceline.codec.codec import Codec, finite
 from paceline.codec.coding import NARROWED, Coding, nbytes, parts, room, seeded
 from paceline.comm.group import Finished, Traffic
-from paceline.comm.rpc import RpcMessage
 from paceline.errors import Mismatch
 from paceline.server.codings import CodingPhase, Phases, at, phases
+from paceline.server.protocol.message import send
+from paceline.server.protocol.parameters import UnitValues
+from paceline.server.protocol.service import Echo
 from paceline.sync.base import Slot
 from paceline.sync.codec_cost import SAMPLE, CodecAccount, CodecTurn, ExactRate, ExchangeCost, exposed, measure, sampled
 from paceline.sync.context import SyncContext
@@ -161,27 +163,30 @@ class PushPullCodec:
 
     # ---- what comes back
 
-    def asked(self, unit: TransferUnit) -> dict[str, Any]:
-        """Return what a request for the parameters of a unit says of the copy here."""
+    def asked(self, unit: TransferUnit) -> tuple[bool, int | None, int | None]:
+        """Return the last three fields of `PullUnit`: whether a unit comes through the codec, the number of the copy here, and my turn."""
         if not unit.ways:
-            return {}
-        mine = {"turn": self._context.step_state.step} if self._apart else {}
-        return {"has": self._has.get((unit.server, unit.number)), **mine}
+            return False, None, None
+        return True, self._has.get((unit.server, unit.number)), self._context.step_state.step if self._apart else None
 
-    def decode(self, unit: TransferUnit, message: RpcMessage) -> Tensor:
-        """Return the parameters of a unit, from the answer. Raises `Mismatch` for an answer that doesn't fit."""
+    def decode(self, unit: TransferUnit, reply: UnitValues) -> Tensor:
+        """Return the parameters of a unit, from the reply. Raises `Mismatch` for a reply that doesn't fit."""
+        values, number, turn = reply.values, reply.number, reply.turn
+        if len(values) != 1 and not (unit.ways and turn is None):
+            raise Mismatch(f"unit {unit.number} came as {len(values)} tensors")
         if not unit.ways:
-            return message.tensors[0]
+            return values[0]
+        if number is None:
+            raise Mismatch(f"unit {unit.number} came without its number")
         key, flat, began = (unit.server, unit.number), unit.flat, time.thread_time()
-        self._counted.pulled += sum(x.nbytes for x in message.tensors)
+        self._counted.pulled += sum(x.nbytes for x in values)
         self._counted.exact += flat.nbytes
-        number, turn = message.body["number"], message.body["turn"]
         if turn is not None:
-            self._add(at(unit.ways, turn).coding, message.tensors[0], self._copies[key])
-        elif message.tensors:
-            if message.tensors[0].shape != flat.shape or message.tensors[0].dtype != flat.dtype:
-                raise Mismatch(f"unit {unit.number} came as {message.tensors[0].dtype} {list(message.tensors[0].shape)}")
-            self._copies[key] = message.tensors[0]
+            self._add(at(unit.ways, turn).coding, values[0], self._copies[key])
+        elif values:
+            if values[0].shape != flat.shape or values[0].dtype != flat.dtype:
+                raise Mismatch(f"unit {unit.number} came as {values[0].dtype} {list(values[0].shape)}")
+            self._copies[key] = values[0]
         elif key not in self._copies or number != self._has[key]:
             raise Mismatch(f"unit {unit.number} came without anything, as number {number}")
         self._has[key] = number
@@ -303,12 +308,12 @@ class LinkEcho:
     def __init__(self, connections: ServerLinks, x: Tensor, seconds: float) -> None:
         self._seconds = seconds
         pieces = zip(connections.callers, x.tensor_split(len(connections.callers)), strict=True)
-        self._sent = [(caller, caller.send("echo", tensors=[piece], seconds=seconds)) for caller, piece in pieces]
+        self._sent = [send(caller, Echo(piece), seconds) for caller, piece in pieces]
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the tensor is back."""
-        for caller, message in self._sent:
-            caller.wait(message, self._seconds)
+        for sent in self._sent:
+            sent.wait(self._seconds)
 
     def done(self) -> bool:
         return not self._sent

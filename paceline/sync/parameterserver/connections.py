@@ -14,13 +14,15 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
-from torch import Tensor
 
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Traffic
-from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
 from paceline.server.endpoints import ServerEndpoints
+from paceline.server.protocol.message import Acknowledged, R, Request, SentRequest, call, send
+from paceline.server.protocol.samples import MissingWorkers
+from paceline.server.protocol.service import Alive, CheckAlive, EndServer, ReadFacts, ReadTimeline
 from paceline.sync.parameterserver.units import ServerLinks
 from paceline.timings import DEFAULTS, ServerTimings
 from paceline.trace import Served, Span
@@ -53,7 +55,7 @@ def _ahead(caller: RpcClient, seconds: float) -> int:
     found = []
     for _ in range(PINGS):
         before = time.perf_counter_ns()
-        there = int(caller.call("alive", seconds=seconds).body["clock"])
+        there = call(caller, CheckAlive(), seconds).clock
         after = time.perf_counter_ns()
         found.append((after - before, there - (before + after) // 2))
     return min(found)[1]
@@ -81,18 +83,18 @@ class ReplicaConnections(ServerLinks):
             self._by_number = dict(enumerate(self.callers))
         self.reach(endpoints, me)
 
-    def tell(self, shard: int, kind: str, body: dict[str, Any], tensors: Sequence[Tensor], seconds: float) -> None:
+    def tell(self, shard: int, request: Request[Acknowledged], seconds: float) -> None:
         """Send to all copies of a shard, and wait until they have answered."""
         for caller in self.of[shard]:
-            caller.call(kind, body=body, tensors=tensors, seconds=seconds)
+            call(caller, request, seconds)
 
-    def ask(self, shard: int, kind: str, seconds: float) -> RpcMessage:
+    def ask(self, shard: int, request: Request[R], seconds: float) -> R:
         """Ask a shard, and return the answer of the first copy that is alive."""
         *others, last = self.of[shard]
         for caller in others:
             with contextlib.suppress(ServerLost):
-                return caller.call(kind, seconds=seconds)
-        return last.call(kind, seconds=seconds)
+                return call(caller, request, seconds)
+        return call(last, request, seconds)
 
     def reach(self, endpoints: ServerEndpoints, me: int) -> None:
         """Connect to new servers among these endpoints, and hang up on servers that are not among them any more."""
@@ -137,16 +139,16 @@ class ReplicaConnections(ServerLinks):
 
     def lost(self, seconds: float) -> list[int]:
         """Return the numbers of servers that don't answer within so many seconds. Messages under way are forgotten."""
-        end, asked, lost = time.monotonic() + seconds, dict[int, int](), list[int]()
+        end, asked, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
         for number, caller in self._by_number.items():
             caller.forget()
             try:
-                asked[number] = caller.send("alive", seconds=max(end - time.monotonic(), 0.0))
+                asked[number] = send(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
             except (*LOSSES, DeadlineExceeded):
                 lost.append(number)
-        for number, message in asked.items():
+        for number, sent in asked.items():
             try:
-                self._by_number[number].wait(message, max(end - time.monotonic(), 0.0))
+                sent.wait(max(end - time.monotonic(), 0.0))
             except (*LOSSES, DeadlineExceeded):
                 lost.append(number)
         return lost
@@ -157,14 +159,14 @@ class ReplicaConnections(ServerLinks):
 
     def facts(self, seconds: float) -> list[dict[str, Any]]:
         """Return name and counts of each primary, for the summary."""
-        return [{"name": self.primaries[shard].who, **self.ask(shard, "facts", seconds).body} for shard in range(len(self.of))]
+        return [{"name": self.primaries[shard].who, **self.ask(shard, ReadFacts(), seconds).facts} for shard in range(len(self.of))]
 
     def served(self, seconds: float) -> list[Served]:
         """Return when each primary did what, as far as it remembers."""
         found = []
         for caller in self.primaries:
             with contextlib.suppress(*LOSSES):  # a lost server's timeline is lost with it
-                packed = caller.call("timeline", seconds=seconds).tensors[0].numpy().tobytes()
+                packed = call(caller, ReadTimeline(), seconds).packed.numpy().tobytes()
                 ahead = 0 if caller.near else _ahead(caller, seconds)
                 spans, waiting = msgpack.unpackb(packed)
                 found.append(Served(caller.who, ahead, [Span(*span) for span in spans], [(when, count) for when, count in waiting]))
@@ -174,7 +176,7 @@ class ReplicaConnections(ServerLinks):
         """Hang up; with `told`, tell all servers first that they can end. One that doesn't answer is ended by its launcher."""
         for caller in self.callers if told else ():
             with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                caller.call("end", seconds=1.0)
+                call(caller, EndServer(), 1.0)
         self.close()
 
 
@@ -186,10 +188,10 @@ class ServerWait(NamedTuple):
     seconds: float
 
 
-def named(error: DeadlineExceeded, caller: RpcClient, what: str, who: tuple[str, dict[str, Any]], waiter: ServerWait) -> DeadlineExceeded:
-    """Return the error with the names of the missing workers. The message `who` asks the server for them."""
+def named(error: DeadlineExceeded, caller: RpcClient, what: str, who: Request[MissingWorkers], waiter: ServerWait) -> DeadlineExceeded:
+    """Return the error with the names of the missing workers. The request `who` asks the server for them."""
     try:
-        found = caller.call(who[0], body=who[1], seconds=min(waiter.seconds, 2.0)).body["missing"]
+        found = call(caller, who, min(waiter.seconds, 2.0)).missing
     except PacelineError:
         return error  # the server itself doesn't answer
     ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}

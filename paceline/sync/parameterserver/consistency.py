@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.server import optimizers
+from paceline.server.protocol.message import Index, R, SentRequest
+from paceline.server.protocol.parameters import ApplyGradient, AwaitStep, CloseStep, ListAbsent, ReadNorm
+from paceline.server.protocol.samples import ArriveAtStep, GatherStep, ListNotArrived, StepAssignment
 from paceline.sync.parameterserver.clipping import shrink
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.recovery import LockstepRecovery, ServerRecovery
@@ -31,14 +34,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def again(decided: Mapping[int, Any], *, late: bool, made: bool) -> bool:
+def again(decided: Mapping[int, StepAssignment], *, late: bool, made: bool) -> bool:
     """Whether a turn is to be dealt again: it is late for the first of its optimizers, and so must be in no step of the others.
 
     `decided`: which workers make the steps that are still to come; `late`, `made`: what became of those before.
     """
     if late or made:
         return late and not made
-    return bool(decided) and all("late" in found for found in decided.values())
+    return bool(decided) and all(found.late for found in decided.values())
 
 
 class Consistency(Protocol):
@@ -114,36 +117,38 @@ class BulkSynchronous:
 
     def pushing(self, number: int) -> None: ...
 
-    def _settle(self, number: int, *, wait: bool = True) -> dict[str, Any]:
-        """Push what this step is made of; return what servers are told of the workers that make it."""
+    def _settle(self, number: int, *, wait: bool = True) -> tuple[int, ...]:
+        """Push what this step is made of; return the workers that make it."""
         if self.recovery is not None:
-            return {"workers": self.recovery.settle(number), "decided": True}
+            return tuple(self.recovery.settle(number))
         self._link.settle(number, wait=wait)
-        return {"workers": self._link.workers}
+        return tuple(self._link.workers)
 
     def _repeat(self, act: Callable[[], T], what: str) -> T:
         """Run `act`; where losses are survived, again after each loss, on all workers."""
         return act() if self.recovery is None else self._link.context.agreement.repeat(act, what=what)
 
-    def _wait(self, caller: RpcClient, message: int, what: str, number: int, step: int) -> RpcMessage:
-        """Return the answer to a message; servers wait for the other workers before, unless all are known to have come."""
+    def _wait(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
+        """Return the reply to a request; servers wait for the other workers before, unless all are known to have come."""
         link = self._link
         if self.recovery is not None:
-            return caller.wait(message, link.seconds)
-        return link.wait(caller, message, what, ("absent", {"optimizer": number, "step": step, "workers": link.workers}))
+            return sent.wait(link.seconds)
+        return link.wait(sent, what, ListAbsent(Index(number), step, tuple(link.workers)))
 
     def step(self, number: int) -> None:
         link, makers = self._link, self._settle(number, wait=False)
         units, now, step = link.units(number), optimizers.settings(link.optimizers[number]), link.steps_taken[number] + 1
         changes = optimizers.changed(self._told[number], now) if self.recovery is None else dict(enumerate(now))
-        body = {**makers, "factor": link.factors.pop(number, 1.0), "settings": [list(change) for change in changes.items()]}
-        body |= {} if self.recovery is None else self.recovery.terms
+        factor, turn = link.factors.pop(number, 1.0), link.context.step_state.step
+        close = CloseStep(Index(number), step, turn, makers, factor, tuple(changes.items()))
+        if self.recovery is not None:
+            close = self.recovery.decided(close)
 
         def act() -> None:
-            closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
+            closes, reads = link.everywhere(number, close), link.ask_for(units, step)
             with link.connections.waiting():
-                for caller, message in closes:
-                    self._wait(caller, message, f"optimizer.step {step}", number, step)
+                for sent in closes:
+                    self._wait(sent, f"optimizer.step {step}", number, step)
             link.take_in(units, reads)
 
         self._repeat(act, "optimizer.step")
@@ -152,18 +157,14 @@ class BulkSynchronous:
             self.recovery.stepped(number)
 
     def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
-        link = self._link
-        bodies = {number: {**self._settle(number), "kind": None if kind == math.inf else kind} for number in numbers}
+        link, decided = self._link, self.recovery is not None
+        makers = {number: self._settle(number) for number in numbers}
         steps = {number: link.steps_taken[number] + 1 for number in numbers}
+        asks = {number: ReadNorm(Index(number), steps[number], makers[number], kind, decided) for number in numbers}
 
         def act() -> list[float]:
-            asked = [
-                (number, *sent)
-                for number in numbers
-                for sent in link.everywhere("norm", number, steps[number], bodies[number], ask=self.recovery is not None)
-            ]
-            answers = [self._wait(caller, message, "run.clip", number, -steps[number]) for number, caller, message in asked]
-            return [float(answer.body["norm"]) for answer in answers]
+            asked = [(number, sent) for number in numbers for sent in link.everywhere(number, asks[number], ask=decided)]
+            return [self._wait(sent, "run.clip", number, -steps[number]).norm for number, sent in asked]
 
         return self._repeat(act, "run.clip")
 
@@ -183,12 +184,12 @@ class BulkSynchronous:
 class Asynchronous(ScheduledSteps):
     """Asynchronous: each gradient is a step of its own."""
 
-    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
         gradient = self._gradient(number)
-        return self._call(number, "gather", gradient, 0, {"number": gradient, "bound": -1, "alone": True, "part": False})
+        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, math.inf, True, False))
 
-    def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        return 1.0, super()._weigh(found)[1]  # a gradient is pushed unweighted
+    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
+        return 1.0, found.parts, True  # a gradient is pushed unweighted
 
     def _step(self, number: int) -> None:
         """Step at once where nothing can be lost: nobody has to decide on the step, nor to write it down."""
@@ -197,19 +198,17 @@ class Asynchronous(ScheduledSteps):
             return
         link = self._link
         units, step = link.settle(number, wait=False), link.steps_taken[number] + 1
-        body = {
-            "factor": link.factors.get(number, 1.0),
-            "part": link.context.step_state.share_of_step,
-            "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
-        }
-        sent, reads = link.everywhere("apply", number, step, body), link.ask_for(units, 0)
-        sent += self._rows.apply(number)
-        for caller, message in sent:
-            caller.wait(message, link.seconds)
+        factor, part = link.factors.get(number, 1.0), link.context.step_state.share_of_step
+        settings = tuple(enumerate(optimizers.settings(link.optimizers[number])))
+        applied = link.everywhere(number, ApplyGradient(Index(number), step, factor, part, settings))
+        reads = link.ask_for(units, 0)
+        applied += self._rows.apply(number)
+        for sent in applied:
+            sent.wait(link.seconds)
         link.take_in(units, reads)
         link.steps_taken[number] = step
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, part: bool) -> float:
+    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
         return self._link.norm([number], kind)
 
 
@@ -226,49 +225,46 @@ class StaleSynchronous(ScheduledSteps):
         self._open: set[int] = set()  # optimizers whose step with this worker's last gradient had not been made when it went on
         self._clips: dict[int, tuple[float, float]] = {}  # of the open ones: the kind of norm, and its limit
 
-    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
-        return self._gather(number, self._gradient(number), part=part and self.recovery is None)
+    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
+        return self._gather(number, self._gradient(number), may_go_on=may_go_on and self.recovery is None)
 
-    def _gather(self, number: int, gradient: int, *, part: bool) -> Mapping[str, Any]:
-        """Ask in which "step" a gradient is, how many turns all have completed ("slowest"), and whether the step is "mine" to close.
+    def _gather(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
+        """Ask in which step a gradient is; with `may_go_on` it may be open still."""
+        return self._call(number, gradient, 0, partial(GatherStep, Index(number), gradient, self._bound, False, may_go_on))
 
-        With `part`, the step may be "open" still, and "step" the last one before it.
-        """
-        return self._call(number, "gather", gradient, 0, {"number": gradient, "bound": int(self._bound), "part": part})
-
-    def _close(self, number: int, found: Mapping[str, Any], *, read: bool = True) -> None:
-        if found["open"]:
+    def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
+        if found.is_open:
             link, units = self._link, self._link.units(number)
             self._open.add(number)
-            link.take_in(units, link.ask_for(units, found["step"]))
-            link.steps_taken[number] = found["step"]
-            self._rows.go(number, found["step"])
+            link.take_in(units, link.ask_for(units, found.step))
+            link.steps_taken[number] = found.step
+            self._rows.go(number, found.step)
         else:
             super()._close(number, found, read=read)
         if read:
-            self._known[number] = found["slowest"]
+            self._known[number] = found.slowest
 
     def pushing(self, number: int) -> None:
         """Wait until what I pushed before is in a step that servers have made."""
         if number not in self._open:
             return
         link, clip = self._link, self._clips.pop(number, None)
-        found = self._gather(number, self._count[number], part=False)
+        found = self._gather(number, self._count[number], may_go_on=False)
         self._open.remove(number)
-        if found["mine"]:
+        if found.mine:
             if clip is not None:
                 link.factors[number] = shrink(self._norm(number, found, clip[0]), clip[1])
             self._close(number, found, read=False)
             link.factors.pop(number, None)
         else:
-            for caller, message in link.everywhere("taken", number, found["step"], {}):
-                link.wait(caller, message, f"optimizer.step {found['step']}", ("missing", {"optimizer": number, "step": found["step"]}))
-            self._rows.go(number, found["step"])
+            for sent in link.everywhere(number, AwaitStep(Index(number), found.step)):
+                link.wait(sent, f"optimizer.step {found.step}", ListNotArrived(Index(number), found.step))
+            self._rows.go(number, found.step)
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, part: bool) -> float:
+    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
         """Return the norm of the gradients that make the step; of mine, where I go on before that."""
-        found = self._decide(number, part=part)
-        if not found["open"]:
+        found = self._decide(number, may_go_on=may_go_on)
+        if not found.is_open:
             return self._norm(number, found, kind)
         self._clips[number] = kind, limit
         return self._link.norm([number], kind)
@@ -303,14 +299,13 @@ class BackupWorkers(ScheduledSteps):
         """Return the number of the step: a gradient that is late for one is in no later one."""
         return self._link.steps_taken[number] + 1
 
-    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
         gradient = self._gradient(number)
         step = 0 if self._again else gradient  # 0: late
-        found = self._call(number, "arrive", gradient, step, {"step": step, "backups": self._backups})
-        return {"step": gradient, **found}
+        return self._call(number, gradient, step, partial(ArriveAtStep, Index(number), step, self._backups))
 
-    def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        return found["parts"], {}
+    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
+        return found.parts, 1.0, False
 
     def _skip(self, number: int, step: int) -> None:
         link, units = self._link, self._link.units(number)

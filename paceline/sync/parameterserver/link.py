@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, UsageError
 from paceline.server.endpoints import ServerEndpoints
+from paceline.server.protocol.message import R, Request, SentRequest, call, send
+from paceline.server.protocol.parameters import PullUnit, PushGradient, ResetDeltas, UnitValues
+from paceline.server.protocol.samples import MissingWorkers
 from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
@@ -123,18 +125,15 @@ class ServerLink:
         used = unit.pack(self.slots, grads, weight)
         sent = self.codec.encode(unit, used, counts=weight > 0 or self.lockstep)
         step = self.steps_taken[unit.optimizer] + 1
-        body = {"unit": unit.number, "used": used, "step": step, "late": self.drops, "turn": self.context.step_state.step}
-        body |= {"keep": not self.lockstep and not self.drops}
-        callers = self.connections.of[unit.server]
-        parts: dict[str, Any] = {"body": body, "tensors": [sent], "seconds": self.seconds}
-        unit.sent.extend((caller, caller.send("push", step=step, **parts)) for caller in callers)
+        turn, keep = self.context.step_state.step, not self.lockstep and not self.drops
+        push = PushGradient(unit.number, step, turn, used, keep, self.drops, sent)
+        unit.sent.extend(send(caller, push, self.seconds) for caller in self.connections.of[unit.server])
 
     def _await(self, units: Sequence[TransferUnit]) -> None:
         """Wait until what was pushed of these units has arrived."""
         for unit in units:
             while unit.sent:
-                caller, message = unit.sent.pop()
-                caller.wait(message, self.seconds)
+                unit.sent.pop().wait(self.seconds)
 
     def settle(self, optimizer: int, *, wait: bool = True) -> list[TransferUnit]:
         """Push all that p.grad is now; what was changed since it was pushed, again. Returns the units of the optimizer.
@@ -164,49 +163,47 @@ class ServerLink:
 
     # ---- servers are told, and asked
 
-    def everywhere(self, kind: str, optimizer: int, step: int, body: dict[str, Any], *, ask: bool = False) -> list[tuple[RpcClient, int]]:
-        """Send this to the servers that keep parameters of an optimizer; return each connection with the number of the message.
-
-        `ask`: send it to only one of the copies of a shard.
-        """
-        body = {"optimizer": optimizer, "step": step, "turn": self.context.step_state.step, **body}
+    def everywhere(self, optimizer: int, request: Request[R], *, ask: bool = False) -> list[SentRequest[R]]:
+        """Send this to the servers that keep parameters of an optimizer. `ask`: to only one of the copies of a shard."""
         shards = sorted({unit.server for unit in self.units(optimizer)})
         callers = [caller for shard in shards for caller in self.connections.of[shard][: 1 if ask else None]]
-        return [(caller, caller.send(kind, step=step, body=body, seconds=self.seconds)) for caller in callers]
+        return [send(caller, request, self.seconds) for caller in callers]
 
-    def wait(self, caller: RpcClient, message: int, what: str, who: tuple[str, dict[str, Any]]) -> RpcMessage:
-        """Return the answer to a message that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
+    def wait(self, sent: SentRequest[R], what: str, who: Request[MissingWorkers]) -> R:
+        """Return the reply to a request that is answered once other workers have come. Raises `DeadlineExceeded` that names them.
 
-        `who`: the message that is answered at once with the workers that are missing.
+        `who`: the request that is answered at once with the workers that are missing.
         """
         try:
-            return caller.wait(message, self.seconds)
+            return sent.wait(self.seconds)
         except DeadlineExceeded as error:
-            raise named(error, caller, what, who, ServerWait(self.context.group.rank, self.workers, self.seconds)) from error
+            raise named(error, sent.caller, what, who, ServerWait(self.context.group.rank, self.workers, self.seconds)) from error
 
     # ---- parameters come
 
-    def ask_for(self, units: Sequence[TransferUnit], step: int) -> list[int]:
-        """Ask for the parameters in these units, as they are once `step` has been made; return the numbers of the messages."""
-        messages = dict[int, int]()
+    def ask_for(self, units: Sequence[TransferUnit], step: int) -> list[SentRequest[UnitValues]]:
+        """Ask for the parameters in these units, as they are once `step` has been made."""
+        asked = dict[int, SentRequest[UnitValues]]()
         for place, unit in sorted(enumerate(units), key=lambda found: found[1].first):  # forward uses the first layers first
-            body = {"unit": unit.number, "step": step, "copy": not self.lockstep, **self.codec.asked(unit)}
-            messages[place] = self.callers[unit.server].send("read", step=step, body=body, seconds=self.seconds)
-        return [messages[place] for place in range(len(units))]
+            pull = PullUnit(unit.number, step, not self.lockstep, *self.codec.asked(unit))
+            asked[place] = send(self.callers[unit.server], pull, self.seconds)
+        return [asked[place] for place in range(len(units))]
 
-    def take_in(self, units: Sequence[TransferUnit], messages: Sequence[int], *, stepped: bool = True, soon: bool = True) -> None:
-        """Set parameters to the answers. `stepped`: they include what I pushed. `soon`: they may be awaited when they are used."""
-        pulls = list(zip(units, messages, strict=True))
+    def take_in(
+        self, units: Sequence[TransferUnit], asked: Sequence[SentRequest[UnitValues]], *, stepped: bool = True, soon: bool = True
+    ) -> None:
+        """Set parameters to the replies. `stepped`: they include what I pushed. `soon`: they may be awaited when they are used."""
+        pulls = list(zip(units, asked, strict=True))
         self._give(self.pulls.expect(pulls) if soon and self.pulls_later else pulls)
         for unit in units:
             unit.pushed.clear()
         self._await(units)
         self.codec.over(units, stepped=stepped)
 
-    def _give(self, pulls: Sequence[tuple[TransferUnit, int]]) -> None:
+    def _give(self, pulls: Sequence[tuple[TransferUnit, SentRequest[UnitValues]]]) -> None:
         with torch.no_grad():
-            for unit, message in pulls:
-                unit.give(self.slots, self.codec.decode(unit, self.callers[unit.server].wait(message, self.seconds)))
+            for unit, asked in pulls:
+                unit.give(self.slots, self.codec.decode(unit, asked.wait(self.seconds)))
 
     def catch_up(self, steps: Mapping[int, int], *, exactly: bool = False) -> None:
         """Take in the servers' parameters of now, or after so many `steps` of an optimizer. `exactly`: not through a codec."""
@@ -219,7 +216,7 @@ class ServerLink:
         """Make the parameters of all workers and servers exactly equal, in lockstep with a codec. Collective."""
         self.context.agreement.meet("servers are read")  # no worker waits for an earlier announcement
         for caller in self.connections.callers if self.context.group.rank == 0 else ():
-            caller.call("level", seconds=self.seconds)
+            call(caller, ResetDeltas(), self.seconds)
         self.context.agreement.meet("servers tell all")
         with self.codec.uncounted():
             self._give(list(zip(self.codec.coded, self.ask_for(self.codec.coded, 0), strict=True)))

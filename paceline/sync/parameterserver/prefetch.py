@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
-from paceline.comm.rpc import RpcClient
 from paceline.errors import DeadlineExceeded, PacelineError, UsageError
+from paceline.server.protocol.message import SentRequest
+from paceline.server.protocol.parameters import UnitValues
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.compression import PushPullCodec
@@ -90,12 +91,14 @@ def plainly() -> Iterator[None]:
         yield
 
 
+Asked = tuple[TransferUnit, SentRequest[UnitValues]]  # a unit, and the request for its parameters
+
+
 class PendingPull(NamedTuple):
     """A unit that was asked for, and has not been taken in."""
 
     unit: TransferUnit
-    caller: RpcClient
-    message: int
+    sent: SentRequest[UnitValues]
     slots: frozenset[int]
 
 
@@ -129,17 +132,17 @@ class PendingPulls:
 
     # ---- what comes
 
-    def expect(self, pulls: Iterable[tuple[TransferUnit, int]]) -> list[tuple[TransferUnit, int]]:
-        """Await these units and their messages; return those that can't be awaited and have to be taken in at once."""
-        callers, rest, new = self._connections.primaries, list[tuple[TransferUnit, int]](), set[int]()
-        for unit, message in pulls:
+    def expect(self, pulls: Iterable[Asked]) -> list[Asked]:
+        """Await these units that were asked for; return those that can't be awaited and have to be taken in at once."""
+        rest, new = list[Asked](), set[int]()
+        for unit, sent in pulls:
             slots = frozenset(piece.slot for piece, _ in unit.members)
             if not all(self._able[slot] for slot in slots):
-                rest.append((unit, message))
+                rest.append((unit, sent))
                 continue
             key = unit.server, unit.number
             assert key not in self._pulls, "a unit is asked for once what was asked for before has come"
-            self._pulls[key] = PendingPull(unit, callers[unit.server], message, slots)
+            self._pulls[key] = PendingPull(unit, sent, slots)
             for slot in slots:
                 self._units.setdefault(slot, set()).add(key)
             new |= slots
@@ -189,7 +192,7 @@ class PendingPulls:
     def _take(self, key: tuple[int, int], seconds: float) -> None:
         context, pull, began = self._context, self._pulls[key], time.perf_counter()
         try:
-            answer = context.agreement.wait(lambda: pull.caller.wait(pull.message, seconds), "the parameters")
+            answer = context.agreement.wait(lambda: pull.sent.wait(seconds), "the parameters")
         except DeadlineExceeded as error:
             names = ", ".join(sorted(self._slots[slot].name for slot in pull.slots))
             raise DeadlineExceeded(f"{error}, and {names} is on its way from there", error.missing) from error

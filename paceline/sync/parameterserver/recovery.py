@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import msgpack
@@ -36,7 +36,12 @@ import msgpack
 from paceline.comm.agreement import CallDiscarded
 from paceline.comm.rpc import RpcClient
 from paceline.errors import LOSSES, StateLost
-from paceline.server.journal import merged
+from paceline.server.journal import load_closes, merged
+from paceline.server.protocol.message import Index, R, Request, call, send
+from paceline.server.protocol.parameters import AwaitStep, CloseStep
+from paceline.server.protocol.recovery import DiscardPushes, DropSamples, FenceWorkers, ReadClosedSteps, RollBackSteps
+from paceline.server.protocol.samples import ResumeSchedule
+from paceline.server.protocol.service import CheckAlive
 from paceline.server.reconcile import WorkerReport, latest, stand
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.replication import ServerReplication
@@ -65,10 +70,9 @@ class LockstepRecovery:
         self._makers: dict[int, list[int]] = {}  # by optimizer: the workers whose gradients make its next step, once that is settled
         self._made: list[int] = []  # the optimizers that have stepped in this turn
 
-    @property
-    def terms(self) -> dict[str, Any]:
-        """Terms of each step: all workers close it alike, and it can be undone while the step of another optimizer may fail."""
-        return {"same": True, "undo": len(self._link.optimizers) > 1}
+    def decided(self, close: CloseStep) -> CloseStep:
+        """Return how a step is closed that is decided: alike by all workers, and to be undone while that of another optimizer may fail."""
+        return replace(close, decided=True, same=True, undo=len(self._link.optimizers) > 1)
 
     def settle(self, number: int) -> list[int]:
         """Make sure that all gradients of the next step are on all servers, whoever is lost then; return the workers that make it.
@@ -100,7 +104,7 @@ class LockstepRecovery:
     def _quieten(self) -> None:
         """Wait until my pushes for other optimizers have arrived, too, so that a new copy is filled with them."""
         for caller in self._link.connections.callers:
-            caller.call("alive", seconds=self._link.seconds)  # answered after it
+            call(caller, CheckAlive(), self._link.seconds)  # answered after it
 
     def commit(self) -> None:
         """Note that the turn is over."""
@@ -117,10 +121,10 @@ class LockstepRecovery:
                 "a worker was lost in a turn in which an optimizer steps twice, and servers go back by one step of each alone: resume from "
                 "a checkpoint"
             )
-        back = [[number, link.steps_taken[number]] for number in made]
+        back = RollBackSteps(tuple((number, link.steps_taken[number]) for number in made))
         for caller in link.connections.callers:
             with contextlib.suppress(*LOSSES):  # one that is lost now shows it in the next call
-                caller.call("back", body={"steps": back}, seconds=link.seconds)
+                call(caller, back, link.seconds)
         for number in made:
             link.steps_taken[number] -= 1
             link.codec.unlearn(link.units(number))
@@ -155,10 +159,10 @@ class QueueRecovery:
         Servers write those down as dropped, unless they are dealt `again`.
         """
         link, pieces = self._link, self._sample_queue.pieces()
-        for caller, message in link.everywhere("taken", number, step, {}):
-            caller.wait(message, link.seconds)
+        for sent in link.everywhere(number, AwaitStep(Index(number), step)):
+            sent.wait(link.seconds)
         if pieces and not again:
-            self._tell_all(link.connections.callers, "drop", {"epoch": self._sample_queue.part[0], "pieces": pieces})
+            self._tell_all(DropSamples(self._sample_queue.part[0], tuple((batch, start, stop) for batch, start, stop in pieces)))
         return bool(pieces)
 
     def has_begun(self) -> bool:
@@ -200,24 +204,24 @@ class QueueRecovery:
         Returns steps, gradients, the copies that were filled, clocks, and how many samples nobody will take.
         """
         link = self._link
-        heads = self._tell_all(link.connections.callers, "reckon", {"workers": link.workers})
-        steps = {caller: head.body["steps"] for caller, head in heads.items()}
+        heads = self._tell_all(FenceWorkers(tuple(link.workers)))
+        steps = {caller: head.steps for caller, head in heads.items()}
         for optimizer in range(len(link.optimizers)):
             self._even(optimizer, steps)
-        ledgers = self._tell_all(link.connections.callers, "void", {})
-        journal = merged(ledgers[caller].tensors[0].numpy().tobytes() for caller in link.callers)
+        ledgers = self._tell_all(DiscardPushes())
+        journal = merged(ledgers[caller].packed.numpy().tobytes() for caller in link.callers)
         made = [max(found[optimizer] for found in steps.values()) for optimizer in range(len(link.optimizers))]
         standing = stand(reports, self._sample_queue.sizes, journal, made, gathers=not link.drops)
-        link.callers[0].call("resume", tensors=[packed(standing.dump())], seconds=link.seconds)
+        call(link.callers[0], ResumeSchedule(packed(standing.dump())), link.seconds)
         filled = self.copies.fill(begun)
         return [made, standing.gradients, filled, standing.clocks, standing.nobodys]
 
-    def _tell_all(self, callers: Sequence[RpcClient], kind: str, body: dict[str, Any]) -> dict[RpcClient, Any]:
+    def _tell_all(self, request: Request[R]) -> dict[RpcClient, R]:
         seconds = self._link.seconds
-        sent = [(caller, caller.send(kind, body=body, seconds=seconds)) for caller in callers]
-        return {caller: caller.wait(message, seconds) for caller, message in sent}
+        sent = [send(caller, request, seconds) for caller in self._link.connections.callers]
+        return {one.caller: one.wait(seconds) for one in sent}
 
-    def _even(self, optimizer: int, steps: dict[RpcClient, list[int]]) -> None:
+    def _even(self, optimizer: int, steps: Mapping[RpcClient, Sequence[int]]) -> None:
         """Let each server that keeps parameters of an optimizer make the steps that another has made."""
         link = self._link
         shards = {unit.server for unit in link.units(optimizer)}
@@ -227,9 +231,9 @@ class QueueRecovery:
             lacks = steps[caller][optimizer]
             if lacks == steps[ahead][optimizer]:
                 continue
-            answer = ahead.call("since", step=lacks, body={"optimizer": optimizer}, seconds=link.seconds)
-            for body in msgpack.unpackb(answer.tensors[0].numpy().tobytes(), strict_map_key=False):
-                caller.call("close", step=body["step"], body=body, seconds=link.seconds)
+            closed = call(ahead, ReadClosedSteps(Index(optimizer), lacks), link.seconds)
+            for close in load_closes(closed.packed.numpy().tobytes()):
+                call(caller, close, link.seconds)
 
     def take_begun(self) -> list[str]:
         found, self._begun = self._begun, []

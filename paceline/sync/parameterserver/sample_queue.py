@@ -13,13 +13,28 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.comm.rpc import RpcClient
 from paceline.errors import PacelineError
 from paceline.server.journal import Part
+from paceline.server.protocol.message import R, Request, SentRequest, call, send
+from paceline.server.protocol.samples import (
+    Clock,
+    CompleteTurn,
+    DealSamples,
+    LeaveEpoch,
+    ListBehind,
+    Notes,
+    PauseDealing,
+    PostNote,
+    Samples,
+    StepsDecided,
+    TakeSamples,
+)
 from paceline.server.reconcile import NONE, WorkerReport
 from paceline.server.spans import SampleSpan
 from paceline.sync.parameterserver.link import ServerLink
@@ -45,17 +60,17 @@ class SampleQueueClient:
         self._stepped = False  # an optimizer has stepped in this turn
         self._left = self._stopped = False
         self._owes = False  # a turn is over, and this worker may not begin the next yet
-        self._tick: dict[str, Any] = {}
-        self._going: int | None = None  # the message that is answered when it may
+        self._tick = CompleteTurn(0, "", math.inf)  # what the scheduler is told of my last turn
+        self._going: SentRequest[StepsDecided] | None = None  # the request that is answered when it may
         self._scheduler: RpcClient | None = None
         self._had = self._letters = 0  # how many letters came last, and how many were sent
 
     def _lasting(self, act: Callable[[], T]) -> T:
         return self._link.context.agreement.lasting(act)
 
-    def _call(self, kind: str, body: dict[str, Any], *, tensors: Sequence[torch.Tensor] = ()) -> RpcMessage:
+    def _call(self, request: Request[R]) -> R:
         link = self._link
-        return self._lasting(lambda: link.callers[0].call(kind, body=body, tensors=tensors, seconds=link.seconds))
+        return self._lasting(lambda: call(link.callers[0], request, link.seconds))
 
     def _wait(self, act: Callable[[], T]) -> T:
         with self._link.connections.waiting():
@@ -67,12 +82,11 @@ class SampleQueueClient:
         link, tensor = self._link, torch.tensor(sizes, dtype=torch.int64)
         times = self.times + 1 if self.paused else self.times if self.part in (NONE, (epoch, first)) else 0
 
-        def act() -> RpcMessage:
-            body = {"epoch": epoch, "first": first, "workers": link.workers, "times": times}
-            return link.callers[0].call("deal", body=body, tensors=[tensor], seconds=link.seconds)
+        def act() -> Clock:
+            return call(link.callers[0], DealSamples(epoch, first, tuple(link.workers), times, tensor), link.seconds)
 
         self.go()
-        self.clock = self._lasting(act).body["clock"]
+        self.clock = self._lasting(act).clock
         self.part, self.times, self.sizes, self.open = (epoch, first), times, list(sizes), True
         self.taken.clear()
         self._carried.clear()
@@ -81,15 +95,14 @@ class SampleQueueClient:
     def take(self, most: int) -> tuple[int, int, int] | None:
         link = self._link
 
-        def act() -> RpcMessage:
-            sent = link.callers[0].send("take", body={"most": most}, seconds=link.seconds)
-            return link.wait(link.callers[0], sent, "the next batch", ("behind", {}))
+        def act() -> Samples:
+            return link.wait(send(link.callers[0], TakeSamples(most), link.seconds), "the next batch", ListBehind())
 
-        found = self._wait(act).body
-        self._left, self.paused = bool(found["over"]), bool(found["paused"])
-        if found["piece"] is None:
+        found = self._wait(act)
+        self._left, self.paused = found.over, found.paused
+        if found.piece is None:
             return None
-        self.taken.append(SampleSpan(*found["piece"]))
+        self.taken.append(SampleSpan(*found.piece))
         return self.taken[-1]
 
     def leave(self) -> None:
@@ -99,7 +112,7 @@ class SampleQueueClient:
             with contextlib.suppress(PacelineError):  # a run that fails, too, comes here
                 self._leaving()  # or what was pushed last might be in no step
                 if not left:
-                    link.callers[0].call("leave", seconds=link.seconds)
+                    call(link.callers[0], LeaveEpoch(), link.seconds)
 
     def rest(self) -> None:
         """Note that all workers have ended the epoch, and are in lockstep until the next."""
@@ -108,7 +121,7 @@ class SampleQueueClient:
     def pause(self) -> None:
         if self._link.context.survives and self._asked != self.part:  # elsewhere nobody is let in
             self._asked = self.part
-            self._call("pause", {})
+            self._call(PauseDealing())
 
     def pieces(self) -> list[list[int]]:
         """Return the samples in the gradients of the next step; for several steps in a turn, those of the first, which counts."""
@@ -131,30 +144,30 @@ class SampleQueueClient:
         self._carried += [] if self._stepped else [piece]
         self._stepped = False
         self.clock, self._owes = self.clock + 1, True
-        self._tick = {"clock": self.clock, "dropped": dropped, "bound": -1 if bound == math.inf else int(bound)}
+        self._tick = CompleteTurn(self.clock, dropped, bound)
         self._lasting(self._send)
 
     def _send(self) -> None:
         """Tell the scheduler that my turn is over, unless that message is under way."""
         link = self._link
         if self._owes and self._going is None:
-            self._going = link.callers[0].send("tick", body=self._tick, seconds=link.seconds)
+            self._going = send(link.callers[0], self._tick, link.seconds)
 
     def go(self) -> dict[int, int]:
         """Wait until I may begin the next turn; return the last step that was decided of each optimizer, if that had to be asked."""
         link = self._link
 
-        def act() -> RpcMessage | None:
+        def act() -> StepsDecided | None:
             self._send()
             if self._going is None:
                 return None
-            return link.wait(link.callers[0], self._going, f"turn {self.clock + 1}", ("behind", {}))
+            return link.wait(self._going, f"turn {self.clock + 1}", ListBehind())
 
         if not self._owes:
             return {}
         found = self._wait(act)
         self._owes, self._going = False, None
-        return {} if found is None else dict(found.body["made"])
+        return {} if found is None else dict(found.made)
 
     # ---- letters
 
@@ -166,12 +179,12 @@ class SampleQueueClient:
         self._letters += bool(body)
         self._stopped = self._stopped or stop
 
-        def act() -> RpcMessage:
-            asked = {"stop": stop, "collect": link.context.group.rank == 0, "had": self._had, "number": self._letters}
-            return link.callers[0].call("post", body=asked, tensors=[packed(body)], seconds=link.seconds)
+        def act() -> Notes:
+            collect = link.context.group.rank == 0
+            return call(link.callers[0], PostNote(self._letters, stop, collect, self._had, packed(body)), link.seconds)
 
         found = self._lasting(act)
-        self._had = len(found.tensors)
+        self._had = len(found.notes)
         return letters(found)
 
     # ---- losses, and workers that join
@@ -193,5 +206,5 @@ class SampleQueueClient:
             self._scheduler, self._had = self._link.callers[0], 0
         self.clock, self._going = clock, None
         if self._owes:
-            self._tick["clock"] = clock
+            self._tick = replace(self._tick, clock=clock)
             self._send()

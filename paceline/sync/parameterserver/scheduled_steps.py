@@ -11,13 +11,17 @@ anew after one: a step that is decided stays so, and a server that has made it d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import ServerLost, UsageError
 from paceline.server import optimizers
+from paceline.server.protocol.message import Index, Request, send
+from paceline.server.protocol.parameters import CloseStep, ReadNorm
+from paceline.server.protocol.samples import Contribution, ListNotArrived, StepAssignment
 from paceline.sync.parameterserver.link import ServerLink
 from paceline.sync.parameterserver.recovery import QueueRecovery
 from paceline.sync.parameterserver.replication import ServerReplication
@@ -35,7 +39,7 @@ class ScheduledSteps:
         self.sample_queue = SampleQueueClient(link, self._leave)
         self.recovery: QueueRecovery | None = None
         self._count: dict[int, int] = {}  # by optimizer: how many gradients of this worker are in steps, or were left out
-        self._decided: dict[int, Any] = {}  # by optimizer: the decision on its next step, where that has been asked for
+        self._decided: dict[int, StepAssignment] = {}  # by optimizer: the decision on its next step, where that has been asked for
         self._norms: dict[int, float] = {}  # by optimizer: of its step in this turn, where it is clipped
         self._late = self._made = False  # in this turn: late for any optimizer, and in a step of any
 
@@ -83,8 +87,8 @@ class ScheduledSteps:
             self._clip_again(number)
         found = self._decide(number)
         link.settle(number)  # raises if p.grad has been changed since run.clip
-        if "late" in found:
-            self._skip(number, int(found["late"]))
+        if found.late:
+            self._skip(number, found.step)
         else:
             self._close(number, found)
             self._made = True
@@ -93,52 +97,46 @@ class ScheduledSteps:
         """Return the last step, where my gradient is in one that others have made, as was found at the last loss."""
         return None if self.recovery is None else self.recovery.made(number, self._gradient(number))
 
-    def _decide(self, number: int, *, part: bool = True) -> Mapping[str, Any]:
-        """Ask which "step" I am in, and who makes it: "workers", what the first of them "said", and the sum of "parts".
-
-        Where I am too late for it there is "late", the last step.
-        `part`: a late worker may go on before it is made, if the model allows that.
-        """
+    def _decide(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
+        """Ask which step I am in, and who makes it. `may_go_on`: before it is made, if I am late and the model allows that."""
         if number not in self._decided:
             self.pushing(number)
             self._link.settle(number)
             self._rows.hold(number)
-            self._decided[number] = self._ask(number, part=part)
-        found: Mapping[str, Any] = self._decided[number]
-        return found
+            self._decided[number] = self._ask(number, may_go_on=may_go_on)
+        return self._decided[number]
 
-    def _ask(self, number: int, *, part: bool) -> Mapping[str, Any]:
+    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
         """Ask the scheduler in which step my next gradient is, which has been pushed."""
         raise NotImplementedError
 
-    def _call(self, number: int, kind: str, gradient: int, step: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask the scheduler, and wait until it is decided in which step of an optimizer this gradient is."""
-        link = self._link
-        said = {
-            "part": link.context.step_state.share_of_step,
-            "settings": list(enumerate(optimizers.settings(link.optimizers[number]))),
-            **({} if self.recovery is None else {"number": gradient, "pieces": self.sample_queue.pieces()}),
-        }
-        scheduler = link.callers[0]
+    def _call(self, number: int, gradient: int, step: int, come: Callable[[Contribution], Request[StepAssignment]]) -> StepAssignment:
+        """Come to the scheduler with this gradient, and wait until it is decided in which step of an optimizer it is."""
+        link, part = self._link, self._link.context.step_state.share_of_step
+        contribution = Contribution(part, tuple(enumerate(optimizers.settings(link.optimizers[number]))))
+        if self.recovery is not None:
+            pieces = tuple((batch, start, stop) for batch, start, stop in self.sample_queue.pieces())
+            contribution = replace(contribution, number=gradient, pieces=pieces)
         with link.connections.waiting():
-            sent = scheduler.send(kind, step=step, body={"optimizer": number, "said": said, **body}, seconds=link.seconds)
-            return link.wait(scheduler, sent, f"optimizer.step {gradient}", ("missing", {"optimizer": number, "step": step})).body
+            sent = send(link.callers[0], come(contribution), link.seconds)
+            return link.wait(sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step))
 
-    def _weigh(self, found: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        """Return the number by which a step's sum is divided, and what else servers are told of the sum."""
-        return found["parts"], {"part": found["parts"], "keep": True}
+    def _weigh(self, found: StepAssignment) -> tuple[float, float, bool]:
+        """Return what a step's sum is divided by, its part of the learning rate, and whether pushes of others are kept."""
+        return found.parts, found.parts, True
 
-    def _close(self, number: int, found: Mapping[str, Any], *, read: bool = True) -> None:
+    def _close(self, number: int, found: StepAssignment, *, read: bool = True) -> None:
         """Let the found workers make this step, on all copies. `read`: take in the result."""
-        link, step, units = self._link, int(found["step"]), self._link.units(number) if read else []
-        divisor, more = self._weigh(found)
-        body = {"workers": found["workers"], "settings": found["said"]["settings"], "decided": True, **more}
-        body["factor"] = link.factors.get(number, 1.0) / divisor
-        body |= {} if self.recovery is None else {"came": found["came"], "of": self.sample_queue.part}
-        closes, reads = link.everywhere("close", number, step, body), link.ask_for(units, step)
-        closes += self._rows.close(number, step, found, float(more.get("part", 1.0)))
-        for caller, message in closes:
-            caller.wait(message, link.seconds)
+        link, step, units = self._link, found.step, self._link.units(number) if read else []
+        divisor, part, keep = self._weigh(found)
+        factor, turn = link.factors.get(number, 1.0) / divisor, link.context.step_state.step
+        close = CloseStep(Index(number), step, turn, found.workers, factor, found.settings, decided=True, part=part, keep=keep)
+        if self.recovery is not None:
+            close = replace(close, came=found.came, of=self.sample_queue.part)
+        closes, reads = link.everywhere(number, close), link.ask_for(units, step)
+        closes += self._rows.close(number, step, found, part)
+        for sent in closes:
+            sent.wait(link.seconds)
         if read:
             link.take_in(units, reads)
         link.steps_taken[number] = step
@@ -157,21 +155,20 @@ class ScheduledSteps:
             if self._made_by_others(number) is not None:
                 self._norms[number] = self._link.norm([number], kind)
             else:  # several are waited for: none goes on before its step is made
-                self._norms[number] = self._norm_of_step(number, kind, limit, part=len(numbers) == 1)
+                self._norms[number] = self._norm_of_step(number, kind, limit, may_go_on=len(numbers) == 1)
         return [self._norms[number] for number in numbers]
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, part: bool) -> float:
+    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
         """Return the norm of the gradients that make the step; of mine, where I am too late."""
         found = self._decide(number)
-        return self._link.norm([number], kind) if "late" in found else self._norm(number, found, kind)
+        return self._link.norm([number], kind) if found.late else self._norm(number, found, kind)
 
-    def _norm(self, number: int, found: Mapping[str, Any], kind: float) -> float:
+    def _norm(self, number: int, found: StepAssignment, kind: float) -> float:
         """Return the norm of the mean of the gradients of a step that is decided."""
         link = self._link
-        body = {"workers": found["workers"], "kind": None if kind == math.inf else kind, "decided": True}
-        sent = link.everywhere("norm", number, int(found["step"]), body, ask=True)
-        norms = [float(caller.wait(message, link.seconds).body["norm"]) for caller, message in sent]
-        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / float(found["parts"])
+        asked = link.everywhere(number, ReadNorm(Index(number), found.step, found.workers, kind, decided=True), ask=True)
+        norms = [sent.wait(link.seconds).norm for sent in asked]
+        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind)) / found.parts
 
     def _clip_again(self, number: int) -> None:
         """Clip by the norm of the workers that make the step now, after a loss. A step already made with this clip keeps its norm."""

@@ -10,7 +10,10 @@ from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.partition import RowRange
+from paceline.server.protocol.message import call
+from paceline.server.protocol.parameters import FillUnit, LoadMemories, PlanShard, ReadMemories
 from paceline.server.protocol.plans import write
+from paceline.server.protocol.recovery import FenceWorkers, LoadShard, ReadShard
 from paceline.state.snapshot import loads, pack
 from paceline.sync.base import check_strategy
 from paceline.sync.parameterserver.link import ServerLink
@@ -23,20 +26,20 @@ def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
     for unit in link.layout.units:
         for piece, view in unit.members:
             view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
-        link.connections.tell(unit.server, "fill", {"unit": unit.number}, [unit.flat], link.seconds)
+        link.connections.tell(unit.server, FillUnit(unit.number, unit.flat), link.seconds)
     for server, plan in enumerate(link.plans):
         found = [part(memories[piece.slot], piece, link.slots[piece.slot].parameter) for piece in plan.pieces]
-        link.connections.tell(server, "remember", {}, [packed(pack({"memories": found}).dumps())], link.seconds)
+        link.connections.tell(server, LoadMemories(packed(pack({"memories": found}).dumps())), link.seconds)
 
 
 def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
     """Fill a copy of this shard, at the other end of `caller`, from a living one. Yields after each piece."""
-    state = link.connections.ask(shard, "state", link.seconds)
-    caller.call("plan", tensors=[packed(write(link.plans[shard]))], seconds=link.seconds)
+    state = link.connections.ask(shard, ReadShard(), link.seconds)
+    call(caller, PlanShard(packed(write(link.plans[shard]))), link.seconds)
     yield
-    caller.call("become", tensors=state.tensors, seconds=link.seconds)
+    call(caller, LoadShard(state.chunks), link.seconds)
     if link.free:
-        caller.call("reckon", body={"workers": link.workers}, seconds=link.seconds)
+        call(caller, FenceWorkers(tuple(link.workers)), link.seconds)
     yield
 
 
@@ -44,7 +47,7 @@ def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
     """Return the state of optimizers on servers, for each parameter."""
     found: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
     for server, plan in enumerate(link.plans):
-        body = link.connections.ask(server, "memories", link.seconds).tensors[0].numpy().tobytes()
+        body = link.connections.ask(server, ReadMemories(), link.seconds).packed.numpy().tobytes()
         for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
             found[piece.slot].append((piece, memory))
     return [whole(parts) for parts in found]

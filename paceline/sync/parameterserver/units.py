@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from paceline.comm.bucket_layout import BucketShape, build, cut
 from paceline.comm.group import Traffic
-from paceline.comm.rpc import RpcClient, RpcMessage
+from paceline.comm.rpc import RpcClient
 from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.server import optimizers as recipe
 from paceline.server.codings import Phases
 from paceline.server.endpoints import ServerEndpoints
 from paceline.server.partition import RowRange, deal, pieces
+from paceline.server.protocol.message import Acknowledged, Index, SentRequest
+from paceline.server.protocol.samples import Notes
 from paceline.server.shard import ShardPlan
 from paceline.sync.base import Slot
 from paceline.timings import DEFAULTS, ServerTimings
@@ -28,11 +30,11 @@ class TransferUnit:
     """A unit of a server, as this worker has it: the memory that travels, and the parts of parameters in it."""
 
     server: int
-    number: int  # on that server
+    number: Index  # on that server
     optimizer: int
     flat: Tensor
     members: list[tuple[RowRange, Tensor]]  # parts of parameters, and where each lies
-    sent: list[tuple[RpcClient, int]] = field(default_factory=list)  # the messages that wait to be acknowledged
+    sent: list[SentRequest[Acknowledged]] = field(default_factory=list)  # pushes that wait to be acknowledged
     pushed: dict[int, tuple[Tensor | None, int]] = field(
         default_factory=dict
     )  # of this step: which gradients, by slot, as of which version
@@ -106,7 +108,7 @@ class UnitLayout:
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(zip(runs, build(plan.shapes, runs, _empty), strict=True)):
                 members = [(mine[piece], view) for piece, view in zip(run, bucket.views, strict=True)]
-                unit = TransferUnit(server, number, owners[run[0]][0], bucket.flat, members, ways=coded[number])
+                unit = TransferUnit(server, Index(number), owners[run[0]][0], bucket.flat, members, ways=coded[number])
                 self.units.append(unit)
                 for slot in {piece.slot for piece, _ in members}:
                     self.of.setdefault(slot, []).append(unit)
@@ -158,9 +160,9 @@ def packed(body: bytes) -> Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
 
 
-def letters(found: RpcMessage) -> list[tuple[int, bytes]]:
+def letters(found: Notes) -> list[tuple[int, bytes]]:
     """Return the letters that the scheduler has passed on: the sender's number, and the contents."""
-    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.body["workers"], found.tensors, strict=True)]
+    return [(worker, letter.numpy().tobytes()) for worker, letter in zip(found.workers, found.notes, strict=True)]
 
 
 def _sent(caller: RpcClient) -> Traffic:

@@ -22,7 +22,7 @@ optimizers), that step is undone on the servers, too. Rows are read from a copy 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.agreement import CallDiscarded
@@ -31,6 +31,7 @@ from paceline.errors import LOSSES, UsageError
 from paceline.server.endpoints import ServerPool
 from paceline.server.protocol import rows
 from paceline.server.protocol.message import Acknowledged, Request, SentRequest, call, send
+from paceline.server.protocol.samples import StepAssignment
 from paceline.sync.context import SyncContext
 from paceline.sync.parameterserver.connections import ServerTraffic
 from paceline.sync.parameterserver.replication import ServerReplication
@@ -119,8 +120,8 @@ class PerWorkerRowSteps:
 
     # ---- steps
 
-    def apply(self, number: int) -> list[tuple[RpcClient, int]]:
-        """Make a step with my gradients alone, by my part of the learning rate; return the messages."""
+    def apply(self, number: int) -> list[SentRequest[Acknowledged]]:
+        """Make a step with my gradients alone, by my part of the learning rate; return the requests."""
         tables, library, part = self._tables(number), self._library, self._link.context.step_state.share_of_step
         if not tables or library is None:
             return []
@@ -129,18 +130,18 @@ class PerWorkerRowSteps:
         del self._found[number]
         for table in tables:
             table.lookup.advance()
-        return [(one.caller, one.number) for one in sent]
+        return sent
 
-    def close(self, number: int, step: int, found: Mapping[str, Any], part: float) -> list[tuple[RpcClient, int]]:
+    def close(self, number: int, step: int, found: StepAssignment, part: float) -> list[SentRequest[Acknowledged]]:
         """Let the `found` workers make this step, with the mean of their gradients, by `part` of the learning rate."""
         tables, library, seconds = self._tables(number), self._library, self._link.seconds
         if not tables or library is None:
             return []
         numbers = tuple(table.lookup.number for table in tables)
-        request = rows.CloseRowStep(numbers, step, tuple(found["workers"]), 1.0 / found["parts"], part)
+        request = rows.CloseRowStep(numbers, step, found.workers, 1.0 / found.parts, part)
         sent = [send(caller, request, seconds) for caller in library.wires.callers]
         self.go(number, step)
-        return [(one.caller, one.number) for one in sent]
+        return sent
 
     def go(self, number: int, step: int) -> None:
         """Go on from this step of an optimizer. What I had given is in it, or in a later one, or discarded."""

@@ -16,6 +16,8 @@ from paceline.codec.codec import after, error_feedback, named, smaller, where
 from paceline.codec.coding import compose, exact
 from paceline.codec.dense import half, int8, sign
 from paceline.codec.sparse import randomk, topk
+from paceline.server.protocol.message import call
+from paceline.server.protocol.parameters import PullUnit
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.strategy import ParameterServer
@@ -409,7 +411,7 @@ def test_replicas_are_looked_at_as_servers_have_them() -> None:
         sync, found = client(run), [torch.empty_like(slot.parameter) for slot in client(run).link.slots]
         slots = [slot._replace(parameter=tensor) for slot, tensor in zip(sync.link.slots, found, strict=True)]
         for unit in sync.link.layout.units:
-            unit.give(slots, sync.link.callers[unit.server].call("read", body={"unit": unit.number, "step": 0}, seconds=20).tensors[0])
+            unit.give(slots, call(sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20).values[0])
         return found
 
     one, other = workers(2, body, strategy=served(COARSE))

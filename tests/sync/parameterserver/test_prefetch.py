@@ -27,6 +27,7 @@ import tests.harness.runs
 from paceline.comm.rpc import RpcClient, RpcMessage
 from paceline.errors import DeadlineExceeded, UsageError, ViewChanged
 from paceline.server.main import Server
+from paceline.server.protocol.parameters import PullUnit
 from paceline.session.run import Run
 from paceline.sync.parameterserver.client import ParameterServerSync
 from paceline.sync.parameterserver.prefetch import PendingParameter
@@ -43,12 +44,14 @@ class Late(Server):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self._chance, self._due = random.Random(5), dict[tuple[int, int], float]()
-        self._kinds["read"] = self._late
-        self._dealing.patience = lambda seconds: min(seconds, LATE_SECONDS / 4)  # type: ignore[method-assign]
+        self._scheduling.patience = lambda seconds: min(seconds, LATE_SECONDS / 4)  # type: ignore[method-assign]
 
-    def _late(self, message: RpcMessage) -> bool:
+    def _may(self, message: RpcMessage) -> bool:
         due = self._due.setdefault((message.sender, message.number), time.monotonic() + self._chance.random() * LATE_SECONDS)
-        return time.monotonic() >= due and super()._read(message)
+        return time.monotonic() >= due
+
+    def _serve(self, message: RpcMessage, request: Any) -> bool:
+        return (not isinstance(request, PullUnit) or self._may(message)) and super()._serve(message, request)
 
 
 @pytest.fixture(autouse=True)
@@ -521,8 +524,8 @@ class Awaiting(Late):
 
     waits: ClassVar[dict[tuple[int, int], float]] = {}  # when, by the worker and the message's number
 
-    def _late(self, message: RpcMessage) -> bool:
-        return time.monotonic() >= self.waits.get((message.sender, message.number), math.inf) + LATE_SECONDS and self._read(message)
+    def _may(self, message: RpcMessage) -> bool:
+        return time.monotonic() >= self.waits.get((message.sender, message.number), math.inf) + LATE_SECONDS
 
 
 def test_what_it_takes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,9 +556,8 @@ class Mute(Server):
 
     mute = threading.Event()
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._kinds["read"] = lambda message: not self.mute.is_set() and self._read(message)
+    def _serve(self, message: RpcMessage, request: Any) -> bool:
+        return not (isinstance(request, PullUnit) and self.mute.is_set()) and super()._serve(message, request)
 
 
 @pytest.fixture

@@ -1,0 +1,212 @@
+"""Messages to the scheduler on the first server, of workers that are not in lockstep: samples, turns, and who makes which step.
+
+DealSamples      begin an epoch, or the next part of one        LeaveEpoch          take no more turns in it
+TakeSamples      the worker's next samples, when there are      PauseDealing        let all stop taking, and come together
+CompleteTurn     a turn is over: once the next may begin        ListBehind          the workers waited for
+ArriveAtStep     once it is decided which make the step         ListNotArrived      the workers waited for in a step
+GatherStep       once it is decided in which step it is         PostNote            a note to the first worker
+                 (or that the worker goes on)                   ResumeSchedule      after a loss: go on from there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paceline.server.protocol.message import Acknowledged, Index, Message, Request
+
+Piece = tuple[int, int, int]  # of a global batch: its number in the epoch, the first sample, and the one after the last
+
+
+# ---- samples and turns
+
+
+@dataclass(frozen=True)
+class Clock(Message):
+    """How many turns this worker has completed."""
+
+    clock: int
+
+
+@dataclass(frozen=True)
+class DealSamples(Request[Clock], kind="deal"):
+    """Deal the global batches of these sizes (int64, [n]), the first of which has the number `first` in its epoch, to these workers.
+
+    `times`: how often that part of the epoch is gone on with, after all had stopped taking.
+    """
+
+    epoch: int
+    first: int
+    workers: tuple[int, ...]
+    times: int
+    sizes: Tensor
+
+
+@dataclass(frozen=True)
+class Samples(Message):
+    """The next samples of a worker; None: there are none, for now if `paused`; `over`: it has no more turns to take."""
+
+    piece: Piece | None
+    over: bool
+    paused: bool
+
+
+@dataclass(frozen=True)
+class TakeSamples(Request[Samples], kind="take"):
+    """Take the next samples, at most so many."""
+
+    most: int
+
+
+@dataclass(frozen=True)
+class LeaveEpoch(Request[Acknowledged], kind="leave"):
+    """Take no more turns in this epoch: nobody waits for this worker."""
+
+
+@dataclass(frozen=True)
+class PauseDealing(Request[Acknowledged], kind="pause"):
+    """Stop dealing, so that all end their turns and come together."""
+
+
+@dataclass(frozen=True)
+class StepsDecided(Message):
+    """The last step that was decided of each optimizer (optimizer, step)."""
+
+    made: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class CompleteTurn(Request[StepsDecided], kind="tick"):
+    """Complete turn `clock`, and wait until the next may begin: at most `bound` turns ahead of the slowest.
+
+    `dropped`: "" where the samples are in a step, "dropped", or "again" to be dealt again.
+    """
+
+    clock: int
+    dropped: str
+    bound: float
+
+
+@dataclass(frozen=True)
+class MissingWorkers(Message):
+    """Workers that are waited for, and how many turns, or steps, each has completed."""
+
+    missing: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ListBehind(Request[MissingWorkers], kind="behind"):
+    """Ask which workers this one waits for."""
+
+
+# ---- who makes which step
+
+
+@dataclass(frozen=True)
+class Contribution(Message):
+    """What a worker says of the gradient that it comes with: the `part` of a global batch in it, and the settings of all groups.
+
+    Where losses are survived, also which of its gradients it is, from 1 on, and the samples in it.
+    """
+
+    part: float
+    settings: tuple[tuple[int, Mapping[str, Any]], ...]
+    number: int | None = None
+    pieces: tuple[Piece, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CountedGradient(Message):
+    """A gradient that is in a step: of which worker, its number there, and the samples in it."""
+
+    worker: int
+    number: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class StepAssignment(Message):
+    """The step that a gradient is in, and who makes it: the workers, the `settings` of the first, and the sum of their `parts`.
+
+    `late`: it is too late, and `step` the last that was decided. `is_open`: the worker goes on before it is made, and `step` is the last
+    one before. `mine`: this worker has it made. `came`: where losses are survived, the gradients in it. `slowest`: turns that all have
+    completed.
+    """
+
+    step: int
+    late: bool = False
+    is_open: bool = False
+    mine: bool = True
+    workers: tuple[int, ...] = ()
+    parts: float = 0.0
+    settings: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    came: tuple[CountedGradient, ...] | None = None
+    slowest: int = 0
+
+
+@dataclass(frozen=True)
+class ArriveAtStep(Request[StepAssignment], kind="arrive"):
+    """Come to a step of an optimizer, which the first to come make: all but so many `backups`. Step 0: the worker wants to be late."""
+
+    optimizer: Index
+    step: int
+    backups: int
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class GatherStep(Request[StepAssignment], kind="gather"):
+    """Come with gradient `number` of this worker to whichever step of an optimizer is next.
+
+    `bound` as in `CompleteTurn`. `alone`: it makes a step by itself, at once. `may_go_on`: a late worker may go on before it is made.
+    """
+
+    optimizer: Index
+    number: int
+    bound: float
+    alone: bool
+    may_go_on: bool
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class ListNotArrived(Request[MissingWorkers], kind="missing"):
+    """Ask which workers have not come to a step yet."""
+
+    optimizer: Index
+    step: int
+
+
+# ---- notes, and losses
+
+
+@dataclass(frozen=True)
+class Notes(Message):
+    """Notes that have come to the first worker, each a tensor of bytes, and whose they are."""
+
+    workers: tuple[int, ...]
+    notes: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PostNote(Request[Notes], kind="post"):
+    """Send a note (uint8, empty: none) to the first worker, this worker's `number` from 1 on, or 0 where it can't come twice.
+
+    `stop`: no more samples are dealt in this epoch. `collect`: read the notes that have come, but for the first `had`, which arrived.
+    """
+
+    number: int
+    stop: bool
+    collect: bool
+    had: int
+    note: Tensor
+
+
+@dataclass(frozen=True)
+class ResumeSchedule(Request[Acknowledged], kind="resume"):
+    """Go on from this state (`RecoveryState.dump`, as uint8) after a loss."""
+
+    state: Tensor
