@@ -41,6 +41,7 @@ SETUPS = {
     "gpt-19m": Setup(batch=2, steps=4, added=0.40, alone=1.02),
     "gpt-0.9m": Setup(batch=12, steps=20, step=1.02),
     "tiny": Setup(batch=4, steps=20, step=1.10, alone=1.10),
+    "cnn": Setup(batch=16, steps=60),
 }
 
 
@@ -57,9 +58,20 @@ def build(name: str) -> tuple[Any, Callable[[Any, Any], Any], Any]:
     if name == "tiny":
         x = torch.randn(SAMPLES, 8, generator=generator)
         return tiny(), nn.functional.mse_loss, TensorDataset(x, x.roll(1, 1))
+    if name == "cnn":
+        x = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
+        return cnn(), nn.functional.cross_entropy, TensorDataset(x, torch.randint(10, (SAMPLES,), generator=generator))
     shape = gpt.MEDIUM if name == "gpt-19m" else gpt.SMALL
     text = torch.randint(shape.vocab, (SAMPLES, shape.context + 1), generator=generator)
     return gpt.GPT(shape), gpt.next_token_loss, TensorDataset(text[:, :-1], text[:, 1:])
+
+
+def cnn() -> Any:
+    """A network of 0.04 M parameters: what counts is the cost of each step."""
+    from torch import nn
+
+    convolutions = (nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    return nn.Sequential(*convolutions, nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def tiny() -> Any:
