@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
+from paceline.sync.autograd_engine import AnnouncingEngine, leave, listen
 from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
-from paceline.sync.engine import leave, listen
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -71,6 +71,7 @@ class GradientTracker:
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, ParameterHook] = {}
+        self._engine: AnnouncingEngine | None = None  # which announces passes
         self._unguarded: list[ParameterHook] = []  # parameters whose p.grad nobody looks at before a pass adds to it
         self.open = False  # a pass is under way
         self._silent = False
@@ -83,7 +84,7 @@ class GradientTracker:
 
         Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
         """
-        listen(self)
+        self._engine = listen(self)
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         by_id = {id(slot.parameter): slot for slot in slots}
         before, self.slots = self.slots, [by_id.get(id(slot.parameter), slot) for slot in self.slots]
@@ -138,6 +139,15 @@ class GradientTracker:
         if hooks:
             self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
 
+    def _follow_unannounced(self) -> None:
+        """Guard all parameters before later passes, where the first one of a run began in C++ code; what p.grad held then is not known."""
+        if self.begun:
+            raise UsageError(
+                "a backward pass began inside of TorchScript or C++ code, and others before it in Python: what p.grad held before it can't "
+                "be told; call loss.backward() in Python"
+            )
+        self._guard(self._unguarded)
+
     def _before(self, hook: ParameterHook, _: Any) -> None:
         if hook.parameter.grad is not None or hook.carry is not None:
             if not self.open:
@@ -158,6 +168,8 @@ class GradientTracker:
     # ---- while backward runs
 
     def _begin(self) -> None:
+        if self._unguarded and self._engine is not None and not self._engine.running:
+            self._follow_unannounced()
         self._prepare()
         step_state = self.context.step_state
         self.open = True

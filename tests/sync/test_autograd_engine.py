@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from paceline.session.run import Run
-from paceline.sync.engine import leave, listen
+from paceline.sync.autograd_engine import leave, listen
 from tests.harness.runs import batches, distance, parameters, workers
 
 

@@ -5,6 +5,8 @@
 The engine that Python code sees is replaced while somebody listens. A hook before the node of each parameter would tell as much, and costs
 more than all else that is done for a small gradient, as torch makes a Python object of the gradient for it.
 
+A pass that is begun by C++ code alone (a `backward` inside of TorchScript) is announced to nobody; `running` tells that apart.
+
 A listener has the thread in which it began to listen, and may look at its gradients when a pass begins there: no other thread is adding to
 them. Of a pass in a thread without listeners all are told that it may be theirs.
 """
@@ -40,36 +42,37 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
     def __init__(self, before: Any) -> None:
         self.before = before
         self.listeners: tuple[tuple[int, weakref.ref[PassListener]], ...] = ()  # with the thread of each
-        self._running: list[int] = []  # the threads of passes under way
+        self.running: list[int] = []  # the threads of announced passes under way
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
         here = threading.get_ident()
         with _REGISTRY:
             known = [(thread, listener) for thread, ref in self.listeners if (listener := ref()) is not None]
             own = [listener for thread, listener in known if thread == here]
-            for listener in own if here not in self._running else ():
+            for listener in own if here not in self.running else ():
                 listener.pass_begins()
             for thread, listener in known if not own else ():
-                if thread not in self._running:
+                if thread not in self.running:
                     listener.pass_elsewhere()
-            self._running.append(here)
+            self.running.append(here)
         try:
             return self.before.run_backward(*args, **options)
         finally:
-            self._running.remove(here)
+            self.running.remove(here)
 
     def without(self, listener: PassListener) -> tuple[tuple[int, weakref.ref[PassListener]], ...]:
         """Return the listeners that live, but for this one."""
         return tuple((thread, ref) for thread, ref in self.listeners if ref() not in (None, listener))
 
 
-def listen(listener: PassListener) -> None:
+def listen(listener: PassListener) -> AnnouncingEngine:
     """Tell `listener` of passes from now on, as long as it lives; this thread is its own. Calling it twice is harmless."""
     with _REGISTRY:
         engine = Variable._execution_engine
         if not isinstance(engine, AnnouncingEngine):
             engine = Variable._execution_engine = AnnouncingEngine(engine)
         engine.listeners = (*engine.without(listener), (threading.get_ident(), weakref.ref(listener)))
+        return engine
 
 
 def leave(listener: PassListener) -> None:
