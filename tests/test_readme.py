@@ -122,7 +122,7 @@ def test_names_of_run_exist(tmp_path: Path) -> None:
 
 def test_public_names_exist() -> None:
     said = {name for text in TEXTS.values() for name in re.findall(r"\bpl\.(\w+)", text)}
-    assert said <= set(paceline.__all__)
+    assert said - {"yours"} <= set(paceline.__all__)  # as the guide calls what a reader adds
 
 
 def anchors(text: str) -> set[str]:
@@ -176,7 +176,7 @@ def test_targets_of_make_exist() -> None:
 
 def test_what_is_refused_on_gpus_is_said_in_those_words() -> None:
     (said,) = re.findall(r"`(runs on GPUs [^`]+)`", TEXTS["gpus.md"])
-    assert said in (ROOT / "paceline" / "session" / "run.py").read_text()
+    assert said in (ROOT / "paceline" / "session" / "elastic" / "adapter.py").read_text()
 
 
 def test_variables_are_read() -> None:

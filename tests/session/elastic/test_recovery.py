@@ -306,7 +306,8 @@ def test_fewer_than_the_job_needs_save_and_wait(job: Jobs, alone: Callable[..., 
     wanted = alone()
     out = job.folder / "killed"
     out.mkdir()
-    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "3", "--restarts", "1", OUT=str(out))
+    options, later = ["--min-workers", "3", "--restarts", "1"], short_timings.environ(replacement={"backoff": 3.0})
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, *options, OUT=str(out), **later)
     trains(launched, out, 3)
     kill(launched, random.Random(2))
     ended = launched.end()
