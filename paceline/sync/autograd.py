@@ -24,9 +24,9 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
-from paceline.sync.autograd_engine import AnnouncingEngine, leave, listen
 from paceline.sync.base import Slot, Sync
 from paceline.sync.context import SyncContext
+from paceline.sync.gradient_guard import GradientGuard
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -71,8 +71,7 @@ class GradientTracker:
         self.seconds = 0.0  # exposed: time spent at the end of passes
         self.since = 0  # when this worker began to compute (nanoseconds); 0: outside of a turn
         self._by_id: dict[int, ParameterHook] = {}
-        self._engine: AnnouncingEngine | None = None  # which announces passes
-        self._unguarded: list[ParameterHook] = []  # parameters whose p.grad nobody looks at before a pass adds to it
+        self._guard = GradientGuard(self._set_apart_first)
         self.open = False  # a pass is under way
         self._silent = False
         self._scale = 1.0
@@ -84,7 +83,7 @@ class GradientTracker:
 
         Where optimizers step elsewhere, this is called again when an optimizer is prepared for parameters that had none.
         """
-        self._engine = listen(self)
+        self._guard.listen()
         new = [slot for slot in slots if id(slot.parameter) not in self._by_id]
         by_id = {id(slot.parameter): slot for slot in slots}
         before, self.slots = self.slots, [by_id.get(id(slot.parameter), slot) for slot in self.slots]
@@ -120,56 +119,23 @@ class GradientTracker:
                 self._deliver(hook.number, grad, self._scale)
 
         hook.handles = [parameter.register_post_accumulate_grad_hook(after)]
-        self._unguarded.append(hook)
-        if parameter.grad is not None:
-            self._guard([hook])
-
-    def pass_begins(self) -> None:
-        """Guard the parameters whose p.grad holds something, or may come to: this pass must not be added to that."""
-        self._guard([hook for hook in self._unguarded if hook.parameter.grad is not None or hook.carry is not None])
-
-    def pass_elsewhere(self) -> None:
-        """Guard all parameters: their p.grad can't be looked at in this thread."""
-        self._guard(self._unguarded)
-
-    def _guard(self, hooks: Sequence[ParameterHook]) -> None:
-        """Look at p.grad of these before each pass from now on. Where passes begin with no p.grad this is left out, as it takes long."""
-        for hook in hooks:
-            hook.handles.append(hook.node.register_prehook(functools.partial(self._before, hook)))
-        if hooks:
-            self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
-
-    def _follow_unannounced(self) -> None:
-        """Guard all parameters before later passes, where the first one of a run began in C++ code; what p.grad held then is not known."""
-        if self.begun:
-            raise UsageError(
-                "a backward pass began inside of TorchScript or C++ code, and others before it in Python: what p.grad held before it can't "
-                "be told; call loss.backward() in Python"
-            )
-        self._guard(self._unguarded)
-
-    def _before(self, hook: ParameterHook, _: Any) -> None:
-        if hook.parameter.grad is not None or hook.carry is not None:
-            if not self.open:
-                self._begin()
-            self._set_apart(hook)
+        self._guard.add(hook)
 
     def unwatch(self) -> None:
         """Remove all hooks."""
-        leave(self)
+        self._guard.leave()
         for hook in self.hooks:
             for handle in hook.handles:
                 handle.remove()
         self.hooks.clear()
-        self._unguarded.clear()
         self._by_id.clear()
         self._mixed.clear()
 
     # ---- while backward runs
 
     def _begin(self) -> None:
-        if self._unguarded and self._engine is not None and not self._engine.running:
-            self._follow_unannounced()
+        if not self._guard.announced:
+            self._guard.follow_unannounced(first=not self.begun)
         self._prepare()
         step_state = self.context.step_state
         self.open = True
@@ -189,6 +155,11 @@ class GradientTracker:
             node.register_hook(again)
             return
         self._close("backward")
+
+    def _set_apart_first(self, hook: ParameterHook) -> None:
+        if not self.open:
+            self._begin()
+        self._set_apart(hook)
 
     def _set_apart(self, hook: ParameterHook) -> None:
         """Keep what p.grad holds, before this pass adds to it."""
