@@ -322,7 +322,7 @@ def test_fewer_than_the_job_needs_save_and_wait(job: Jobs, alone: Callable[..., 
 def test_they_wait_no_longer_than_they_are_told_to(job: Jobs) -> None:
     out = job.folder / "killed"
     out.mkdir()
-    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "3", "--patience", "1", OUT=str(out))
+    launched = job.run(script(start="name='run', folder='killed/runs'"), 3, "--min-workers", "3", "--patience", "6", OUT=str(out))
     trains(launched, out, 3)
     kill(launched, random.Random(2))
     ended = launched.end()
