@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.codec.dense import int8
+from paceline.codec.sparse import topk
 from paceline.comm.bucket_layout import BucketShape
+from paceline.server.codings import CodingPhase
 from paceline.server.partition import RowRange
 from paceline.server.protocol.plans import write
 from paceline.server.shard import ShardPlan
 
+WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]  # codings of two buckets
 SECONDS = 10.0  # in which a server under test answers
 
 

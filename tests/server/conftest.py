@@ -14,7 +14,7 @@ from paceline.server.main import Server, _warm_up
 from paceline.server.protocol import message
 from paceline.server.protocol.message import Index, Request, SentRequest
 from paceline.server.protocol.parameters import FillUnit, PlanShard
-from tests.harness.shard_plans import SECONDS, packed, plan
+from tests.harness.shard_plans import SECONDS, WAYS, packed, plan
 
 KEYS = keys(b"0123456789abcdef", "a job")
 
@@ -55,4 +55,13 @@ def begun(call: Any) -> Any:
     call(0, PlanShard(packed(plan())))
     for unit in (0, 1):
         call(0, FillUnit(Index(unit), torch.ones(16)))
+    return call
+
+
+@pytest.fixture
+def coded(call: Any) -> Any:
+    """Unit 0 has 5 elements, unit 1 has 12."""
+    call(0, PlanShard(packed(plan(ways=WAYS))))
+    for unit, length in ((0, 5), (1, 12)):
+        call(0, FillUnit(Index(unit), torch.ones(length)))
     return call

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.codec.dense import int8
-from paceline.codec.sparse import topk
 from paceline.errors import Mismatch
-from paceline.server.codings import CodingPhase
 from paceline.server.protocol.message import Index
-from paceline.server.protocol.parameters import CloseStep, FillUnit, PlanShard, PullUnit, PushGradient, ReadMemories
+from paceline.server.protocol.parameters import CloseStep, PullUnit, PushGradient, ReadMemories
 from paceline.server.protocol.samples import CompleteTurn, Contribution, DealSamples, GatherStep, TakeSamples
 from paceline.server.protocol.service import EndServer
-from tests.harness.shard_plans import SECONDS, packed, plan
+from tests.harness.shard_plans import SECONDS
 
-WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
 PUSH = PushGradient(Index(0), 1, 0, b"\1", False, False, torch.ones(16))
 CLOSE = CloseStep(Index(0), 1, 0, (0,), 1.0, ())
 LACKING = "it lacks something, or has something else there"
@@ -68,15 +64,6 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
     else:
         assert begun(1, gather(2)).workers in ((0, 1), (1,))
         waits.wait(SECONDS)
-
-
-@pytest.fixture
-def coded(call: Any) -> Any:
-    """Unit 0 has 5 elements, unit 1 has 12."""
-    call(0, PlanShard(packed(plan(ways=WAYS))))
-    for unit, length in ((0, 5), (1, 12)):
-        call(0, FillUnit(Index(unit), torch.ones(length)))
-    return call
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])

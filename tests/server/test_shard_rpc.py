@@ -13,7 +13,6 @@ from paceline.codec.coding import parts, room
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
 from paceline.errors import Mismatch
-from paceline.server.codings import CodingPhase
 from paceline.server.protocol.message import Index, Request
 from paceline.server.protocol.parameters import (
     CloseStep,
@@ -27,7 +26,6 @@ from paceline.server.protocol.parameters import (
 )
 from tests.harness.shard_plans import SECONDS, packed, plan
 
-WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
 OPTIMIZER = Index(0)
 
 
@@ -83,15 +81,6 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
         begun(0, push(unit, ONES.clone()))
     begun(0, close(1))
     assert torch.equal(begun(0, pull(0, 1)).values[0][:5], torch.full((5,), 0.75))
-
-
-@pytest.fixture
-def coded(call: Any) -> Any:
-    """Unit 0 has 5 elements, unit 1 has 12."""
-    call(0, PlanShard(packed(plan(ways=WAYS))))
-    for unit, length in ((0, 5), (1, 12)):
-        call(0, FillUnit(Index(unit), torch.ones(length)))
-    return call
 
 
 def encoded(coding: Any, x: Tensor) -> Tensor:

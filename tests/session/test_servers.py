@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -74,9 +75,9 @@ def test_not_in_lockstep_as_the_command_line_says(job: Jobs, sync: str, readers:
     kinds = {event["name"] for event in events if event.get("cat") == "serve"}
     assert {"server 0", "server 1", "rank 0"} <= processes and {"push", "read", "tick"} <= kinds
     lines = [json.loads(line) for line in (job.folder / "runs" / "loose" / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        sum(line["samples"] for line in lines) == 320 + again and min(line["loss"] for line in lines[len(lines) // 2 :]) < lines[0]["loss"]
-    )
+    losses = [line["loss"] for line in lines]
+    assert sum(line["samples"] for line in lines) == 320 + again
+    assert fmean(losses[len(losses) // 2 :]) < fmean(losses[: len(losses) // 4]), "one step may be of few samples"
 
 
 @SOAK

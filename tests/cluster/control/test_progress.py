@@ -84,14 +84,14 @@ def test_nobody_is_held_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "paceline: rank 4 is held before step 3, as" in capfd.readouterr().err
 
 
-def test_a_step_costs_next_to_nothing(tmp_path: Path) -> None:
+def test_a_step_costs_less_than_a_microsecond_or_so(tmp_path: Path) -> None:
     page, best = Page(tmp_path / "page"), 1.0
     for _ in range(5):
         began = time.perf_counter()
         for step in range(10_000):
             page.reach(step)
         best = min(best, (time.perf_counter() - began) / 10_000)
-    assert best < 1e-5  # 0.2e-6 on a quiet machine
+    assert best < 3e-6  # 0.2e-6 on a quiet machine
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.codec.dense import int8
-from paceline.codec.sparse import topk
 from paceline.errors import UsageError
-from paceline.server.codings import CodingPhase
 from paceline.server.protocol.plans import read, write
 from paceline.server.shard import ShardPlan
-from tests.harness.shard_plans import plan
-
-WAYS = [(CodingPhase(0, topk(0.5)),), (CodingPhase(0, None), CodingPhase(1, int8(8)))]
+from tests.harness.shard_plans import WAYS, plan
 
 
 def test_a_plan_comes_as_it_was_written() -> None:
