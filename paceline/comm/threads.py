@@ -324,8 +324,8 @@ def spawn(
     for thread in threads:
         thread.start()
     _join(threads, failures, deadline)
-    if failures:
-        raise failures[0].error
+    if failures:  # a rank that aborts the group for its own error may come here after those that it has ended
+        raise next((each.error for each in failures if not isinstance(each.error, ViewChanged)), failures[0].error)
     return [results[rank] for rank in range(size)]
 
 

@@ -197,6 +197,24 @@ def test_the_first_error_is_raised_and_ends_the_others() -> None:
         spawn(3, body)
 
 
+def test_the_error_for_which_a_rank_aborts_is_raised_however_late_it_comes() -> None:
+    waits = threading.Event()
+
+    def body(group: ThreadGroup) -> None:
+        if group.rank == 0:
+            work = group.barrier()
+            waits.set()
+            work.wait()
+        assert waits.wait(60)
+        (other,) = (thread for thread in threading.enumerate() if thread.name == "rank 0")
+        group.abort()
+        other.join(60)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        spawn(2, body)
+
+
 def test_abort_ends_pending_work() -> None:
     def body(group: ThreadGroup) -> None:
         work = group.all_reduce(torch.ones(1)) if group.rank == 0 else None
