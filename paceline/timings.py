@@ -19,7 +19,8 @@ class ChannelTimings:
     """Timings of a connection between two launchers."""
 
     hello: float = 4.0  # for the other side to prove that it knows the secret
-    flush: float = 1.0  # for the last messages to leave, before a connection is closed
+    flush: float = 1.0  # for a refusal to leave, before a connection is closed
+    linger: float = 8.0  # at most for the last messages of a job to be acknowledged: a network may have been down for seconds before
     look: float = 0.25  # between two looks of a launcher that waits for others to call
 
 

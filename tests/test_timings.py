@@ -17,7 +17,7 @@ from paceline.timings import DEFAULTS, Timings, parse
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
 SECONDS: dict[str, dict[str, float]] = {
-    "channel": {"hello": 4.0, "flush": 1.0, "look": 0.25},
+    "channel": {"hello": 4.0, "flush": 1.0, "linger": 8.0, "look": 0.25},
     "rendezvous": {
         "shortest_retry": 0.05,
         "longest_retry": 0.5,

@@ -9,6 +9,7 @@ import ipaddress
 import socket
 import struct
 import sys
+import termios
 
 from paceline.errors import PlaceError
 
@@ -127,3 +128,10 @@ def listen(address: str, port: int = 0, *, backlog: int = 512) -> socket.socket:
         server.close()
         raise
     return server
+
+
+def unacknowledged(connection: socket.socket) -> int:
+    """Return how many of the bytes sent on a TCP connection the other side's system has not acknowledged."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+    return count[0]

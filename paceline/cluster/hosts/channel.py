@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from paceline.cluster import network
 from paceline.cluster import secret as secrets
 from paceline.errors import PacelineError, PlaceError, SecretError
 
@@ -133,7 +134,20 @@ class Channel:
         return message
 
     def close(self) -> None:
+        """Close the connection at once: what the other side has not got by now may be lost."""
         self.connection.close()
+
+    def drain(self) -> bool:
+        """Drop what has come; return whether the other side's system has all that was sent from here, or has hung up."""
+        self.flush()
+        try:
+            while self.connection.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return not self._out and not network.unacknowledged(self.connection)
+        except OSError:
+            pass
+        return True
 
     def _read(self) -> None:
         try:
@@ -173,6 +187,20 @@ def hear_from(
         except SENSELESS as error:
             return host, ChannelBroken(f"it says what makes no sense ({type(error).__name__}: {error})")
     return None
+
+
+def hang_up(channels: Iterable[Channel], seconds: float) -> None:
+    """Close channels as soon as the other sides have what was sent last, and after so many seconds in any case.
+
+    A system that closes a connection with unread bytes resets it, and drops what is still on its way to the other side.
+    """
+    end, left = time.monotonic() + seconds, [*channels]
+    while left:
+        for channel in [*left]:
+            if channel.drain() or time.monotonic() > end:
+                channel.close()
+                left.remove(channel)
+        time.sleep(0.005 if left else 0.0)  # no poll tells of an acknowledgement
 
 
 def call(connection: socket.socket, secret: bytes, point: str, seconds: float) -> Channel:

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.cluster.control.commands import Member, Roster
 from paceline.cluster.hosts.admission import JoiningHosts, MeetingPoint, Point, refuse
-from paceline.cluster.hosts.channel import SENSELESS, Channel, call, hear_from, ready
+from paceline.cluster.hosts.channel import SENSELESS, Channel, call, hang_up, hear_from, ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import Membership, View
 from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
@@ -114,7 +114,7 @@ class ElasticPeers:
         self.rosters: list[Roster] = []
         self.late: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
-        self._timings, self._flush_seconds = timings.membership, timings.channel.flush
+        self._timings, self._flush_seconds, self._linger = timings.membership, timings.channel.flush, timings.channel.linger
         self._channels, self._point = channels, point
         self._newcomers = JoiningHosts(timings=timings.channel)
         self._awaited: dict[int, float] = {}  # hosts that have not called, and since when
@@ -330,9 +330,7 @@ class ElasticPeers:
     def close(self) -> None:
         """Close all connections."""
         self._newcomers.refuse()
-        for channel in self._channels.values():
-            channel.flush(self._flush_seconds)
-            channel.close()
+        hang_up(self._channels.values(), self._linger)
         self._channels.clear()
         if self._point is not None:
             self._point.close()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hear_from, ready
+from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, hang_up, hear_from, ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
 from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
@@ -76,7 +76,7 @@ class FixedPeers:
         self.all_finished = False
         self.late: dict[int, LateCall] = {}
         self._channels = channels  # by host rank
-        self._timings, self._flush_seconds = timings.rendezvous, timings.channel.flush
+        self._timings, self._linger = timings.rendezvous, timings.channel.linger
         self._server = server
         self._finished: set[int] = set()
         self._reports: list[tuple[float, Failure]] = []  # when it happened, on this clock
@@ -133,9 +133,7 @@ class FixedPeers:
         self._tell_all({"kind": "late", "late": late})
 
     def close(self) -> None:
-        for channel in self._channels.values():
-            channel.flush(self._flush_seconds)
-            channel.close()
+        hang_up(self._channels.values(), self._linger)
         self._channels.clear()
 
     @property
