@@ -17,7 +17,6 @@ UNTESTED = {  # modules without a test file of their name so far: tests of their
     "apps/load",
     "callsite",
     "cluster/control/events",
-    "cluster/hosts/channel",
     "cluster/hosts/peers",
     "cluster/launcher/supervisor",
     "cluster/launcher/worker",

@@ -49,18 +49,18 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     def extent(self, axis: str) -> int:
-        """The size of an axis; 1 for one that this mesh doesn't have."""
+        """Return the size of an axis; 1 for one that this mesh doesn't have."""
         return dict(self.axes).get(axis, 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """Return where a rank is on each axis."""
         at, found = self.grid.index(rank), {}
         for name, size in reversed(self.axes):
             at, found[name] = divmod(at, size)
         return {name: found[name] for name in self.names}
 
     def index(self, rank: int, axes: Iterable[str]) -> int:
-        """The number of a rank among those along these axes: that of its part of the samples along `SAMPLED`, for instance."""
+        """Return the number of a rank among those along these axes: that of its part of the samples along `SAMPLED`, for instance."""
         place, found = self.coordinates(rank), 0
         for name, size in self.axes:
             if name in axes:
@@ -68,14 +68,14 @@ class Mesh:
         return found
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along these axes alone, in the order of `index`; the rank itself is one of them."""
+        """Return the ranks that differ from `rank` along these axes alone, in the order of `index`; the rank itself is one of them."""
         wanted, mine = frozenset(axes), self.coordinates(rank)
         fixed = [(name, at) for name, at in mine.items() if name not in wanted]
         others = [other for other in self.grid if all(self.coordinates(other)[name] == at for name, at in fixed)]
         return tuple(sorted(others, key=lambda other: self.index(other, wanted)))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups along these axes, each once, ordered by their first rank."""
+        """Return all groups along these axes, each once, ordered by their first rank."""
         wanted = frozenset(axes)
         return tuple(sorted({self.group(rank, wanted) for rank in self.grid}))
 
