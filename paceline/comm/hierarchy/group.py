@@ -85,7 +85,7 @@ class HostsGroup:
         self.inner, self.outer, self.flat, self.hosts = inner, outer, flat, tuple(hosts)
         if len(self.hosts) != self.size:
             raise UsageError(f"hosts has {len(self.hosts)} entries for {self.size} ranks; give the host of each rank")
-        self.trace = Trace(0) if trace is None else trace
+        self.trace, self.deadline = Trace(0) if trace is None else trace, deadline
         self._deadline = 2 * deadline  # a backstop: the groups beneath find out who is missing
         self._hands = inner.sub(range(inner.size)) if inner.size > 1 else None  # in which sums are handed out
         self._line = StagedExecutor("hosts", 2, self._spread)

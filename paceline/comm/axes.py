@@ -1,0 +1,69 @@
+"""Groups along the axes of a mesh: workers that differ in these axes alone.
+
+mesh "data=2, tensor=2"        along("tensor")   ranks 0 1 | ranks 2 3        along("data")   ranks 0 2 | ranks 1 3
+
+data 0    rank 0   rank 1
+data 1    rank 2   rank 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.cluster.mesh import Mesh
+from paceline.comm.group import Group
+from paceline.comm.hierarchy.group import HostsGroup
+from paceline.comm.solo import SoloGroup
+from paceline.errors import UsageError
+
+
+class AxisGroups:
+    """The groups of one worker along the axes of `mesh`, made of `group`, which has all workers. `opened` is told of each that is made."""
+
+    def __init__(self, mesh: Mesh, group: Group, opened: Callable[[Group], None] = lambda group: None) -> None:
+        if mesh.size != group.size:
+            raise UsageError(f"the mesh {mesh} has {mesh.size} workers, and this group has {group.size}; give the group of all workers")
+        self.mesh, self.everyone, self._opened = mesh, group, opened
+        self._known: dict[tuple[str, ...], Group] = {}
+
+    def along(self, *axes: str) -> Group:
+        """Return the group of the workers that differ from this one in these axes alone.
+
+        All workers ask for it together the first time, and then it is there. Its ranks are in the order of coordinates; where it has all
+        workers, it is their group as it is. It has this worker alone where the axes have an extent of 1, or the mesh lacks them.
+        """
+        names = tuple(name for name, size in self.mesh.axes if name in axes and size > 1)
+        if names not in self._known:
+            self._known[names] = self._make(names)
+        return self._known[names]
+
+    def _make(self, names: Sequence[str]) -> Group:
+        mesh, everyone = self.mesh, self.everyone
+        if not names:
+            return SoloGroup(rank=everyone.rank, view=everyone.view)
+        found = mesh.groups(names)
+        if len(found) == 1:
+            return everyone
+        made = [part for ranks in found if (part := subgroup(everyone, ranks)) is not None]
+        self._opened(made[0])
+        return made[0]
+
+
+def subgroup(group: Group, ranks: Sequence[int]) -> Group | None:
+    """Make the group of these ranks as fast as it can be: of shared memory inside a host, with one copy per host between them. Collective.
+
+    Returns None on other ranks. All ranks of `group` call it with the same list.
+    """
+    if not isinstance(group, HostsGroup):
+        return group.sub(ranks)
+    hosts = [group.hosts[rank] for rank in ranks]
+    here = [place for place, host in enumerate(group.hosts) if host == group.hosts[group.rank]]
+    mine = [here.index(rank) for rank in ranks if rank in here]
+    inner = group.inner.sub(mine) if len(mine) > 1 else SoloGroup(rank=group.global_rank(group.rank), view=group.view)
+    if len(set(hosts)) == 1:
+        return inner if group.rank in ranks else None
+    flat = group.flat.sub(ranks)
+    if len(set(hosts)) == len(hosts):
+        return flat
+    leaders = group.flat.sub([ranks[hosts.index(host)] for host in dict.fromkeys(hosts)])
+    return None if flat is None or inner is None else HostsGroup(inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace)
