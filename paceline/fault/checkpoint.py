@@ -7,6 +7,8 @@
         tensors.safetensors
         own-00001.json         what belongs to rank 1 alone (its random generators), and its tensors
         own-00001.safetensors
+        blocks.json            of tensors that workers have cut: which file has which rectangle of them
+        blocks-00003.safetensors     what worker 3 has of those
         table-...              rows of sparse tables, in parts that are written and read one after the other
       step-00000040.2/         step 40 once more, after a resume from an older one
       .saving-...              being written; left behind only by a process that was killed, removed by the next save
@@ -26,6 +28,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,14 +36,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import safetensors.torch
+from torch import Tensor
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.fault import disk
+from paceline.fault.block_files import INDEX, BlockReader, logical, uncut
 from paceline.fault.disk import WrittenFile, block
 from paceline.fault.file_layout import FileLayout, image
+from paceline.state.blocks import BlockIndex, from_json, merge, stored_bytes, to_json
 from paceline.state.snapshot import UNREADABLE, Snapshot, lift
 
-FORMAT: Final = 1
+FORMAT: Final = 2  # the newest that this paceline reads
+_UNCUT: Final = 1  # what it writes where nothing is cut, so that older ones read it
 MANIFEST: Final = "manifest.json"
 _SAVING: Final = ".saving-"
 _NAME: Final = re.compile(r"step-(\d{8,})(\.\d+)?")
@@ -54,13 +61,17 @@ _ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)  # what removing fails with whil
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that `load` has read: the state of all, and of single ranks."""
+    """A checkpoint that `load` has read: the state of all, and of single ranks.
+
+    `index` says where the tensors lie that were cut (all of them, where it was loaded so), for `BlockReader(found.path, found.index)`.
+    """
 
     path: Path
     step: int
     snapshot: Snapshot
     own: dict[int, Snapshot] = field(default_factory=dict)
     more: tuple[str, ...] = ()  # further states, which `part` reads
+    index: BlockIndex = field(default_factory=dict)
 
     def part(self, name: str) -> Snapshot:
         """Read one of `more`, whose hashes have been checked. Raises `CheckpointError` if it can't be read."""
@@ -101,6 +112,14 @@ def save(folder: Path, snapshot: Snapshot, step: int, *, own: Mapping[int, Snaps
     return write(folder, image(snapshot), step, own={rank: image(state) for rank, state in (own or {}).items()}, keep=keep)
 
 
+@dataclass(frozen=True)
+class WrittenBlocks:
+    """What one worker has written into a checkpoint: its files, and where the tensors are that it has blocks of."""
+
+    files: dict[str, WrittenFile]
+    index: BlockIndex
+
+
 def write(
     folder: Path,
     state: FileLayout,
@@ -111,12 +130,14 @@ def write(
     more: Iterable[tuple[str, FileLayout]] = (),
     target: Path | None = None,
     moved: Callable[[int], None] = lambda nbytes: None,
+    blocks: Callable[[Path], Iterable[WrittenBlocks]] | None = None,
 ) -> Path:
     """Write the checkpoint of `step` under `folder` (as `target`, if that was promised), remove all but the `keep` newest; return its path.
 
     It is there in full or not at all, also after a loss of power. A full disk, or one that refuses, raises CheckpointError: what was
     there before is untouched and nothing half-written stays. One process writes; two at once on one folder is a mistake. `more` is written
-    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written.
+    piece by piece: only one of them has to be there at a time. `moved` is called with the number of bytes as they are written. `blocks` is
+    called with the folder that becomes the checkpoint, and returns what all workers have written into it of tensors that are cut.
     """
     check(step, keep)
     images = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -127,7 +148,7 @@ def write(
         serial = max((entry.serial or 0 for entry in _found(folder)), default=0) + 1
         with _temporary(folder) as temporary:
             head = {"step": step, "serial": serial, "own": sorted(own)}
-            _write(temporary, itertools.chain(images.items(), more), head, moved)
+            _write(temporary, itertools.chain(images.items(), more), head, moved, blocks)
             temporary.rename(target)
         disk.sync(folder)
     except OSError as error:
@@ -145,9 +166,10 @@ def check(step: int, keep: int) -> None:
         raise UsageError(f"a checkpoint needs keep >= 1 and step >= 0; found keep={keep}, step={step}")
 
 
-def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -> Checkpoint:
-    """Load the newest checkpoint in `folder` that is whole, or the one of `step`.
+def load(folder: Path, *, say: Callable[[str], None], step: int | None = None, lazy: bool = False) -> Checkpoint:
+    """Load the newest checkpoint in `folder` that is whole, or the one of `step`. Tensors that were cut are put together.
 
+    With `lazy` the state of all has tensors without memory (on the device "meta"), and a `BlockReader` reads what is needed of them.
     Each that is broken, or of another format, is named through `say`, with what is wrong with it. If none can be used, `load`
     raises CheckpointError.
     """
@@ -162,7 +184,7 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -
     reasons: list[str] = []
     for path in paths:
         try:
-            checkpoint = _read(path)
+            checkpoint = _read(path, lazy=lazy)
         except _Broken as broken:
             reasons.append(f"{path.name}: {broken}")
             continue
@@ -170,6 +192,16 @@ def load(folder: Path, *, say: Callable[[str], None], step: int | None = None) -
             say(f"{'; '.join(reasons)}. Using {path.name}, which is whole")
         return checkpoint
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
+
+
+def read(path: Path, *, lazy: bool = False) -> Checkpoint:
+    """Load this one checkpoint, as `load` does. Raises `CheckpointError` if it can't be used."""
+    if not _NAME.fullmatch(path.name):
+        raise CheckpointError(f"{path} is no checkpoint: those are called step-00000100 and the like")
+    try:
+        return _read(path, lazy=lazy)
+    except _Broken as broken:
+        raise CheckpointError(f"{path.name} can't be used: {broken}") from broken
 
 
 def newest(folder: Path) -> list[Path]:
@@ -205,13 +237,28 @@ def _entry(path: Path) -> _CheckpointEntry:
 # Writing ----------------------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, images: Iterable[tuple[str, FileLayout]], head: dict[str, Any], moved: Callable[[int], None]) -> None:
+def _write(
+    folder: Path,
+    images: Iterable[tuple[str, FileLayout]],
+    head: dict[str, Any],
+    moved: Callable[[int], None],
+    blocks: Callable[[Path], Iterable[WrittenBlocks]] | None,
+) -> None:
     files: dict[str, WrittenFile] = {}
     for name, state in images:
         tree, tensors = _names(name)
         files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
         files[tensors] = disk.write(folder / tensors, state.parts(), moved=moved)
-    manifest = {"format": FORMAT, **head, "files": {file: written._asdict() for file, written in files.items()}}
+    if blocks is not None:
+        parts = list(blocks(folder))
+        for part in parts:
+            files.update(part.files)
+        files[INDEX] = disk.write(folder / INDEX, [block(json.dumps(to_json(merge(part.index for part in parts))).encode())])
+    manifest = {
+        "format": _UNCUT if blocks is None else FORMAT,
+        **head,
+        "files": {file: written._asdict() for file, written in files.items()},
+    }
     disk.write(folder / MANIFEST, [block(_sealed(manifest))])
     disk.sync(folder)
 
@@ -288,15 +335,23 @@ def _room(folder: Path) -> float:
 # Reading ----------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> Checkpoint:
+def _read(path: Path, *, lazy: bool) -> Checkpoint:
     manifest = _manifest(path)
     step, own, files = _contents(path, manifest)
     for file, written in files.items():
         _check(path / file, written)
-    snapshots = {name: _state(path, name) for name in ("", *own.values())}
-    states = (file.removesuffix(".json") for file in files if file.endswith(".json"))
+    cut = _index(path, files) if INDEX in files else {}
+    index = {**_uncut(path), **cut} if lazy else cut
+    try:
+        with BlockReader(path, index) as reader:
+            tensors = logical(index) if lazy else {name: reader.read(name) for name in cut}
+    except CheckpointError as error:
+        raise _Broken(str(error)) from error
+    shared = _state(path, "", tensors, lazy=lazy)
+    snapshots = {name: _state(path, name) for name in own.values()}
+    states = (file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX)
     more = tuple(sorted(name for name in states if name != "state" and name not in snapshots))
-    return Checkpoint(path, step, snapshots[""], {rank: snapshots[name] for rank, name in own.items()}, more)
+    return Checkpoint(path, step, shared, {rank: snapshots[name] for rank, name in own.items()}, more, index)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -312,8 +367,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise _Broken(f"{MANIFEST} can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise _Broken(f"{MANIFEST} is damaged or half-written") from error
-    if type(version) is not int or version != FORMAT:
-        raise _Broken(f"{MANIFEST} is of format {version!r}, and this paceline reads {FORMAT}")
+    if type(version) is not int or not _UNCUT <= version <= FORMAT:
+        raise _Broken(f"{MANIFEST} is of format {version!r}, and this paceline reads {_UNCUT} to {FORMAT}")
     return manifest
 
 
@@ -339,15 +394,40 @@ def _written(wanted: Any) -> bool:
     return isinstance(wanted, dict) and {field: type(value) for field, value in wanted.items()} == {"nbytes": int, "sha256": str}
 
 
-def _state(path: Path, name: str) -> Snapshot:
+def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
+    """Read where the tensors are that were cut; it names no file but those that have been checked."""
+    try:
+        index = from_json(json.loads((path / INDEX).read_bytes()))
+    except (ValueError, OSError, CheckpointError) as error:
+        raise _Broken(f"{INDEX} can't be used: {error}") from error
+    odd = next((stored.file for tensor in index.values() for stored in tensor.blocks if stored.file not in files), None)
+    if odd is not None:
+        raise _Broken(f"{INDEX} names {odd!r}, which {MANIFEST} doesn't")
+    for name, nbytes in stored_bytes(index).items():
+        if nbytes > files[name].nbytes:
+            raise _Broken(f"{INDEX} names {nbytes} bytes of {name}, which has {files[name].nbytes}")
+    return index
+
+
+def _uncut(path: Path) -> BlockIndex:
+    """Read where the tensors are that were not cut."""
+    tree, tensors = _names("")
+    try:
+        return uncut(path / tensors, json.loads((path / tree).read_bytes())["tensors"])
+    except (*UNREADABLE, OSError, struct.error) as error:
+        raise _Broken(f"{tensors} can't be used: {error}") from error
+
+
+def _state(path: Path, name: str, given: Mapping[str, Tensor] | None = None, *, lazy: bool = False) -> Snapshot:
+    """Read a state; `given` are tensors that lie elsewhere, or with `lazy` all of them."""
     tree, tensors = _names(name)
     reading = tree
     try:
         head = json.loads((path / tree).read_bytes())
         reading = tensors
-        kept = safetensors.torch.load_file(path / tensors)
+        kept = {} if lazy else safetensors.torch.load_file(path / tensors)
         reading = tree
-        snapshot = Snapshot(head["version"], head["tree"], lift(kept, head["tensors"]))
+        snapshot = Snapshot(head["version"], head["tree"], {**lift(kept, {} if lazy else head["tensors"]), **(given or {})})
         snapshot.check()
     except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
         # its hash is right, so it is what was written

@@ -32,7 +32,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {  # by the name that they are written a
 }
 WORD: Final = 8  # bytes
 _RESERVED: Final = "__metadata__"  # a name that safetensors keeps for itself
-_SAFE: Final = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
+SAFE: Final = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _REBUILD: Final[dict[str, Callable[[Any], Any]]] = {name: kind for kind, name in (_SEQUENCES | _MAPPINGS).items()} | {
@@ -134,7 +134,7 @@ def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, l
     notes: dict[str, list[Any]] = {}
     for path, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype in _SAFE:
+        if dtype in SAFE:
             kept[path] = tensor.detach()
         else:
             notes[path] = [dtype, list(tensor.shape)]

@@ -232,9 +232,9 @@ def rewrite(path: Path, file: str, data: bytes) -> None:
 def test_a_newer_format_is_said_and_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
-        future.setattr(checkpoint, "FORMAT", 2)
+        future.setattr(checkpoint, "_UNCUT", 3)
         save(tmp_path, state(2), 2)
-    newer = r"step-00000002: it is of a newer paceline \(format 2; this one reads up to 1\), which has to be there to use it"
+    newer = r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\), which has to be there to use it"
     said: list[str] = []
     assert value(load(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and re.fullmatch(rf"{newer}\. Using step-00000001, which is whole", said[0])

@@ -1,0 +1,167 @@
+"""Blocks of tensors: which rectangle of a logical tensor lies in which file, as plain data.
+
+A logical tensor is what one process would have. Workers that cut it keep rectangles of it, and each rectangle is stored once:
+
+      0     4     8      columns
+   0  +-----+-----+
+      |  a  |  b  |      a  ((0, 3), (0, 4))  blocks-00000.safetensors       a box has where it begins and where it ends, along each dim
+   3  +-----+-----+      b  ((0, 3), (4, 8))  blocks-00001.safetensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.state.snapshot import DTYPES, Json
+
+Box = tuple[tuple[int, int], ...]  # where a rectangle begins and ends along each dim
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """One rectangle of a logical tensor on the disk: the tensor called `key` in a file of safetensors."""
+
+    box: Box
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A logical tensor on the disk, in blocks that lie beside each other and cover it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def overlapping(self, box: Box) -> Iterator[tuple[StoredBlock, Box]]:
+        """Yield the blocks that have a part of `box`, each with that part."""
+        for block in self.blocks:
+            common = overlap(block.box, box)
+            if common is not None:
+                yield block, common
+
+
+BlockIndex = dict[str, StoredTensor]  # by the path that a snapshot's tree refers to
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def sizes(box: Box) -> tuple[int, ...]:
+    """Return the shape of what is in a box."""
+    return tuple(end - begin for begin, end in box)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return what is in both boxes, or None if nothing is; a tensor without dims is in all of its boxes."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(begin < end for begin, end in common) else None
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return where `inner` is in a tensor that has `outer`: what to index it with."""
+    return tuple(slice(begin - at, end - at) for (begin, end), (at, _) in zip(inner, outer, strict=True))
+
+
+def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+    """Say in words why boxes don't make up a tensor of this shape, each element once; empty if they do."""
+    kept = sorted(box for box in boxes if prod(sizes(box)))
+    frame = whole(shape)
+    outside = [box for box in kept if overlap(box, frame) != box]
+    if outside:
+        return f"the block {outside[0]} is outside of {list(shape)}"
+    for place, box in enumerate(kept):
+        for other in kept[place + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break  # they are in the order of their first dim: no later one begins inside of this
+            if overlap(box, other) is not None:
+                return f"the blocks {box} and {other} overlap"
+    there = sum(prod(sizes(box)) for box in kept)
+    return "" if there == prod(shape) else f"its blocks have {there} of {prod(shape)} elements"
+
+
+def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
+    """Join what several workers have written of the same logical tensors; CheckpointError where that isn't all of one, or not once."""
+    parts: dict[str, list[StoredTensor]] = {}
+    for index in indexes:
+        for path, part in index.items():
+            parts.setdefault(path, []).append(part)
+    merged: BlockIndex = {}
+    for path, same in parts.items():
+        blocks = tuple(block for part in same for block in part.blocks)
+        forms = {(part.dtype, part.shape) for part in same}
+        why = "workers have it in different shapes or dtypes" if len(forms) > 1 else uncovered(same[0].shape, (b.box for b in blocks))
+        if why:
+            raise CheckpointError(f"{path} can't be saved in blocks: {why}; please report it, with the mesh and the cuts")
+        merged[path] = StoredTensor(same[0].dtype, same[0].shape, blocks)
+    return merged
+
+
+def stored_bytes(index: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Count the bytes of all blocks in each file."""
+    counts: dict[str, int] = {}
+    for tensor in index.values():
+        for block in tensor.blocks:
+            counts[block.file] = counts.get(block.file, 0) + prod(sizes(block.box)) * tensor.dtype.itemsize
+    return counts
+
+
+def to_json(index: Mapping[str, StoredTensor]) -> Json:
+    """Write an index as JSON, for `from_json`."""
+    return {
+        path: {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "blocks": [{"file": block.file, "key": block.key, "box": [list(range_) for range_ in block.box]} for block in tensor.blocks],
+        }
+        for path, tensor in index.items()
+    }
+
+
+def from_json(found: Json) -> BlockIndex:
+    """Read an index that `to_json` wrote. Raises CheckpointError for anything else: nothing in a file is believed."""
+    if not isinstance(found, dict):
+        raise CheckpointError("an index of blocks is an object")
+    index: BlockIndex = {}
+    for path, entry in found.items():
+        try:
+            shape = tuple(map(_count, entry["shape"]))
+            blocks = tuple(StoredBlock(_box(block["box"]), _text(block["file"]), _text(block["key"])) for block in entry["blocks"])
+            tensor = StoredTensor(DTYPES[entry["dtype"]], shape, blocks)
+            why = uncovered(shape, (block.box for block in blocks))
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what it says of {path} can't be read ({type(error).__name__}: {error})") from error
+        if why:
+            raise CheckpointError(f"{path} isn't there as a whole: {why}")
+        index[path] = tensor
+    return index
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r} is no name")
+    return value
+
+
+def _box(value: Any) -> Box:
+    return tuple((_count(begin), _count(end)) for begin, end in value)
