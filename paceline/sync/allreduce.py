@@ -115,6 +115,7 @@ class AllReduceSync:
         self._late: dict[int, Tensor] = {}
         self._patient: set[int] = set()  # buckets whose members may come more than once in a backward
         self._full = b""
+        self._moving: Any = None  # the layout of a `regroup` under way
 
     # ---- layout
 
@@ -365,13 +366,13 @@ class AllReduceSync:
     def join_info(self) -> Any:
         """Return the order of parameters in coded buckets."""
         if self._coded is None or not self._buckets:
-            return None
+            return self._moving
         order = [number for bucket in self._buckets for number in bucket.members]
         return {"order": order, "coded": self._coded.join_info()}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Make new buckets, of the same parameters if a codec has kept something of them."""
-        layout = self.join_info() if layout is None else layout
+        self._moving = layout = self.join_info() if layout is None else layout  # another worker may be lost before there are buckets again
         self._buckets, self._shelves = [], None  # in memory of the old group, which Gloo may still write to
         self._context, self._reducer = context, self._reducing(context)
         self._held.clear()
@@ -385,6 +386,7 @@ class AllReduceSync:
             self._coded.follow(layout["coded"])
             self._lay_out(layout["order"], set(range(len(self._slots))) - {*layout["order"]})
             self._coded.keep(states)
+        self._moving = None
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         """Take over nothing: residuals begin with zeros, and there is no other state."""

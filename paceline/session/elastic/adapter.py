@@ -73,8 +73,15 @@ class ElasticRun:
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
 
     def regroup(self, founded: ViewGroups) -> None:
+        old = [*self._context.extra_groups, self._context.group]
+        try:
+            self._move(founded)
+        finally:  # another worker may be lost meanwhile
+            reap(old)
+
+    def _move(self, founded: ViewGroups) -> None:
+        """Move all that exchanges to the groups of a view. Collective; begun anew, in later groups, where a worker is lost meanwhile."""
         worker_context, context = founded.worker_context, self._context
-        old = [*context.extra_groups, context.group]
         context.regroup(founded.group, worker_context.cluster.where(), worker_context.native, worker_context.cancel_scope)
         context.agreement.regroup(founded.group, worker_context.cluster.names(), founded.origins)
         self._view.move(worker_context)
@@ -89,7 +96,6 @@ class ElasticRun:
         self._prepared.tables.regroup(context, layout.get("tables"))
         self.buddies.regroup(founded.members)
         self._loop.settle()
-        reap(old)
 
     def lost(self, text: str) -> None:
         self._records.history.tell(text)

@@ -241,10 +241,9 @@ class Prepared:
 
     def regroup(self) -> None:
         """Make the groups of layers and loaders anew, as the workers have changed. Collective."""
-        had_local = self.subgroups.host is not None
         self.subgroups.forget()
         self._synchronise(self._synchronous)
-        if had_local:
+        if self.subgroups.hosted:
             local = self.subgroups.within_host()
             for loader in self.loaders:
                 loader.terms.move_within_host(local)

@@ -59,10 +59,10 @@ class LocalSGDSync:
         if self._warm is not None:
             self._warm.attach(slots)
         else:
-            self._lay_out()
+            self._lay_out(self._rounds)
 
-    def _lay_out(self) -> None:
-        """Cut the model into fragments of about the same size, and those into buckets; all replicas are equal now. Collective."""
+    def _lay_out(self, rounds: list[Fragment]) -> None:
+        """Cut the model into these fragments, of about the same size, and those into buckets; all replicas are equal now. Collective."""
         kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
         shapes = [BucketShape.of(slot.parameter)._replace(kind=kind) for slot, kind in zip(self._slots, kinds, strict=True)]
         whole, before, count = sum(shape.numel for shape in shapes) or 1, 0, self._options.fragments
@@ -70,13 +70,13 @@ class LocalSGDSync:
         for number, shape in enumerate(shapes):
             members[min(before * count // whole, count - 1)].append(number)
             before += shape.numel
-        runs = [(run, turn) for numbers, turn in zip(members, self._rounds, strict=True) for run in cut(shapes, numbers, self._limit)]
+        runs = [(run, turn) for numbers, turn in zip(members, rounds, strict=True) for run in cut(shapes, numbers, self._limit)]
         buckets = build(shapes, [run for run, _ in runs], self._empty)
+        if self._coded is not None:
+            self._coded.lay_out(buckets, shapes, kinds)
         for index, (bucket, (_, turn)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read(bucket, torch.zeros_like(bucket.flat))
             turn.units.append(FragmentUnit(index, bucket, start, self._options.outer.begin(start)))
-        if self._coded is not None:
-            self._coded.lay_out(buckets, shapes, kinds)
 
     @property
     def _limit(self) -> int:
@@ -159,7 +159,7 @@ class LocalSGDSync:
             self._warm.detach()
             self._warm = None
         if not self._units:  # or a worker was lost in between, and they were made since
-            self._lay_out()
+            self._lay_out(self._rounds)
 
     def _due(self, number: int) -> bool:
         """Whether a fragment is to be sent. Fragments take turns: each first comes after a part of a round, then after whole ones."""
@@ -315,24 +315,26 @@ class LocalSGDSync:
             self._coded.regroup()
             if layout["coded"] is not None:
                 self._coded.follow(layout["coded"])
-        if self._warm is not None and self._steps >= self._options.after:
-            self._warm = None
-        if self._warm is not None:
-            self._warm.regroup(context, layout["warm"])
+        if not self._rounds_began():
+            if self._warm is not None:
+                self._warm.regroup(context, layout["warm"])
             return
+        self._warm = None
         kept = None if self._coded is None else self._coded.kept
-        before = self._rounds
-        self._rounds = [Fragment() for _ in before]
-        self._lay_out()
-        for turn, old in zip(self._rounds, before, strict=True):
+        rounds = [Fragment() for _ in self._rounds]
+        self._lay_out(rounds)  # or another worker is lost meanwhile, and all is as it was
+        for turn, old in zip(rounds, self._rounds, strict=True):
             for new, unit in zip(turn.units, old.units, strict=False):  # a worker that has just joined may have none
                 new.start, new.memory, new.carried, new.copied = unit.start, unit.memory, unit.carried, unit.copied
                 if not old.here and self._coded is not None and kept is not None:
                     kept[1].pop(unit.index, None)
             old.units = turn.units
-        self._rounds = before
         if self._coded is not None and kept is not None:
             self._coded.keep(kept)
+
+    def _rounds_began(self) -> bool:
+        """Whether rounds have begun, on some worker at least: another may have been lost while they began. Collective."""
+        return not self._options.after or any(self._context.group.agree(b"1" if self._units else b""))
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
         for unit, memory in zip(self._units, state["memory"], strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,19 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.cluster.topology import Topology
 from paceline.codec.codec import error_feedback
 from paceline.codec.dense import int8
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import topk
+from paceline.comm.threads import ThreadGroup
+from paceline.errors import ViewChanged
 from paceline.fault import replicator as carrying
 from paceline.fault.replicate import Replicate
 from paceline.session.elastic.buddies import BuddyReplication
 from paceline.session.run import Run
+from paceline.state.snapshot import pack
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.outer import nesterov
+from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.per_axis import PerAxisSync
 from paceline.sync.per_axis import Sequence as Both
 from tests.harness.jobs import PATIENCE, Jobs
 from tests.harness.runs import batches, cut, parameters, workers
@@ -310,6 +318,96 @@ def test_one_strategy_inside_hosts_and_another_between() -> None:
     strategy = Both((AllReduce(), "local"), (LocalSGD(8), "host"))
     wanted, found = (trained(3, lambda each, left=left: body(each, left), strategy, hosts=(0, 0, 1)) for left in ((0, 1, 2), (0, 1)))
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+
+
+class SecondLoss:
+    """Loses another worker at the call number `at` (counted from 0) of rank 1 in the group that rank 0 and rank 1 go on in."""
+
+    def __init__(self, at: int) -> None:
+        self.came = False  # it was lost; else there were fewer calls
+        self._at, self._calls = at, itertools.count()
+        self._groups: list[ThreadGroup] = []
+        self._done = False
+        self._over = threading.Barrier(2)
+
+    def go_on(self, group: ThreadGroup, act: Callable[[ThreadGroup], None]) -> bool:
+        """Call `act` with the group. Returns whether a worker was lost, on both ranks."""
+        thread = threading.current_thread()
+
+        def lose(_: int) -> None:
+            if threading.current_thread() is thread and not self._done and next(self._calls) == self._at:
+                self.came = True
+                self._break()
+                raise ViewChanged("another worker was lost meanwhile")
+
+        group._delay = lose if group.rank == 1 else self._follow
+        self._groups.append(group)
+        with contextlib.suppress(ViewChanged):
+            act(group)
+        self._over.wait(PATIENCE)
+        self._done = True  # groups that were made in this one go on calling
+        self._over.wait(PATIENCE)
+        return self.came
+
+    def _follow(self, _: int) -> None:
+        if self.came and not self._done:  # groups that were made since are broken, too
+            self._break()
+
+    def _break(self) -> None:
+        for group in self._groups:
+            for each in (group, *group._children):
+                each.abort()
+
+
+SURVIVING = [
+    LOSSY,
+    LocalSGD(8),
+    LocalSGD(8, outer=nesterov(0.7, 0.9), codec=error_feedback(topk(0.1))),
+    LocalSGD(8, fragments=2, delay=2),
+    LocalSGD(4, after=3),
+    Both((AllReduce(), "local"), (LocalSGD(8), "host")),
+]
+
+
+@pytest.mark.parametrize("strategy", SURVIVING, ids=repr)
+def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) -> None:
+    """Wherever in the forming of new groups it comes: all go on from what they had before, and carry what was lost once."""
+
+    def body(each: Training, second: Sequence[SecondLoss]) -> Any:
+        each.steps(5)
+        context, sync = each.run._context, each.run._own.sync
+        pair, times = context.group.sub((0, 1)), 0
+        if pair is None:
+            return None
+        left = Topology(each.run._view.cluster.hosts[:2])
+        for loss in second:
+
+            def regroup(group: ThreadGroup) -> None:
+                context.leave()
+                context.group, context.hosts = group, (0, 1)
+                context.agreement.regroup(group, ("here",) * 2, (0, 1))
+                each.run._view.move(replace(each.run._view.worker, cluster=left))
+                each.run._prepared.regroup()
+                sync.regroup(context)  # type: ignore[attr-defined]
+                each.buddies.regroup(NAMES[:2])
+
+            group = pair.sub((0, 1))
+            assert isinstance(group, ThreadGroup)
+            times += loss.go_on(group, regroup)
+            if not loss.came:
+                break
+        found = each.run._own.abilities.unreplicated
+        assert found is not None
+        state = pack([found.unreplicated_state(), sync.state_dict()]).sha256()
+        if isinstance(sync, LocalSGDSync | PerAxisSync):
+            sync.converge()
+        return times, state, parameters(each.net), each.buddies.fates(NAMES[:3])
+
+    never, anywhere = [SecondLoss(-1)], [SecondLoss(at) for at in range(100)]
+    wanted, found = (trained(3, lambda each, second=second: body(each, second), strategy) for second in (never, anywhere))
+    assert wanted[0][0] == 0 and found[0][0] == found[1][0] > 4
+    for rank in range(2):
+        assert torch.equal(found[rank][2], wanted[rank][2]) and (found[rank][1], found[rank][3]) == (wanted[rank][1], wanted[rank][3])
 
 
 def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> None:

@@ -222,6 +222,30 @@ def test_other_strategies_go_on(job: Jobs, sync: str) -> None:
     assert found.size >= 2 and sum("lost" in event for event in found.events) >= 1
 
 
+FORMING = """
+from paceline.comm.shm.group import SharedGroup
+empty = SharedGroup.empty
+def dying(group, *given):
+    die(run.rank == 1 and group.size == 3, "while new groups are formed")
+    return empty(group, *given)
+SharedGroup.empty = dying
+"""
+
+
+@pytest.mark.slow
+def test_another_dies_while_new_groups_are_formed(job: Jobs) -> None:
+    """Those who had begun to move to these groups go on from where all last agreed to be, as the others do."""
+    out = job.folder / "killed"
+    out.mkdir()
+    prepared, before = FORMING.strip().replace("\n", "\n    "), "die(run.rank == 3 and run.steps == 2, 'first')"
+    text = script(start="name='run', folder='killed/runs', replicate=1, compare=1", prepared=prepared, before=before, nap=0)
+    ended = job.run(text, 4, "--min-workers", "1", "--sync", "LocalSGD(4)", OUT=str(out)).end()
+    assert ended.code == 0, ended
+    found = outcome(out, out)
+    assert found.size == 2 and [event.partition(" lost")[0] for event in found.events] == ["ranks 1, 3 were"]
+    assert (out / "while new groups are formed").exists() and found.logged == list(range(1, 3 * SAMPLES // BATCH + 1))
+
+
 def three_hosts(job: Jobs, out: Path) -> list[Job]:
     """The launchers of a run of three hosts with two workers each."""
     options = ("--min-workers", "1", "--hosts", "3", "--join", f"127.0.0.1:{free_port()}")
