@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.codec.dense import bfloat16, half, int4, int8, sign
     from paceline.codec.powersgd import powersgd
     from paceline.codec.sparse import randomk, topk
+    from paceline.fault.export import state_dict
     from paceline.parallel.embedding import SparseEmbedding
     from paceline.session.run import Run
     from paceline.session.start import start
@@ -76,6 +77,7 @@ __all__ = [
     "sign",
     "smaller",
     "start",
+    "state_dict",
     "topk",
     "where",
 ]
@@ -87,6 +89,7 @@ _NAMES: Final = {
     "paceline.codec.powersgd": ("powersgd",),
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.parallel.embedding": ("SparseEmbedding",),
+    "paceline.fault.export": ("state_dict",),
     "paceline.session.run": ("Run",),
     "paceline.session.start": ("start",),
     "paceline.sync.allreduce": ("AllReduce",),

@@ -16,6 +16,7 @@ from paceline import notation
 from paceline.cluster.discover import environment
 from paceline.cluster.launcher import launch, output
 from paceline.errors import PacelineError, UsageError
+from paceline.formatting import sized
 from paceline.session.record import folder as folders
 
 app = typer.Typer(
@@ -260,6 +261,22 @@ def report(
     from paceline.observe.report import report as describe
 
     typer.echo(describe(choose(folder)))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run (its folder, or its name in runs), or one checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as out.safetensors.")],
+    *,
+    part: Annotated[str | None, typer.Option(help="Which of several models, or what run.keep was told; default: the only model.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write the model of a run's newest checkpoint to one file of safetensors."""
+    from paceline.fault.export import export as write
+    from paceline.observe.choosing import choose
+
+    found = write(choose(folder), out, part, force=force, say=lambda text: typer.echo(f"paceline: {text}", err=True))
+    typer.echo(f"{out}: the model of {found.path} at step {found.step}, {sized(out.stat().st_size)}")
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ NAMES = [
     "sign",
     "smaller",
     "start",
+    "state_dict",
     "topk",
     "where",
 ]
@@ -65,6 +66,7 @@ COMMANDS = {
     "bench collectives": "--workers --threads --sizes --via --seconds --draw",
     "bench training": "--workers --threads --model --batch --steps --sync",
     "report": "folder",
+    "export": "folder out --part --force",
 }
 
 

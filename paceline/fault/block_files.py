@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,25 +23,14 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.fault import disk
 from paceline.fault.disk import WrittenFile
-from paceline.fault.file_layout import FileLayout, image
+from paceline.fault.file_layout import NAMES, FileLayout, image
 from paceline.formatting import choices
 from paceline.state.blocks import BlockIndex, Box, StoredBlock, StoredTensor, overlap, sizes, whole, within
 from paceline.state.snapshot import DTYPES, SAFE, Snapshot, lift
 from paceline.state.versioned import SHOWN
 
 INDEX: Final = "blocks.json"
-_STORED: Final = {  # safetensors' names of dtypes
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_STORED: Final = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -146,6 +135,25 @@ class BlockReader:
             disk.opened(self._folder / name).close()  # no link, no pipe
             self._files[name] = self._open.enter_context(safetensors.safe_open(self._folder / name, "pt"))
         return self._files[name]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by their path, each read when it is asked for, and not kept."""
+
+    def __init__(self, reader: BlockReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, path: str) -> Tensor:
+        return self._reader.read(path)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._reader.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.index)
+
+    def __len__(self) -> int:
+        return len(self._reader.index)
 
 
 def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:

@@ -24,7 +24,7 @@ from paceline.state.snapshot import Json, Snapshot, plain, raw
 
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNED: Final = 8  # bytes: where the tensors begin, and what the header is filled up to
-_NAMES: Final = {
+NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -87,7 +87,7 @@ def image(snapshot: Snapshot) -> FileLayout:
     tensors, notes = plain(snapshot.tensors)
     order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))  # so that each is aligned for its dtype
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
-    return FileLayout(tree, _head({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
+    return FileLayout(tree, header({path: tensors[path] for path in order}), tuple(tensors[path] for path in order))
 
 
 def received(whole: Tensor) -> FileLayout:
@@ -98,12 +98,16 @@ def received(whole: Tensor) -> FileLayout:
     return FileLayout(json.loads(bytes(data[_LENGTH.size : begin])), b"", (whole[begin:],))
 
 
-def _head(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, Any] = {}
+def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
+    """Write the beginning of a file of safetensors, whose bytes follow in this order; `notes` is what such files say of themselves.
+
+    Only dtypes and shapes are looked at: tensors may be on the device "meta".
+    """
+    entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(notes)}
     end = 0
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        entries[path] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[path] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNED)
     return _LENGTH.pack(len(text)) + text

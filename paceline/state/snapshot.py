@@ -108,6 +108,11 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
     return Snapshot(version, tree, encoder.tensors)
 
 
+def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """Make the state that a part of a snapshot's tree stands for; each tensor that it refers to is asked for once, and copied."""
+    return _Decoder(tensors).decode(tree)
+
+
 def raw(tensor: Tensor) -> Tensor:
     """Return the bytes of any dense tensor, as a 1-D uint8 tensor on the CPU."""
     return flat(tensor.detach().cpu())
