@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-EXACT = 1e-5  # |w - reference| / |reference| after all steps, of peers that compute the mean gradient
+EXACT = 1e-5  # |w - reference| / |reference| after the warm-up steps, of peers that compute the mean gradient
 HALF = 1e-3  # the same, of gradients rounded to half precision
+ROUNDED = 0.1  # the same after all steps, in terms of a lone worker's: what rounding may have come to where a net has kinks (ReLU, max)
 PERIOD = 4  # steps between two averages of post-local SGD: timed steps are a multiple of it
 WARM = 3  # steps before the timed ones
 SLOW = 2.0  # seconds of a step from which fewer are tried for the bucket size

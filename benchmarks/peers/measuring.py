@@ -119,7 +119,8 @@ class Measurement:
                 saved = _weights(key).with_suffix(".new")
                 answers = launch(PEERS["none"], where, (*self._arguments(cell), "--save", str(saved)), deadline=2 * self._patience(cell))
                 saved.rename(_weights(key))
-            known = self.records.add({"kind": "reference", **key, **{name: answers[0][name] for name in ("alone", "moved", "sha256")}})
+            seen = {name: answers[0][name] for name in ("alone", "alone_warmed", "moved", "sha256")}
+            known = self.records.add({"kind": "reference", **key, **seen})
         telling(known, cell.name)
         return known
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import duration
 from benchmarks.peers import environments, summary
-from benchmarks.peers.catalogue import EXACT, HALF, MODELS, PEERS, SETTINGS, WARM
+from benchmarks.peers.catalogue import EXACT, HALF, MODELS, PEERS, ROUNDED, SETTINGS, WARM
 from benchmarks.peers.environments import InstallError
 from benchmarks.peers.summary import OURS
 
@@ -98,8 +98,9 @@ round by round, each round is a launch of its own ({WARM} steps to warm up, then
 tables have the median over rounds of a launch's mean step, the slowest worker's; quartiles over rounds; and the ratio of medians to
 paceline's with a 90 % bootstrap interval over rounds. **Above 1, paceline is faster.**
 
-**Each launch is checked**: as many workers as asked for, in one job, and after the last step the weights of one process that was given the
-whole global batch, within {EXACT:g} of their norm. Peers that are inexact by design are held to less: gradients in half precision to
+**Each launch is checked**: as many workers as asked for, in one job, and the weights of one process that was given the whole global
+batch: within {EXACT:g} of their norm after the warm-up, and after the last step within {ROUNDED:g} of what a worker is off that never
+exchanged, as rounding grows at the kinks of ReLU. Peers that are inexact by design are held to less: gradients in half precision to
 {HALF:g}; PowerSGD and local SGD to equal weights on all workers, nearer to the reference than those of a worker that never exchanged.
 A peer that fails has no time.
 

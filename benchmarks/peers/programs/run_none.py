@@ -22,11 +22,14 @@ def main() -> None:
         job.finish(0, 1)
         return
     weights = workload.flat(job.model)
-    torch.save(weights, options.save)
+    assert job.warmed is not None
+    torch.save({"weights": weights, "warmed": job.warmed}, options.save)
     lone = workload.Job(options)
     lone.train(lone.model, lone.optimizer(), lone.dealt(0, options.workers))
     moved = workload.distance(workload.flat(workload.build(options.model, options.seed)), weights)
-    job.finish(0, 1, moved=moved, alone=workload.distance(workload.flat(lone.model), weights))
+    assert lone.warmed is not None
+    alone_warmed = workload.distance(lone.warmed, job.warmed)
+    job.finish(0, 1, moved=moved, alone=workload.distance(workload.flat(lone.model), weights), alone_warmed=alone_warmed)
 
 
 if __name__ == "__main__":

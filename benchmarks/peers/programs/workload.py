@@ -117,7 +117,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     arguments.add_argument("--warm", type=int, default=3, help="steps before those (default %(default)s)")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--digits", type=Path, help="scikit-learn's digits, as the driver wrote them")
-    arguments.add_argument("--reference", type=Path, help="weights that one process has after these steps")
+    arguments.add_argument("--reference", type=Path, help="weights that one process has before and after the timed steps")
     arguments.add_argument("--out", type=Path, required=True, help="folder for rank-R.json")
     return arguments
 
@@ -138,6 +138,7 @@ class Job:
         self._times: list[float] = []
         self._losses: list[Tensor] = []
         self._sent = [(0, 0), (0, 0)]
+        self.warmed: Tensor | None = None  # the weights before the timed steps
 
     def optimizer(self, model: nn.Module | None = None) -> torch.optim.SGD:
         """The optimizer that every peer is given."""
@@ -160,7 +161,7 @@ class Job:
         while True:
             for batch in loader:
                 if len(self._times) == self.warm:
-                    self._sent[0] = sent()
+                    self._sent[0], self.warmed = sent(), flat(self.model)
                 self._times.append(time.perf_counter())
                 if len(self._times) > total:
                     self._sent[1] = sent()
@@ -190,7 +191,7 @@ class Job:
     def finish(self, rank: int, size: int, *packages: str, model: nn.Module | None = None, **more: object) -> None:
         """Write what this worker saw; `model` where it isn't the job's own, `packages` whose versions are told."""
         weights = flat(model or self.model)
-        reference = None if self.options.reference is None else torch.load(self.options.reference, weights_only=True)
+        known = None if self.options.reference is None else torch.load(self.options.reference, weights_only=True)
         seen = {
             "rank": rank,
             "size": size,
@@ -199,7 +200,8 @@ class Job:
             "losses": [float(loss) for loss in self._losses],
             "sent": {kind: after - before for kind, before, after in zip(("links", "loopback"), *self._sent, strict=True)},
             "sha256": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
-            "away": None if reference is None else distance(weights, reference),
+            "away": None if known is None else distance(weights, known["weights"]),
+            "away_warmed": None if known is None or self.warmed is None else distance(self.warmed, known["warmed"]),
             "versions": {package: importlib.metadata.version(package) for package in ("torch", *packages)},
             **more,
         }
