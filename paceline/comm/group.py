@@ -153,6 +153,19 @@ class UncheckedAllReduce(Protocol):
         ...
 
 
+@runtime_checkable
+class WritesResults(Protocol):
+    """A group that can write what it gathers and reduces into tensors that the caller has already, without a copy between."""
+
+    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor]) -> Work[list[Tensor]]:
+        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
+        ...
+
+    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
+        ...
+
+
 def pieces(numel: int, size: int) -> list[tuple[int, int]]:
     """Cut `numel` elements into (start, stop) of each rank's piece: contiguous, sizes differ by at most one, the first ones are larger."""
     base, extra = divmod(numel, size)

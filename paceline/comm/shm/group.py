@@ -126,13 +126,19 @@ class SharedGroup:
         return out
 
     def reduce_scatter(self, x: Tensor, *, op: Op = "sum", name: str | None = None) -> Work[Tensor]:
-        call = _here(reducing("reduce_scatter", x, op, name), x)
+        return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, name), x), None)
+
+    def reduce_scatter_into(self, x: Tensor, out: Tensor, *, op: Op = "sum") -> Work[Tensor]:
+        """Reduce `x` and write piece `rank` to `out`, contiguous and 1-D, as long as `pieces` says."""
+        return self._reduce_scatter(x, op, _here(reducing("reduce_scatter", x, op, None), x), out)
+
+    def _reduce_scatter(self, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None) -> Work[Tensor]:
         self.traffic.within += x.numel() * x.element_size() * (self.size - 1) // self.size
 
         def steps() -> Steps:
             if call.flaw:
                 yield from self.segment.meet(call)
-            return (yield from reductions.reduce_scatter(self.segment, flat(x), op, call))
+            return (yield from reductions.reduce_scatter(self.segment, flat(x), op, call, out))
 
         return self._queue.start(call, steps())
 
@@ -156,13 +162,21 @@ class SharedGroup:
         return self._queue.start(call, steps())
 
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
-        call = _here(rows("all_gather", x, name), x)
+        return self._all_gather(x, _here(rows("all_gather", x, name), x), [])
+
+    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor]) -> Work[list[Tensor]]:
+        """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
+        call = _here(rows("all_gather", x, None), x)
+        return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
+
+    def _all_gather(self, x: Tensor, call: CallFingerprint, outs: list[Tensor]) -> Work[list[Tensor]]:
         outgoing = self._outgoing(call, [(ALL, x)])
-        outs: list[Tensor] = []
 
         def land(shapes: list[Any]) -> Landing:
-            outs.extend(fresh(shape, x.dtype) for shape in shapes)
-            outs[self.rank].copy_(x.detach())
+            if not outs:
+                outs.extend(fresh(shape, x.dtype) for shape in shapes)
+            if outs[self.rank].data_ptr() != x.data_ptr():
+                outs[self.rank].copy_(x.detach())
             return [(r, out) for r, out in enumerate(outs) if r != self.rank]
 
         def steps() -> Steps:

@@ -139,14 +139,14 @@ def all_reduce_small(segment: ControlSegment, x: Tensor, out: Tensor, op: Op, ca
     fold([segment.small(r, parity, x.numel(), x.dtype) for r in range(segment.size)], out, op)
 
 
-def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint) -> Steps:
-    """Return this rank's piece of the reduction of `x`, contiguous and 1-D."""
+def reduce_scatter(segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint, out: Tensor | None = None) -> Steps:
+    """Return this rank's piece of the reduction of `x`, contiguous and 1-D; in `out`, if that is given."""
     me, size, item, base = segment.rank, segment.size, x.element_size(), segment.turn
     cut = pieces(x.numel(), size)
     room = segment.block // size  # bytes of a part of a stage
     width = room // item
     first = cut[me][0]
-    out = fresh((cut[me][1] - first,), x.dtype)
+    out = fresh((cut[me][1] - first,), x.dtype) if out is None else out
     source = x.data_ptr()
 
     def stage(k: int) -> None:
