@@ -38,7 +38,7 @@ def create(options: Any, _: Any = None) -> GroupBackend:
         device, _ = sockets._listen(address(place))
         return sockets.connect(device, store.sub("peers").torch, rank, size, seconds)
 
-    return GroupBackend(group, options.store, timeout=options.timeout, peers=peers, ranks=options.global_ranks_in_group)
+    return GroupBackend(group, options.store, timeout=options.timeout, peers=peers)
 
 
 def _place() -> Place:

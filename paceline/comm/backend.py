@@ -45,11 +45,10 @@ Finish = Callable[[Any], Any]
 class GroupBackend(ProcessGroup):
     """A process group of torch.distributed over a `Group`. `peers` sends and receives between two ranks (a process group of Gloo)."""
 
-    def __init__(self, group: Group, store: Store, *, timeout: timedelta, peers: Callable[[], ProcessGroup], ranks: Sequence[int]) -> None:
+    def __init__(self, group: Group, store: Store, *, timeout: timedelta, peers: Callable[[], ProcessGroup]) -> None:
         super().__init__(group.rank, group.size)
         self._group, self._store, self._timeout = group, store, timeout
         self._make_peers, self._peers = peers, None
-        self._ranks = tuple(ranks)
         self._completer = Completer()
         self._sequence = 0
         self._coalesced: list[BackendWork] | None = None
@@ -57,7 +56,7 @@ class GroupBackend(ProcessGroup):
 
     # ---- what torch asks of every process group
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """The name of this backend."""
         return "paceline"
 
