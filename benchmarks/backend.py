@@ -1,0 +1,177 @@
+"""The backend against Gloo: scripts that never heard of paceline, on `init_process_group("gloo")` and on `init_process_group("paceline")`.
+
+Two crews run the same programs, DDP, FSDP2 and tensor parallelism by hand, and take turns round by round. At the end the weights of both
+must agree.
+
+    python benchmarks/backend.py [--programs ddp fsdp2 tensor] [--workers 2] [--rounds 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harness import Crew, Message, Row, arguments, interleave, ratio, report, serve
+from training import SETUPS, build, dealt, place
+
+HERE = Path(__file__).resolve().parent
+MODEL = "gpt-19m"
+BACKENDS = ("gloo", "paceline")
+BARS = {"ddp": 1.15, "fsdp2": 1.4, "tensor": 1.25}  # how many times faster, at least
+AWAY = 1e-4  # |difference| / |weights| between the backends after all rounds, at most
+
+
+def ddp(model: Any) -> Any:
+    """Wrap a model as the tutorial of DistributedDataParallel does."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: Any) -> Any:
+    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def tensor(model: Any) -> Any:
+    """Cut the layers of a model as the tutorial of tensor parallelism does; a worker has half of the heads, so it cuts q, k and v at once."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        block.attention.heads //= mesh.size()
+        plan = {"attention.qkv": ColwiseParallel(), "attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+        attend(block.attention, model.shape.d // mesh.size())
+    return model
+
+
+def attend(attention: Any, width: int) -> None:
+    """Give an attention module the forward of its half of the heads."""
+    from torch.nn import functional as F
+
+    def forward(x: Any) -> Any:
+        batch, tokens, _ = x.shape
+        q, k, v = attention.qkv(x).view(batch, tokens, 3, attention.heads, width // attention.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attention.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+    attention.forward = forward
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {"ddp": ddp, "fsdp2": fsdp2, "tensor": tensor}
+
+
+class Worker:
+    """One worker with all programs on one backend."""
+
+    def __init__(self, backend: str, rank: int, size: int, programs: list[str]) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if backend == "paceline":
+            import paceline.backend  # noqa: F401
+
+        torch.set_num_threads(1)
+        dist.init_process_group(backend)
+        self.models: dict[str, Any] = {}
+        self.programs = {name: self.train(name, rank, size) for name in programs}
+
+    def train(self, name: str, rank: int, size: int) -> Iterator[None]:
+        """Train a step whenever the next one is asked for. Workers that cut the layers of one model have the same samples."""
+        import torch
+
+        model, loss, data = build(MODEL)
+        self.models[name] = model
+        wrapped = PROGRAMS[name](model)
+        loader = dealt(data, MODEL, 0, 1) if name == "tensor" else dealt(data, MODEL, rank, size)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+        while True:
+            for x, y in loader:
+                value = loss(wrapped(x), y)
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    def handle(self, message: Message) -> Message:
+        if "program" not in message:
+            return {name: self.weights(name) for name in self.programs}
+        program = self.programs[message["program"]]
+        next(program)  # warms the caches and brings the workers together
+        start = time.perf_counter()
+        for _ in range(message["steps"]):
+            next(program)
+        return {"seconds": (time.perf_counter() - start) / message["steps"]}
+
+    def weights(self, name: str) -> list[float]:
+        """Some of the weights, by which both backends are compared."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.models[name].parameters()]
+        return [float(x) for x in torch.cat([p.detach().reshape(-1) for p in whole])[::997]]
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a step of every program on both backends in every round; raises where their weights differ at the end."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        crews = {}
+        for backend in BACKENDS:
+            command = [*launch, str(HERE / "backend.py"), "--serve", backend, "--programs", *options.programs]
+            crews[backend] = stack.enter_context(Crew(backend, [command], options.workers, folder=folder))
+
+        def asking(backend: str, program: str) -> Callable[[], float]:
+            steps = options.steps or SETUPS[MODEL].steps
+            return lambda: max(answer["seconds"] for answer in crews[backend].ask(program=program, steps=steps))
+
+        variants = {f"{program} on {backend}": asking(backend, program) for program in options.programs for backend in BACKENDS}
+        samples = interleave(variants, options.rounds, warmup=2)
+        theirs, ours = (crews[backend].ask()[0] for backend in BACKENDS)
+    for program in options.programs:
+        away = sum((a - b) ** 2 for a, b in zip(theirs[program], ours[program], strict=True)) / sum(a * a for a in theirs[program])
+        if away**0.5 > AWAY:
+            raise RuntimeError(f"{program}: the weights on the backends are {away**0.5:.2e} apart, more than {AWAY:g}")
+    return samples
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", "backend", rounds=30)
+    parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="steps of a round")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        rank, size = place()
+        serve(rank, Worker(options.serve, rank, size, options.programs).handle)
+        return
+    samples = measure(options)
+    rows = []
+    for program in options.programs:
+        theirs, ours = (samples[f"{program} on {backend}"] for backend in BACKENDS)
+        seconds = {"gloo": statistics.median(theirs), "paceline": statistics.median(ours)}
+        what = f"{program} by hand, GPT 19 M, {options.workers} workers"
+        rows.append(Row(what, seconds, "step: gloo / paceline", ratio(theirs, ours), least=BARS[program]))
+    if not report("backend", rows, options, samples) and options.check:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
