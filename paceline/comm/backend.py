@@ -46,9 +46,10 @@ class GroupBackend(ProcessGroup):
     """A process group of torch.distributed over a `Group`. `peers` sends and receives between two ranks (a process group of Gloo)."""
 
     def __init__(self, group: Group, store: Store, *, timeout: timedelta, peers: Callable[[], ProcessGroup]) -> None:
-        super().__init__(group.rank, group.size)
+        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the one that can be subclassed
         self._group, self._store, self._timeout = group, store, timeout
-        self._make_peers, self._peers = peers, None
+        self._make_peers = peers
+        self._peers: Any = None
         self._completer = Completer()
         self._sequence = 0
         self._coalesced: list[BackendWork] | None = None
@@ -73,7 +74,7 @@ class GroupBackend(ProcessGroup):
         self._named = name
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         """What torch says this group is for."""
         return self._described
 
@@ -81,7 +82,7 @@ class GroupBackend(ProcessGroup):
         self._described = text
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> GroupBackend:  # type: ignore[override]
@@ -114,7 +115,7 @@ class GroupBackend(ProcessGroup):
 
     # ---- reductions
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce the one tensor given, in place."""
         return self._all_reduce([self._one(tensors, "all_reduce")], opts, tensors)
 
@@ -141,7 +142,7 @@ class GroupBackend(ProcessGroup):
 
         return self._begin(Composite([self._group.all_gather(x) for x in tensors]), finish, opts, outputs)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce to one rank, in place there; the tensors of others stay."""
         x, op = self._one(tensors, "reduce"), _reduction(opts)
         root = opts.rootRank if opts is not None else 0
@@ -151,7 +152,7 @@ class GroupBackend(ProcessGroup):
         out = _real(x) if self._group.rank == root else torch.empty_like(_real(x), memory_format=torch.contiguous_format)
         return self._begin(self._group.all_reduce(_real(x), op=op, out=out), None, opts, tensors)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may differ between ranks."""
         out, parts = self._one(outputs, "reduce_scatter"), inputs[0]
         if len(parts) != self._group.size:
@@ -190,7 +191,7 @@ class GroupBackend(ProcessGroup):
 
     # ---- gathering and dealing
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Gather the tensors of all ranks, which may differ in the first dim, into a list."""
         x, outs = self._one(inputs, "all_gather"), self._one(outputs, "all_gather")
         if len(outs) != self._group.size:
@@ -222,12 +223,12 @@ class GroupBackend(ProcessGroup):
             return self._begin(self._group.all_gather_into(x, outs), None, opts, outputs)
         return self._begin(self._group.all_gather(x), lambda parts: _copy_all(outs, parts), opts, outputs)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Give all ranks the values of one, in place."""
         x = self._one(tensors, "broadcast")
         return self._begin(self._group.broadcast(x, root=opts.rootRank if opts is not None else 0), None, opts, tensors)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Gather the tensors of all ranks at one."""
         x, root, me = self._one(inputs, "gather"), opts.rootRank if opts is not None else 0, self._group.rank
         if me != root:
@@ -236,7 +237,7 @@ class GroupBackend(ProcessGroup):
         outs[me].copy_(x)
         return self._begin(self._group.exchange([], [(r, out) for r, out in enumerate(outs) if r != me]), None, opts, outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Give each rank its tensor of a list that one rank has."""
         out, root, me = self._one(outputs, "scatter"), opts.rootRank if opts is not None else 0, self._group.rank
         if me != root:

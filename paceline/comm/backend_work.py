@@ -32,7 +32,7 @@ class BackendWork(TorchWork):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended; at most `timeout` (None or nothing: the deadline of the group). Raises what ended it."""
         self.complete(timeout.total_seconds() if timeout else None)
         return True
@@ -71,7 +71,7 @@ class BackendWork(TorchWork):
         """Whether the operation has ended well."""
         return self.is_completed() and self._error is None
 
-    def exception(self) -> BaseException | None:  # type: ignore[override]
+    def exception(self) -> BaseException | None:
         """The error that ended the operation, if one has."""
         return self._error
 
@@ -104,7 +104,7 @@ def _settle(future: torch.futures.Future[Any], error: BaseException | None, outp
     if error is None:
         future.set_result(outputs)
     else:
-        future.set_exception(error)  # type: ignore[arg-type]
+        future.set_exception(error)
 
 
 class Composite:
