@@ -3,14 +3,21 @@
     import paceline.backend
     dist.init_process_group("paceline")
 
+    python -m paceline.backend train.py        a script that isn't touched: what asks for Gloo gets paceline
+    torchrun ... -m paceline.backend train.py
+    paceline run --backend paceline train.py
+
 DDP, fully_shard, DTensor and all else that stands on torch.distributed then exchange CPU tensors by paceline's groups: through shared
 memory inside a host, one copy per host between hosts. Started by torchrun, `paceline run`, Slurm or MPI, or with ranks of your own.
 """
 
 from __future__ import annotations
 
+import runpy
 import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +42,7 @@ def create(options: Any, _: Any = None) -> GroupBackend:
     group = everyone(context)
 
     def peers() -> Any:
-        device, _ = sockets._listen(address(place))
-        return sockets.connect(device, store.sub("peers").torch, rank, size, seconds)
+        return sockets.connect_lazily(address(place), store.sub("peers").torch, rank, size, seconds)
 
     return GroupBackend(group, options.store, timeout=options.timeout, peers=peers)
 
@@ -59,4 +65,30 @@ def register() -> None:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 
+def replace_gloo() -> None:
+    """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for nothing where no GPU is."""
+    torch_distributed = dist.distributed_c10d
+    make = torch_distributed._new_process_group_helper
+
+    def make_ours(group_size: int, group_rank: int, global_ranks: Any, backend: Any, *args: Any, **options: Any) -> Any:
+        asked = str(backend).lower()
+        ours = asked in ("gloo", "cpu:gloo") or (asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available())
+        chosen = dist.Backend(NAME) if ours else backend
+        return make(group_size, group_rank, global_ranks, chosen, *args, **options)
+
+    torch_distributed._new_process_group_helper = make_ours
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script as Python would, with this backend in the place of Gloo."""
+    if not arguments:
+        raise SystemExit("usage: python -m paceline.backend SCRIPT [ARGUMENTS]")
+    replace_gloo()
+    sys.argv[:] = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 register()
+if __name__ == "__main__":
+    main(sys.argv[1:])

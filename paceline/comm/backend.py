@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.backend_work import BackendWork, Completer, Composite, Joined, ended
+from paceline.comm.backend_work import BackendWork, Completer, Composite, Joined, PairWork, ended
 from paceline.comm.group import Group, Op, Work, WritesResults
 from paceline.errors import UsageError
 
@@ -274,16 +274,20 @@ class GroupBackend(ProcessGroup):
 
     # ---- between two ranks
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> BackendWork:
         """Send a tensor to one rank."""
-        return self._pair().send(tensors, to, tag)
+        work = PairWork(self._pair().send(tensors, to, tag), f"rank {self._group.global_rank(to)} has not received what was sent to it")
+        return self._begin(work, None, None, tensors)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from one rank."""
-        return self._pair().recv(tensors, source, tag)
+        work = PairWork(
+            self._pair().recv(tensors, source, tag), f"rank {self._group.global_rank(source)} has not sent what is awaited from it"
+        )
+        return self._begin(work, None, None, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive a tensor from the rank that sends first."""
+        """Receive a tensor from the rank that sends first; the work knows from which one it came."""
         return self._pair().recv_anysource(tensors, tag)
 
     def _pair(self) -> Any:

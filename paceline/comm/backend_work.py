@@ -16,6 +16,7 @@ else:
     from torch.distributed import Work as TorchWork
 
 from paceline.comm.group import Finished, Work
+from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
 
 
 class BackendWork(TorchWork):
@@ -138,6 +139,31 @@ class Joined:
 
     def exception(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+
+class PairWork:
+    """A send or a receive of Gloo's (a `Work`), whose errors name the other rank. `what`: the operation, for messages."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work, self._what = work, what
+        self._error: PacelineError | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._error is None:
+            try:
+                self._work.wait(timedelta(seconds=timeout)) if timeout else self._work.wait()
+            except RuntimeError as error:
+                late = "imed out" in str(error) or "imeout" in str(error)
+                kind, why = (DeadlineExceeded, f"not within {timeout:g} s") if late else (WorkerLost, str(error).splitlines()[0])
+                self._error = kind(f"{self._what}: {why}")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._error is not None or bool(self._work.is_completed())
+
+    def exception(self) -> BaseException | None:
+        return self._error
 
 
 class Completer:

@@ -171,6 +171,14 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     return group
 
 
+def connect_lazily(address: str, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
+    """Make a ProcessGroupGloo whose ranks connect when two of them first exchange something; waits for nobody."""
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+    options._timeout = timedelta(seconds=max(3.0, deadline))
+    return ProcessGroupGloo(store, rank, size, options)
+
+
 def _sockets() -> dict[int, str]:
     """List the descriptors of this process that are internet sockets, with the kernel's name of each. Others may be closed meanwhile."""
     names = {}
