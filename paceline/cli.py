@@ -39,6 +39,7 @@ Script = Annotated[Path, typer.Argument(help="The training script; what stands a
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 Name = Annotated[str | None, typer.Option(help="Name of the run folder; default: the date and time.")]
 Servers = Annotated[int | None, typer.Option(help="Parameter servers, for a strategy that has them; default: one on each host.")]
+Backend = Annotated[str | None, typer.Option(help="For scripts that use torch.distributed: 'paceline' is what they get instead of Gloo.")]
 Sync = Annotated[str | None, typer.Option(help="Strategy as text, such as 'AllReduce(via=\"ring\")'; replaces the script's own.")]
 
 MinWorkers = Annotated[int | None, typer.Option(help="Go on when workers die, as long as there are so many in all.")]
@@ -79,6 +80,7 @@ def run(
     restarts: Restarts = 0,
     patience: Patience = 600.0,
     servers: Servers = None,
+    backend: Backend = None,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
     job = launch.LaunchRequest(
@@ -97,6 +99,7 @@ def run(
         restarts=restarts,
         patience=patience,
         servers=servers,
+        backend=backend,
     )
     raise typer.Exit(_start(job, interface))
 

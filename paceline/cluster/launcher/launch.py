@@ -58,7 +58,7 @@ class LaunchRequest:
     OMP_NUM_THREADS where it is set); `sync`, `name` and `servers` reach `start()` as PACELINE_SYNC, PACELINE_NAME and PACELINE_SERVERS.
     `placement` says how ranks are dealt to hosts (see `deal`). With `min_workers` the job goes on when workers die, as long as there are
     so many; up to `restarts` of them are started again on this host. With fewer it saves, and waits so many seconds (`patience`) for
-    others to come.
+    others to come. `backend`: what scripts that use torch.distributed by themselves get in the place of Gloo ("paceline"; None: Gloo).
     """
 
     script: str
@@ -77,6 +77,13 @@ class LaunchRequest:
     restarts: int = 0
     patience: float = 600.0
     servers: int | None = None
+    backend: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """The command of a worker."""
+        before = [] if self.backend is None else ["-m", "paceline.backend"]
+        return [sys.executable, *before, self.script, *self.args]
 
 
 def run(job: LaunchRequest, environ: Mapping[str, str] | None = None) -> int:
@@ -162,6 +169,10 @@ def check(job: LaunchRequest) -> None:
         raise UsageError(f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}")
     if not job.patience >= 0:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
+    if job.backend is not None and job.backend != "paceline":
+        raise UsageError(f"--backend {job.backend} is unknown; possible is paceline, which scripts get that ask torch.distributed for Gloo")
+    if job.backend is not None and job.min_workers is not None:
+        raise UsageError("--backend is for scripts that use torch.distributed, which survives no losses: leave out --min-workers")
     if job.restarts < 0 or (job.restarts and job.min_workers is None):
         raise UsageError(f"--restarts {job.restarts} needs --min-workers N, and has to be 0 or more")
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
@@ -306,7 +317,7 @@ def _first_tasks(job: LaunchRequest, shared: dict[str, str], mine: _HostOffer, r
         page = _page(mine.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         worker_number = mine.offer.numbers[local] if mine.agent is not None else None
-        tasks.append(WorkerCommand(rank, [sys.executable, job.script, *job.args], environ, tuple(descriptors), page, worker_number))
+        tasks.append(WorkerCommand(rank, job.command, environ, tuple(descriptors), page, worker_number))
     return tasks
 
 
@@ -352,7 +363,7 @@ def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer,
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         worker_number = commands.named(random.randbits(32), port)
         yield WorkerCommand(
-            rank, [sys.executable, job.script, *job.args], environ, (lent, store.fileno()), page, worker_number, joining=True
+            rank, job.command, environ, (lent, store.fileno()), page, worker_number, joining=True
         )
 
 
