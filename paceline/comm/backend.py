@@ -10,6 +10,7 @@ An operation is checked before anything moves: workers that call different thing
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -43,17 +44,31 @@ Finish = Callable[[Any], Any]
 
 
 class GroupBackend(ProcessGroup):
-    """A process group of torch.distributed over a `Group`. `peers` sends and receives between two ranks (a process group of Gloo)."""
+    """A process group of torch.distributed over the `Group` that `meet` makes when the ranks first exchange something.
 
-    def __init__(self, group: Group, store: Store, *, timeout: timedelta, peers: Callable[[], ProcessGroup]) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]  # the one that can be subclassed
-        self._group, self._store, self._timeout = group, store, timeout
-        self._make_peers = peers
+    `ranks`: what its members are called among all workers. `peers` makes what sends and receives between two ranks (a group of Gloo).
+    """
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], meet: Callable[[], Group], store: Store, *, timeout: timedelta, peers: Callable[[], Any]
+    ) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # the one that can be subclassed
+        self._rank, self._size, self._ranks = rank, len(ranks), tuple(ranks)
+        self._meet, self._make_peers, self._store, self._timeout = meet, peers, store, timeout
+        self._made: Group | None = None
+        self._lock = threading.Lock()
         self._peers: Any = None
         self._completer = Completer()
         self._sequence = 0
         self._coalesced: list[BackendWork] | None = None
         self._named = self._described = ""
+
+    @property
+    def _group(self) -> Group:
+        if self._made is None:
+            with self._lock:
+                self._made = self._made or self._meet()
+        return self._made
 
     # ---- what torch asks of every process group
 
@@ -106,12 +121,14 @@ class GroupBackend(ProcessGroup):
 
     def abort(self) -> None:
         """End all that is under way with an error, on all ranks."""
-        self._group.abort()
+        if self._made is not None:
+            self._made.abort()
 
     def shutdown(self) -> None:
         """Leave in good order."""
         self._completer.close()
-        self._group.close()
+        if self._made is not None:
+            self._made.close()
 
     # ---- reductions
 
@@ -147,23 +164,23 @@ class GroupBackend(ProcessGroup):
         x, op = self._one(tensors, "reduce"), _reduction(opts)
         root = opts.rootRank if opts is not None else 0
         if callable(op):
-            held = x if self._group.rank == root else x.clone()
+            held = x if self._rank == root else x.clone()
             return self._bitwise([held], op, opts, tensors)
-        out = _real(x) if self._group.rank == root else torch.empty_like(_real(x), memory_format=torch.contiguous_format)
+        out = _real(x) if self._rank == root else torch.empty_like(_real(x), memory_format=torch.contiguous_format)
         return self._begin(self._group.all_reduce(_real(x), op=op, out=out), None, opts, tensors)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may differ between ranks."""
         out, parts = self._one(outputs, "reduce_scatter"), inputs[0]
-        if len(parts) != self._group.size:
-            raise UsageError(f"reduce_scatter: {len(parts)} tensors for {self._group.size} ranks; give one for each rank")
+        if len(parts) != self._size:
+            raise UsageError(f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
         if all(part.numel() == parts[0].numel() for part in parts):
             return self._reduce_scatter(out, torch.cat([part.reshape(-1) for part in parts]), opts, outputs)
         op = _reduction(opts)
         if callable(op):
             raise UsageError("reduce_scatter: bitwise operations need tensors of one size")
         whole = torch.cat([part.reshape(-1) for part in parts])
-        start = sum(part.numel() for part in parts[: self._group.rank])
+        start = sum(part.numel() for part in parts[: self._rank])
         work = self._group.all_reduce(whole, op=op, out=whole)
         return self._begin(work, lambda total: out.copy_(total[start : start + out.numel()].view(out.shape)), opts, outputs)
 
@@ -177,12 +194,12 @@ class GroupBackend(ProcessGroup):
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, opts: Any, outputs: Any) -> BackendWork:
         op = _reduction(opts)
-        if out.numel() * self._group.size != x.numel() or out.dtype != x.dtype:
+        if out.numel() * self._size != x.numel() or out.dtype != x.dtype:
             sizes = f"{out.dtype} {list(out.shape)} of {x.dtype} {list(x.shape)}"
-            raise UsageError(f"reduce_scatter over {self._group.size} ranks can't give {sizes}: its output has that part of the input")
+            raise UsageError(f"reduce_scatter over {self._size} ranks can't give {sizes}: its output has that part of the input")
         if callable(op):
             held = x.clone()
-            take = lambda _: out.copy_(held.view(self._group.size, -1)[self._group.rank].view(out.shape))  # noqa: E731
+            take = lambda _: out.copy_(held.view(self._size, -1)[self._rank].view(out.shape))  # noqa: E731
             return self._joined([self._bitwise([held], op, opts, outputs)], opts, outputs, take)
         if isinstance(self._group, WritesResults) and out.is_contiguous():
             return self._begin(self._group.reduce_scatter_into(_real(x), _real(out).view(-1), op=op), None, opts, outputs)
@@ -194,8 +211,8 @@ class GroupBackend(ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Gather the tensors of all ranks, which may differ in the first dim, into a list."""
         x, outs = self._one(inputs, "all_gather"), self._one(outputs, "all_gather")
-        if len(outs) != self._group.size:
-            raise UsageError(f"all_gather: {len(outs)} tensors for the results of {self._group.size} ranks; give one for each rank")
+        if len(outs) != self._size:
+            raise UsageError(f"all_gather: {len(outs)} tensors for the results of {self._size} ranks; give one for each rank")
         return self._all_gather(outs, x, opts, outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:
@@ -205,11 +222,11 @@ class GroupBackend(ProcessGroup):
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
         """Gather the tensors of all ranks one after another into one."""
-        if output.numel() != source.numel() * self._group.size or output.dtype != source.dtype:
+        if output.numel() != source.numel() * self._size or output.dtype != source.dtype:
             sizes = f"{source.dtype} {list(source.shape)} into {output.dtype} {list(output.shape)}"
-            raise UsageError(f"all_gather over {self._group.size} ranks can't put {sizes}: the output holds the inputs of all ranks")
+            raise UsageError(f"all_gather over {self._size} ranks can't put {sizes}: the output holds the inputs of all ranks")
         if output.is_contiguous():
-            return self._all_gather(list(output.view(self._group.size, *source.shape).unbind()), source, opts, [output])
+            return self._all_gather(list(output.view(self._size, *source.shape).unbind()), source, opts, [output])
         work = self._group.all_gather(source)
         return self._begin(work, lambda parts: output.copy_(torch.stack(parts).view(output.shape)), opts, [output])
 
@@ -230,7 +247,7 @@ class GroupBackend(ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Gather the tensors of all ranks at one."""
-        x, root, me = self._one(inputs, "gather"), opts.rootRank if opts is not None else 0, self._group.rank
+        x, root, me = self._one(inputs, "gather"), opts.rootRank if opts is not None else 0, self._rank
         if me != root:
             return self._begin(self._group.exchange([(root, x)], []), None, opts, outputs)
         outs = self._one(outputs, "gather")
@@ -239,7 +256,7 @@ class GroupBackend(ProcessGroup):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
         """Give each rank its tensor of a list that one rank has."""
-        out, root, me = self._one(outputs, "scatter"), opts.rootRank if opts is not None else 0, self._group.rank
+        out, root, me = self._one(outputs, "scatter"), opts.rootRank if opts is not None else 0, self._rank
         if me != root:
             return self._begin(self._group.exchange([], [(root, out)]), None, opts, outputs)
         parts = self._one(inputs, "scatter")
@@ -254,8 +271,8 @@ class GroupBackend(ProcessGroup):
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> BackendWork:
         """Deal a tensor, cut in its first dim as the splits say, or evenly."""
-        outs = list(output.split(output_splits) if output_splits else output.chunk(self._group.size))
-        parts = list(source.split(input_splits) if input_splits else source.chunk(self._group.size))
+        outs = list(output.split(output_splits) if output_splits else output.chunk(self._size))
+        parts = list(source.split(input_splits) if input_splits else source.chunk(self._size))
         return self._all_to_all(outs, parts, opts, [output])
 
     def _all_to_all(self, outs: list[Tensor], parts: list[Tensor], opts: Any, outputs: Any) -> BackendWork:
@@ -276,14 +293,12 @@ class GroupBackend(ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> BackendWork:
         """Send a tensor to one rank."""
-        work = PairWork(self._pair().send(tensors, to, tag), f"rank {self._group.global_rank(to)} has not received what was sent to it")
+        work = PairWork(self._pair().send(tensors, to, tag), f"rank {self._ranks[to]} has not received what was sent to it")
         return self._begin(work, None, None, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> BackendWork:
         """Receive a tensor from one rank."""
-        work = PairWork(
-            self._pair().recv(tensors, source, tag), f"rank {self._group.global_rank(source)} has not sent what is awaited from it"
-        )
+        work = PairWork(self._pair().recv(tensors, source, tag), f"rank {self._ranks[source]} has not sent what is awaited from it")
         return self._begin(work, None, None, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:

@@ -27,7 +27,7 @@ def backend(group: Group, seconds: float = 20.0) -> GroupBackend:
     def none() -> Any:
         raise AssertionError("nobody sends to one rank alone here")
 
-    return GroupBackend(group, dist.HashStore(), timeout=timedelta(seconds=seconds), peers=none)
+    return GroupBackend(group.rank, range(group.size), lambda: group, dist.HashStore(), timeout=timedelta(seconds=seconds), peers=none)
 
 
 def on_threads(size: int, body: Body) -> list[Any]:
