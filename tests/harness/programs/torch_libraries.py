@@ -1,0 +1,133 @@
+"""A script that never heard of paceline: DDP, FSDP2, tensor parallelism, a pipeline and torch.distributed's own calls, on Gloo.
+
+Rank 0 prints what came of each as JSON; the numbers are those of the workers' different data.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+WIDTH = 12
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return x, x.sum(1, keepdim=True)
+
+
+def numbers(parameters: Any) -> list[float]:
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+    return [float(p.detach().double().sum()) for p in whole]
+
+
+def trained(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = batch(rank)
+    for _ in range(5):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers(model.parameters())
+
+
+def tensor_parallel(mesh: Any) -> nn.Module:
+    return parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def sharded() -> nn.Module:
+    model = network()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def pipeline(rank: int, size: int) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(size)]
+    schedule = Schedule1F1B(PipelineStage(layers[rank], rank, size, torch.device("cpu")), 4, loss_fn=F.mse_loss)
+    x = batch(0)[0]
+    losses: list[Tensor] = []
+    if rank == 0:
+        schedule.step(x)
+    elif rank == size - 1:
+        schedule.step(target=x, losses=losses)
+    else:
+        schedule.step()
+    gradients = torch.zeros(size)
+    gradients[rank] = layers[rank].weight.grad.double().square().sum()
+    dist.all_reduce(gradients)
+    return [float(x) for x in gradients]
+
+
+def calls(rank: int, size: int, mesh: Any) -> dict[str, Any]:
+    """What torch.distributed's own functions give."""
+    found: dict[str, Any] = {}
+    x = torch.arange(4.0) + rank
+    work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)
+    work.wait()
+    found["max"] = x.tolist()
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.broadcast_object_list(told := [f"from {rank}"], src=1)
+    found["objects"], found["told"] = objects, told
+    x = torch.tensor([float(rank)])
+    sent = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, got := torch.zeros(1), (rank - 1) % size)]
+    for work in dist.batch_isend_irecv(sent):
+        work.wait()
+    found["from my left"] = got.tolist()
+    if rank == 0:
+        found["from"] = [dist.recv(got), *got.tolist()]
+    elif rank == 1:
+        dist.send(x + 40, 0)
+    odd = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        dist.all_reduce(x, group=odd)
+    found["two of them"] = x.tolist()
+    found["functional"] = (functional.all_reduce(x, "sum", dist.group.WORLD) + 0).tolist()
+    rows = distribute_tensor(torch.arange(float(2 * size)), mesh, [Shard(0)])
+    found["redistributed"] = rows.redistribute(mesh, [Replicate()]).to_local().tolist()
+    dist.barrier()
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    found = {
+        "ddp": trained(DistributedDataParallel(network()), rank),
+        "fsdp2": trained(sharded(), rank),
+        "tensor": trained(tensor_parallel(mesh), 0),
+        "pipeline": pipeline(rank, size),
+        **calls(rank, size, mesh),
+        "backend": dist.get_backend(),
+    }
+    if rank == 0:
+        print("FOUND", json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

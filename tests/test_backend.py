@@ -1,0 +1,88 @@
+"""The backend in whole jobs: libraries on torch.distributed that never heard of paceline give what they give on Gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.jobs import Ended, Jobs
+
+LIBRARIES = Path(__file__).parent / "harness" / "programs" / "torch_libraries.py"
+
+
+def found(ended: Ended) -> dict[str, Any]:
+    assert ended.code == 0, ended.err
+    line = next(line for line in ended.out.splitlines() if "FOUND " in line)
+    result: dict[str, Any] = json.loads(line.partition("FOUND ")[2])
+    return result
+
+
+def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
+    plain = job.program(LIBRARIES, 3)
+    ours = job.program(LIBRARIES, 3, "--backend", "paceline")
+    wanted, result = found(plain.end(120)), found(ours.end(120))
+    assert (wanted.pop("backend"), result.pop("backend")) == ("gloo", "paceline")
+    for name, value in wanted.items():
+        assert result[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else result[name] == value, name
+
+
+def test_torchrun_starts_it_too(job: Jobs) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline.backend"]
+    assert found(job.start([*torchrun, str(LIBRARIES)]).end(120))["backend"] == "paceline"
+
+
+BY_NAME = """
+import torch.distributed as dist
+import paceline.backend
+
+dist.init_process_group("paceline")
+x = torch.ones(3) * (rank + 1)
+dist.all_reduce(x)
+print(dist.get_backend(), x.tolist(), type(dist.group.WORLD).__name__)
+if rank == 1:
+    os.kill(os.getpid(), 9)
+dist.all_reduce(x)
+"""
+
+
+def test_a_worker_that_dies_is_named_at_once(job: Jobs) -> None:
+    ended = job.run(BY_NAME, 2).end()
+    assert ended.code == 137
+    assert ended.out.count("paceline [3.0, 3.0, 3.0] GroupBackend") == 2
+    assert "WorkerLost: rank 1 has died while rank 0 waits for it in all_reduce" in ended.err
+
+
+APART = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(3 + rank)
+dist.all_reduce(x)
+"""
+
+
+def test_calls_that_differ_are_an_error_instead_of_the_end_of_the_process(job: Jobs) -> None:
+    ended = job.run(APART, 2, "--backend", "paceline").end()
+    assert ended.code == 1
+    assert "Mismatch: workers have come apart: rank 0 at all_reduce (float32 [3]), sum" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backend", "nccl"], "--backend nccl is unknown; possible is paceline"),
+        (["--backend", "paceline", "--min-workers", "1"], "leave out --min-workers"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(job: Jobs, options: list[str], words: str) -> None:
+    ended = job.program(LIBRARIES, 2, *options).end()
+    assert ended.code == 2 and words in ended.last
+
+
+def test_without_a_script_it_says_how_it_is_called(job: Jobs) -> None:
+    ended = job.start([sys.executable, "-m", "paceline.backend"]).end()
+    assert ended.code == 1 and ended.last == "usage: python -m paceline.backend SCRIPT [ARGUMENTS]"
