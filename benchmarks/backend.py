@@ -46,7 +46,7 @@ def fsdp2(model: Any) -> Any:
 
 
 def tensor(model: Any) -> Any:
-    """Cut the layers of a model as the tutorial of tensor parallelism does; a worker has half of the heads, so it cuts q, k and v at once."""
+    """Cut the layers of a model as the tutorial of tensor parallelism does: a worker has its part of the heads."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

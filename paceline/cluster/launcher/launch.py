@@ -362,9 +362,7 @@ def _another(job: LaunchRequest, shared: Mapping[str, str], brought: _HostOffer,
         page = _page(brought.progress, rank, shared)
         environ |= {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
         worker_number = commands.named(random.randbits(32), port)
-        yield WorkerCommand(
-            rank, job.command, environ, (lent, store.fileno()), page, worker_number, joining=True
-        )
+        yield WorkerCommand(rank, job.command, environ, (lent, store.fileno()), page, worker_number, joining=True)
 
 
 def _page(folder: str | None, rank: int, shared: Mapping[str, str]) -> Page | None:
