@@ -5,34 +5,45 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.harness.jobs import Ended, Jobs
+from tests.harness.jobs import Jobs
 
 LIBRARIES = Path(__file__).parent / "harness" / "programs" / "torch_libraries.py"
 
 
-def found(ended: Ended) -> dict[str, Any]:
+def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
+    ended = job.program(LIBRARIES, 3, args=("gloo", "paceline")).end()
     assert ended.code == 0, ended.err
     line = next(line for line in ended.out.splitlines() if "FOUND " in line)
-    result: dict[str, Any] = json.loads(line.partition("FOUND ")[2])
-    return result
-
-
-def test_libraries_give_what_they_give_on_gloo(job: Jobs) -> None:
-    plain = job.program(LIBRARIES, 3)
-    ours = job.program(LIBRARIES, 3, "--backend", "paceline")
-    wanted, result = found(plain.end(120)), found(ours.end(120))
-    assert (wanted.pop("backend"), result.pop("backend")) == ("gloo", "paceline")
+    wanted, found = json.loads(line.partition("FOUND ")[2])
+    assert (wanted.pop("backend"), found.pop("backend")) == ("gloo", "paceline")
     for name, value in wanted.items():
-        assert result[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else result[name] == value, name
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6) if isinstance(value[0], float) else found[name] == value, name
 
 
-def test_torchrun_starts_it_too(job: Jobs) -> None:
+UNTOUCHED = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+dist.monitored_barrier()
+sys.stdout.write(f"{dist.get_backend()} {x.tolist()} {sys.argv} {os.path.basename(sys.path[0])}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_starts_a_script_that_is_not_touched(job: Jobs) -> None:
+    script = job.folder / "untouched.py"
+    script.write_text(UNTOUCHED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline.backend"]
-    assert found(job.start([*torchrun, str(LIBRARIES)]).end(120))["backend"] == "paceline"
+    ended = job.start([*torchrun, str(script), "--some", "7"]).end()
+    assert ended.code == 0, ended.err
+    assert ended.out.count(f"paceline [3.0, 3.0, 3.0] {[str(script), '--some', '7']} {job.folder.name}") == 2
 
 
 BY_NAME = """
@@ -49,11 +60,13 @@ dist.all_reduce(x)
 """
 
 
+@pytest.mark.preloaded
 def test_a_worker_that_dies_is_named_at_once(job: Jobs) -> None:
     ended = job.run(BY_NAME, 2).end()
     assert ended.code == 137
     assert ended.out.count("paceline [3.0, 3.0, 3.0] GroupBackend") == 2
     assert "WorkerLost: rank 1 has died while rank 0 waits for it in all_reduce" in ended.err
+    assert "Of these, rank 1 is on host " in ended.err
 
 
 APART = """
@@ -65,6 +78,7 @@ dist.all_reduce(x)
 """
 
 
+@pytest.mark.preloaded
 def test_calls_that_differ_are_an_error_instead_of_the_end_of_the_process(job: Jobs) -> None:
     ended = job.run(APART, 2, "--backend", "paceline").end()
     assert ended.code == 1

@@ -16,7 +16,7 @@ FLOORS = [
     {"plan"},
     {"notation"},  # below session: start(sync="...") reads it
     {"session"},
-    {"lab", "observe", "compat"},
+    {"lab", "observe", "compat", "backend"},
     {"apps", "bench"},
     {"cli"},
     {"__main__"},

@@ -57,7 +57,7 @@ ARGUMENTS = "sync name folder seed device deadline late_after trace on_nan total
 PREPARING = "self objects loss weigh accumulate shares batchnorm train pad readers shard"  # of Run.prepare
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface --sync --name --placement"
-    " --min-workers --restarts --patience --servers",
+    " --min-workers --restarts --patience --servers --backend",
     "lab run": "cluster script args --fault --sync --name --placement --min-workers --restarts --patience",
     "lab check": "",
     "lab shell": "host command --lab",

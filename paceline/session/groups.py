@@ -19,7 +19,6 @@ from paceline.cluster.topology import Topology
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group import Group
 from paceline.comm.hierarchy.group import HostsGroup
-from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.comm.native.group import TorchGroup
 from paceline.comm.shm.group import SharedGroup
 from paceline.comm.solo import SoloGroup
@@ -46,6 +45,7 @@ class WorkerContext:
     replicate: Replicate = "auto"  # how often buddies get copies of what only one worker has
     page: Page | None = None
     cancel_scope: CancelScope = field(default_factory=CancelScope)  # cancels waits of all groups made with this context
+    names: tuple[int, ...] | None = None  # the ranks of these workers in a larger job, by which errors name them (None: they are all)
 
     @property
     def local(self) -> int:
@@ -144,7 +144,12 @@ def everyone(worker_context: WorkerContext) -> Group:
         try:
             store, place = worker_context.store.sub("host0"), worker_context.place
             return SharedGroup.from_store(
-                store, place.rank, place.size, deadline=worker_context.deadline, cancel_scope=worker_context.cancel_scope
+                store,
+                place.rank,
+                place.size,
+                deadline=worker_context.deadline,
+                ranks=worker_context.names,
+                cancel_scope=worker_context.cancel_scope,
             )
         except ResourceError as error:
             worker_context.say(f"workers exchange through the network stack, several times slower than shared memory: {error}")
@@ -204,23 +209,11 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
         address=address(worker_context.place),
         deadline=worker_context.deadline,
         hosts=worker_context.cluster.where(),
+        ranks=worker_context.names,
         cancel_scope=worker_context.cancel_scope,
     )
     group.trace = worker_context.trace
     return group
-
-
-def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
-    """Make the default group of torch.distributed; None where a group may lose members, or has only one."""
-    place = worker_context.place
-    if place.size == 1 or place.worker is not None:
-        return None
-    nccl = isinstance(group, TorchGroup) and group.backend == "nccl"
-    store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
-    found = DefaultProcessGroup(store, place.rank, place.size, address=address(place), deadline=deadline, nccl=nccl)
-    if found.why:
-        worker_context.say(found.why)
-    return found
 
 
 def _own_devices(worker_context: WorkerContext) -> bool:
@@ -251,7 +244,7 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
                 mine.ranks.index(place.rank),
                 len(mine.ranks),
                 deadline=worker_context.deadline,
-                ranks=mine.ranks,
+                ranks=[flat.global_rank(rank) for rank in mine.ranks],
                 cancel_scope=worker_context.cancel_scope,
             )
         except ResourceError as caught:

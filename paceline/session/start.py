@@ -27,7 +27,7 @@ from paceline.fault.replicate import Replicate, check
 from paceline.notation import strategy as read
 from paceline.session.assemble import Joined, assemble
 from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
-from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone, world
+from paceline.session.groups import CurrentView, WorkerContext, choose_device, everyone
 from paceline.session.record.folder import RunFolder
 from paceline.session.record.hangs import HangDetector, check_lateness
 from paceline.session.record.history import RunHistory
@@ -37,6 +37,7 @@ from paceline.session.record.writer import MetricsWriter
 from paceline.session.replicas.compare import Comparison, Differing
 from paceline.session.run import Run
 from paceline.session.servers import ServerStarter
+from paceline.session.torch_backend import world
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext

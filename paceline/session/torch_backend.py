@@ -3,49 +3,102 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.cluster import network
 from paceline.cluster.discover import Place, discover
 from paceline.cluster.store import Store, address, hosts
-from paceline.comm.backend import GroupBackend
+from paceline.comm.backend.issue import Members
+from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.group import Group
 from paceline.comm.native import sockets
-from paceline.errors import PlaceError
+from paceline.comm.native.default_group import DefaultProcessGroup
+from paceline.comm.native.group import TorchGroup
+from paceline.errors import DeadlineExceeded, PlaceError, WorkerLost
 from paceline.session.groups import WorkerContext, everyone
+
+if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+else:
+    from torch.distributed import PrefixStore, TCPStore
 
 NAME = "paceline"
 
 
-def create(options: Any, _: Any = None) -> GroupBackend:
-    """Make the process group that torch.distributed asks for, of all ranks or of some of them. They meet when they first exchange."""
+LAZY = object()  # asks for a group whose ranks don't wait for each other when it is made
+
+
+def create(options: Any, chosen: Any = None) -> GroupBackend:
+    """Make the process group that torch.distributed asks for, of all ranks or of some of them. `chosen`: its options, None or `LAZY`."""
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
-    place = replace(_place(), rank=rank, size=size, host_rank=None)
+    place = replace(_place(options.store), rank=rank, size=size, host_rank=None)
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
 
-    def meet() -> Group:
-        return everyone(WorkerContext(place, store, hosts(store, place), torch.device("cpu"), seconds, _announce(rank)))
+    def meet() -> Members:
+        cluster = hosts(store, place)
+        if len(cluster.hosts) > 1 and place.meeting is None and place.interface is None:
+            text = f"these {size} workers are on {len(cluster.hosts)} hosts, and meet at no address that would tell which interface to use"
+            raise PlaceError(f"{text}: {network.advice()}, or give init_process_group a TCPStore or init_method='tcp://...'")
+        worker = WorkerContext(place, store, cluster, torch.device("cpu"), seconds, _announce(rank), names=names)
+        return Members(everyone(worker), worker.cluster.names())
 
-    def peers() -> Any:
-        return sockets.connect_lazily(address(place), store.sub("peers").torch, rank, size, seconds)
-
-    names = list(options.global_ranks_in_group) or list(range(size))
-    return GroupBackend(rank, names, meet, options.store, timeout=options.timeout, peers=peers)
+    names = tuple(options.global_ranks_in_group) or tuple(range(size))
+    return GroupBackend(rank, names, meet, options.store, pairs=_pairs(place, store, names, seconds, lazy=chosen is LAZY))
 
 
-def _place() -> Place:
-    """The place of this process: its launcher's, or none where the script says itself who it is."""
+def _pairs(place: Place, store: Store, names: tuple[int, ...], seconds: float, *, lazy: bool) -> Any:
+    """Make what carries messages between two ranks. Connected here, as a message must not wait for what its receiver does before."""
+    here = [f"here/{name}" for name in names]
+    store.put(here[place.rank], True)
     try:
-        return discover()
+        return sockets.connect_plainly(address(place), store.sub("pairs").torch, place.rank, place.size, seconds, lazy=lazy)
+    except RuntimeError as error:
+        absent = tuple(name for name, key in zip(names, here, strict=True) if not store.has([key]))
+        if not absent:
+            raise WorkerLost(f"the {place.size} ranks of a process group can't connect: {str(error).splitlines()[0]}") from error
+        who = ", ".join(map(str, absent))
+        raise DeadlineExceeded(
+            f"rank {who} did not come within {seconds:g} s to make a process group of {place.size} ranks", absent
+        ) from error
+
+
+def _place(store: Any) -> Place:
+    """Return the place of this process: its launcher's, or where `store` is served if the script says itself who it is."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    meeting = (store.host, store.port) if isinstance(store, TCPStore) else None
+    try:
+        place = discover()
     except PlaceError:
-        return Place(hostname=socket.gethostname())
+        place = Place(hostname=socket.gethostname())
+    return place if place.meeting is not None else replace(place, meeting=meeting)
 
 
 def _announce(rank: int) -> Any:
-    return (lambda text: print(f"paceline: {text}", flush=True)) if rank == 0 else (lambda text: None)
+    return (lambda text: print(f"paceline: {text}", file=sys.stderr, flush=True)) if rank == 0 else (lambda text: None)
+
+
+def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
+    """Make the default group of torch.distributed; None where a group may lose members, or has only one."""
+    place = worker_context.place
+    if place.size == 1 or place.worker is not None:
+        return None
+    register()
+    on_gpu = "cpu:gloo,cuda:nccl" if isinstance(group, TorchGroup) and group.backend == "nccl" else "gloo"
+    backend = NAME if worker_context.device.type == "cpu" else on_gpu
+    store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
+    found = DefaultProcessGroup(
+        store, place.rank, place.size, address=address(place), deadline=deadline, backend=backend, options=LAZY if backend == NAME else None
+    )
+    if found.why:
+        worker_context.say(found.why)
+    return found
 
 
 def register() -> None:
@@ -57,7 +110,7 @@ def register() -> None:
 def replace_gloo() -> None:
     """Make torch.distributed give a group of this backend to whoever asks for Gloo, or for nothing where no GPU is."""
     torch_distributed = dist.distributed_c10d
-    make = torch_distributed._new_process_group_helper
+    make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 
     def make_ours(group_size: int, group_rank: int, global_ranks: Any, backend: Any, *args: Any, **options: Any) -> Any:
         asked = str(backend).lower()
@@ -65,4 +118,13 @@ def replace_gloo() -> None:
         chosen = dist.Backend(NAME) if ours else backend
         return make(group_size, group_rank, global_ranks, chosen, *args, **options)
 
+    def wait_for_all(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait as torch does, which asks for Gloo by its name."""
+        waiting = dist.group.WORLD if group is None else group
+        if isinstance(waiting, GroupBackend):
+            waiting.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        else:
+            barrier(group, timeout, wait_all_ranks)
+
     torch_distributed._new_process_group_helper = make_ours  # type: ignore[assignment]
+    torch_distributed.monitored_barrier = dist.monitored_barrier = wait_for_all

@@ -15,6 +15,7 @@ import fcntl
 import gc
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -98,7 +99,9 @@ def keep(three: Sequence[int], given: Sequence[int]) -> None:
 
 
 def become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Run a script to its end, as an interpreter of its own would."""
+    """Run a script to its end, or a module (`-m`), as an interpreter of its own would."""
+    if command[1] == "-m":
+        live(environ, command[1:], lambda: runpy.run_module(command[2], run_name="__main__", alter_sys=True))
     script = command[1]
     sys.path[0] = str(Path(script).parent)
     main = sys.modules["__main__"] = ModuleType("__main__")

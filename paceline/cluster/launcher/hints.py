@@ -11,7 +11,19 @@ from pathlib import Path
 from paceline.timings import DEFAULTS, RendezvousTimings
 
 # Those of `paceline run` that make a job of several workers: after the script they are the script's, and it runs alone.
-SEVERAL = ("-n", "--workers", "--hosts", "--join", "--host-rank", "--secret-file", "--min-workers", "--restarts", "--servers", "--sync")
+SEVERAL = (
+    "-n",
+    "--workers",
+    "--hosts",
+    "--join",
+    "--host-rank",
+    "--secret-file",
+    "--min-workers",
+    "--restarts",
+    "--servers",
+    "--sync",
+    "--backend",
+)
 _LONGEST_SCRIPT = 1 << 20  # bytes that are read of it
 
 

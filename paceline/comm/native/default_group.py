@@ -1,7 +1,7 @@
 """The default process group of torch.distributed, for libraries that ask it for rank and size (torchmetrics and others).
 
-open     where the script has none: Gloo on the job's interface, beside it NCCL where the run has that; on the job's store
-used     by code that asks torch.distributed. Gloo connects then, not before: a start costs a millisecond, and doesn't wait
+open     where the script has none: this package's backend, or Gloo beside NCCL where the run has that; on the job's store and interface
+used     by code that asks torch.distributed. Workers meet then, not before: a start costs a millisecond, and doesn't wait
 close    at the end of the run, with all groups that were made of it
 """
 
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import CodeType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -33,12 +33,15 @@ _TWICE = "pl.start has made the default process group of torch.distributed: use 
 
 
 class DefaultProcessGroup:
-    """The default process group of `size` workers, unless the script has made one. `nccl`: beside Gloo, for tensors on GPUs.
+    """The default process group of `size` workers, unless the script has made one. `backend`: what torch.distributed knows it by,
+    with its `options`.
 
     Raises `PlaceError` where the interface that the environment names isn't there.
     """
 
-    def __init__(self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float, nccl: bool) -> None:
+    def __init__(
+        self, store: TorchStore, rank: int, size: int, *, address: str, deadline: float, backend: str, options: Any = None
+    ) -> None:
         self._set: dict[str, str] = {}  # in the environment, by us
         self._group: dist.ProcessGroup | None = None
         self.why = ""  # there is none at all
@@ -51,10 +54,11 @@ class DefaultProcessGroup:
         if INTERFACE not in os.environ:  # stays until the end: groups that a script makes of this one listen there, too
             self._set[INTERFACE] = os.environ[INTERFACE] = carrier
         hook = sys.excepthook
-        backend, timeout = "cpu:gloo,cuda:nccl" if nccl else "gloo", timedelta(seconds=max(3.0, deadline))
+        timeout = timedelta(seconds=max(3.0, deadline))
         try:
+            dist.ProcessGroupGloo.create_device(interface=carrier, lazy_init=True)  # raises now, not at the first message
             with _setting(LAZY, "1"):
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=options)
         except RuntimeError as error:
             text = f"torch.distributed can't listen on {INTERFACE}={carrier} ({str(error).splitlines()[0]})"
             raise PlaceError(f"{text}: leave that variable out, or name an interface of this machine in it; {network.advice()}") from error

@@ -159,9 +159,7 @@ def _listen(address: str) -> tuple[Any, int]:
 
 def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
     """Make a ProcessGroupGloo over `device`."""
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
-    options._timeout = timedelta(seconds=max(3.0, deadline))
+    options = _options(device, deadline)
     options._threads = 2  # two operations at a time: one sums while the other is on the wire
     try:
         group = ProcessGroupGloo(store, rank, size, options)
@@ -171,12 +169,16 @@ def connect(device: Any, store: TorchStore, rank: int, size: int, deadline: floa
     return group
 
 
-def connect_lazily(address: str, store: TorchStore, rank: int, size: int, deadline: float) -> Any:
-    """Make a ProcessGroupGloo whose ranks connect when two of them first exchange something; waits for nobody."""
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+def connect_plainly(address: str, store: TorchStore, rank: int, size: int, deadline: float, *, lazy: bool) -> Any:
+    """Make a ProcessGroupGloo that nobody watches; `lazy`: ranks connect when both have something for each other, and nobody waits here."""
+    return ProcessGroupGloo(store, rank, size, _options(ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy), deadline))
+
+
+def _options(device: Any, deadline: float) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
     options._timeout = timedelta(seconds=max(3.0, deadline))
-    return ProcessGroupGloo(store, rank, size, options)
+    return options
 
 
 def _sockets() -> dict[int, str]:

@@ -75,7 +75,7 @@ def test_metrics_are_those_of_all_workers(job: Jobs, tmp_path: Path, size: int) 
     assert ended.code == 0, ended.err
     for rank in range(size):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
-        assert found["world"] == [True, rank, size, "gloo"] and found["steps"] == 4
+        assert found["world"] == [True, rank, size, "paceline"] and found["steps"] == 4
         for name in ("plain", "prepared", "training"):
             assert found[name] == pytest.approx(found["wanted"], abs=1e-6), name
         assert found["after"] == [False, False]

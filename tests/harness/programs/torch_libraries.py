@@ -1,11 +1,12 @@
-"""A script that never heard of paceline: DDP, FSDP2, tensor parallelism, a pipeline and torch.distributed's own calls, on Gloo.
+"""A script on torch.distributed alone: DDP, FSDP2, tensor parallelism, a pipeline and torch's own calls, on the backends given.
 
-Rank 0 prints what came of each as JSON; the numbers are those of the workers' different data.
+Rank 0 prints what came of each on each backend as JSON; the numbers are those of the workers' different data.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+import paceline.backend  # noqa: F401
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 WIDTH = 12
@@ -111,12 +114,11 @@ def calls(rank: int, size: int, mesh: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+def found(backend: str, store: Any, rank: int, size: int) -> dict[str, Any]:
+    """What comes of everything on a backend."""
+    dist.init_process_group(backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (size,))
-    found = {
+    results = {
         "ddp": trained(DistributedDataParallel(network()), rank),
         "fsdp2": trained(sharded(), rank),
         "tensor": trained(tensor_parallel(mesh), 0),
@@ -124,9 +126,16 @@ def main() -> None:
         **calls(rank, size, mesh),
         "backend": dist.get_backend(),
     }
-    if rank == 0:
-        print("FOUND", json.dumps(found), flush=True)
     dist.destroy_process_group()
+    return results
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    store, rank, size = next(dist.rendezvous("env://"))
+    results = [found(backend, store, rank, size) for backend in sys.argv[1:]]
+    if rank == 0:
+        print("FOUND", json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import queue
+import atexit
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,19 +17,34 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Work as TorchWork
 
-from paceline.comm.group import Finished, Work
+from paceline.comm.group import Work
 from paceline.errors import DeadlineExceeded, PacelineError, WorkerLost
+
+LOOK = 5e-3  # seconds between two looks for operations whose callers have gone on
+QUIET = 20  # looks without any, after which the thread sleeps until there is one
+FAREWELL = 1.0  # seconds that the thread may take to end
 
 
 class BackendWork(TorchWork):
     """A work of torch.distributed over one of ours. `finish` takes the result of ours to where the caller wants it, once.
 
-    Whoever needs the end pushes the operation: `wait` in the caller, and where the caller has gone on, a thread of the `Completer`.
+    Who needs the end pushes the operation: `wait` in the caller, and where the caller has gone on, the thread of the `completer`.
+    `seconds`: how long to wait (None: the deadline of the group). `locate` adds to an error where the ranks are that it names.
     """
 
-    def __init__(self, work: Work[Any], finish: Callable[[Any], Any] | None, completer: Completer, outputs: Any, seconds: float) -> None:
+    def __init__(
+        self,
+        work: Work[Any],
+        finish: Callable[[Any], Any] | None,
+        outputs: Any,
+        seconds: float | None,
+        *,
+        completer: Completer,
+        locate: Callable[[BaseException], None],
+    ) -> None:
         super().__init__()
-        self._work, self._finish, self._completer, self._outputs, self._seconds = work, finish, completer, outputs, seconds
+        self._work, self._finish, self._outputs, self._seconds = work, finish, outputs, seconds
+        self.completer, self._locate = completer, locate
         self._lock = threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
@@ -40,13 +57,16 @@ class BackendWork(TorchWork):
 
     def complete(self, seconds: float | None = None) -> None:
         """Bring the operation to its end, and raise what ended it."""
-        self.end(seconds)
+        if not self._ended:
+            self.end(seconds)
         if self._error is not None:
             raise self._error
 
     def end(self, seconds: float | None = None) -> None:
         """Bring the operation to its end, without raising what ended it; a wait of `seconds` that passes raises and ends nothing."""
-        with self._lock:
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise DeadlineExceeded(f"the operation has not ended within {seconds:g} s; it may still")
+        try:
             if self._ended:
                 return
             try:
@@ -54,11 +74,14 @@ class BackendWork(TorchWork):
                 if self._finish is not None:
                     self._finish(result)
             except BaseException as error:
+                self._locate(error)
                 if self._work.exception() is None and seconds is not None:
                     raise
                 self._error = error
             self._ended, self._finish = True, None
             future = self._future
+        finally:
+            self._lock.release()
         if future is not None:
             _settle(future, self._error, self._outputs)
 
@@ -73,11 +96,11 @@ class BackendWork(TorchWork):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The error that ended the operation, if one has."""
+        """Return the error that ended the operation, if one has."""
         return self._error
 
     def result(self) -> Any:
-        """The tensors that the operation fills."""
+        """Wait, and return the tensors that the operation fills."""
         self.wait()
         return self._outputs
 
@@ -86,18 +109,18 @@ class BackendWork(TorchWork):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors that the operation fills; a thread of the backend brings it to its end."""
+        """Return a future of the tensors that the operation fills; the thread of the completer brings it to its end."""
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self._ended:
                     _settle(self._future, self._error, self._outputs)
                 else:
-                    self._completer.add(self)
+                    self.completer.add(self, soon=True)
             return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
-        """The same future."""
+        """Return the same future."""
         return self.get_future()
 
 
@@ -108,7 +131,7 @@ def _settle(future: torch.futures.Future[Any], error: BaseException | None, outp
         future.set_exception(error)
 
 
-class Composite:
+class CompositeWork:
     """Several works as one (a `Work`)."""
 
     def __init__(self, works: Sequence[Work[Any]]) -> None:
@@ -124,7 +147,7 @@ class Composite:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
 
-class Joined:
+class JoinedWork:
     """Several works of the backend as one of ours (a `Work`)."""
 
     def __init__(self, works: Sequence[BackendWork]) -> None:
@@ -144,18 +167,21 @@ class Joined:
 class PairWork:
     """A send or a receive of Gloo's (a `Work`), whose errors name the other rank. `what`: the operation, for messages."""
 
-    def __init__(self, work: Any, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: Any, what: str, rank: int) -> None:
+        self._work, self._what, self._rank = work, what, rank
         self._error: PacelineError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         if self._error is None:
+            began = time.monotonic()
             try:
                 self._work.wait(timedelta(seconds=timeout)) if timeout else self._work.wait()
             except RuntimeError as error:
-                late = "imed out" in str(error) or "imeout" in str(error)
-                kind, why = (DeadlineExceeded, f"not within {timeout:g} s") if late else (WorkerLost, str(error).splitlines()[0])
-                self._error = kind(f"{self._what}: {why}")
+                passed = time.monotonic() - began
+                if timeout is not None and passed >= timeout:
+                    self._error = DeadlineExceeded(f"{self._what} within {timeout:g} s", (self._rank,))
+                else:
+                    self._error = WorkerLost(f"{self._what}, {passed:.1f} s later: {str(error).splitlines()[0]}", (self._rank,))
         if self._error is not None:
             raise self._error
 
@@ -166,31 +192,72 @@ class PairWork:
         return self._error
 
 
+class GlooResult:
+    """A reduction of Gloo's (a `Work`) that gives its result instead of writing it: of sparse tensors. `tensors` get it."""
+
+    def __init__(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        try:
+            self._work.wait(*([timedelta(seconds=timeout)] if timeout else []))
+        except RuntimeError as error:
+            self._error = WorkerLost(f"a sparse all_reduce has failed: {str(error).splitlines()[0]}")
+            raise self._error from error
+        for x, total in zip(self._tensors, self._work.result(), strict=True):
+            if x is not total:
+                x.copy_(total)
+
+    def done(self) -> bool:
+        return self._error is not None or bool(self._work.is_completed())
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+
 class Completer:
-    """A thread that brings operations to their end in their order; begun with the first of them."""
+    """A thread that brings operations to their end where their callers have gone on: other ranks need this one for them.
+
+    It looks for them every few milliseconds, so that operations which are waited for right away cost nothing here.
+    """
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[BackendWork | None] = queue.SimpleQueue()
+        self._works: deque[BackendWork] = deque()
+        self._wake = threading.Event()
+        self._idle = self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, work: BackendWork) -> None:
+    def add(self, work: BackendWork, *, soon: bool = False) -> None:
+        """Complete a work, after those that were added before; `soon`: at once, as a future of it is waited for."""
+        self._works.append(work)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._complete, name="paceline backend", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="paceline completer", daemon=True)
             self._thread.start()
-        self._works.put(work)
+            atexit.register(self.close)  # a thread that is inside torch while Python ends takes the process down with it
+        if soon or self._idle:
+            self._wake.set()
 
-    def _complete(self) -> None:
-        while (work := self._works.get()) is not None:
-            work.end()
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        quiet = 0  # looks that found nothing
+        while not self._closed:
+            self._idle = quiet >= QUIET
+            if self._idle and self._works:  # added before its caller could see that
+                quiet = 0
+                continue
+            self._wake.wait(None if self._idle else LOOK)
+            self._wake.clear()
+            quiet += 1
+            while self._works and not self._closed:
+                quiet = 0
+                self._works.popleft().end()
 
     def close(self) -> None:
-        """Stop after the operations that were added; wait for that at most a second."""
+        """Stop; wait for that at most a second."""
         if self._thread is not None:
-            self._works.put(None)
-            self._thread.join(1.0)
-            self._thread = None
-
-
-def ended(completer: Completer) -> BackendWork:
-    """Make a work that has ended."""
-    return BackendWork(Finished(), None, completer, [], 0.0)
+            atexit.unregister(self.close)
+            self._closed = True
+            self._wake.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join(FAREWELL)

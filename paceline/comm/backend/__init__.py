@@ -1,0 +1,1 @@
+"""paceline as a backend of torch.distributed."""

@@ -1,0 +1,150 @@
+"""The reductions that torch.distributed asks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.backend.base import BackendBase, one
+from paceline.comm.backend.work import BackendWork, CompositeWork, GlooResult
+from paceline.comm.group import Group, Op, Work, WritesResults
+from paceline.errors import UsageError
+
+REDUCTIONS: dict[Any, Op] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+}
+BITWISE: dict[Any, Callable[..., Tensor]] = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class ReducingBackend(BackendBase):
+    """A process group of torch.distributed that reduces."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+        """Reduce the one tensor given, in place."""
+        if one(tensors, "all_reduce").is_sparse:
+            return self._follow(GlooResult(self._pairs.allreduce(tensors, opts), tensors), None, opts, tensors)
+        return self._all_reduce(tensors, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:
+        """Reduce several tensors, in place."""
+        return self._all_reduce(tensors, opts, tensors)
+
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any, outputs: Any) -> BackendWork:
+        op = reduction(opts)
+        if callable(op):
+            return self._bitwise(tensors, op, opts, outputs)
+        if len(tensors) == 1:
+            x = real(tensors[0])
+            return self._begin(lambda group: group.all_reduce(x, op=op, out=x), None, opts, outputs)
+
+        def call(group: Group) -> Work[Any]:
+            return CompositeWork([group.all_reduce(real(x), op=op, out=real(x)) for x in tensors])
+
+        return self._begin(call, None, opts, outputs)
+
+    def _bitwise(self, tensors: Sequence[Tensor], op: Callable[..., Tensor], opts: Any, outputs: Any) -> BackendWork:
+        """Reduce by gathering, for operations that groups don't have."""
+
+        def finish(gathered: list[list[Tensor]]) -> None:
+            for x, parts in zip(tensors, gathered, strict=True):
+                total = parts[0]
+                for part in parts[1:]:
+                    total = op(total, part)
+                x.copy_(total)
+
+        return self._begin(lambda group: CompositeWork([group.all_gather(x) for x in tensors]), finish, opts, outputs)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+        """Reduce to one rank, in place there; the tensors of others stay."""
+        x, op = one(tensors, "reduce"), reduction(opts)
+        root = opts.rootRank if opts is not None else 0
+        if callable(op):
+            held = x if self._rank == root else x.clone()
+            return self._bitwise([held], op, opts, tensors)
+        out = real(x) if self._rank == root else torch.empty_like(real(x), memory_format=torch.contiguous_format)
+        return self._begin(lambda group: group.all_reduce(real(x), op=op, out=out), None, opts, tensors)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> BackendWork:  # type: ignore[override]  # torch calls one of the overloads
+        """Reduce lists of tensors, one for each rank, and keep the one of this rank; sizes may differ between ranks."""
+        out, parts = one(outputs, "reduce_scatter"), inputs[0]
+        if len(parts) != self._size:
+            raise UsageError(f"reduce_scatter: {len(parts)} tensors for {self._size} ranks; give one for each rank")
+        whole = torch.cat([part.reshape(-1) for part in parts])
+        if all(part.numel() == parts[0].numel() for part in parts):
+            return self._reduce_scatter(out, whole, opts, outputs)
+        op = reduction(opts)
+        if callable(op):
+            raise UsageError("reduce_scatter: bitwise operations need tensors of one size")
+        start = sum(part.numel() for part in parts[: self._rank])
+        stop = start + out.numel()
+        return self._begin(
+            lambda group: group.all_reduce(real(whole), op=op, out=real(whole)),
+            lambda _: out.copy_(whole[start:stop].view(out.shape)),
+            opts,
+            outputs,
+        )
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> BackendWork:
+        """Reduce a tensor that holds the parts of all ranks one after another, and keep that of this rank."""
+        return self._reduce_scatter(output, source, opts, [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWork:
+        """Reduce several tensors as `reduce_scatter_single` does."""
+        return self._join([self._reduce_scatter(out, x, opts, [out]) for out, x in zip(outputs, inputs, strict=True)], opts, outputs)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # the names of torch before 2.13
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, opts: Any, outputs: Any) -> BackendWork:
+        op = reduction(opts)
+        if out.numel() * self._size != x.numel() or out.dtype != x.dtype:
+            sizes = f"{out.dtype} {list(out.shape)} of {x.dtype} {list(x.shape)}"
+            raise UsageError(f"reduce_scatter over {self._size} ranks can't give {sizes}: its output has that part of the input")
+        if callable(op):
+            held, rank = x.clone(), self._rank
+
+            def take(_: Any) -> None:
+                out.copy_(held.view(self._size, -1)[rank].view(out.shape))
+
+            return self._join([self._bitwise([held], op, opts, outputs)], opts, outputs, take)
+        into = real(out)
+
+        def call(group: Group) -> Work[Any]:
+            if isinstance(group, WritesResults) and into.is_contiguous():
+                return group.reduce_scatter_into(real(x), into.view(-1), op=op)
+            return group.reduce_scatter(real(x), op=op)
+
+        def finish(piece: Tensor) -> None:
+            if piece.data_ptr() != into.data_ptr():
+                into.copy_(piece.view(into.shape))
+
+        return self._begin(call, finish, opts, outputs)
+
+
+def reduction(opts: Any) -> Op | Callable[..., Tensor]:
+    """Return which reduction torch asks for: one that groups have, or a function of two tensors."""
+    op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+    for known, name in REDUCTIONS.items():
+        if op == known:
+            return name
+    for known, function in BITWISE.items():
+        if op == known:
+            return function
+    raise UsageError(f"{op} is not a reduction of the backend paceline; there are {', '.join(map(str, (*REDUCTIONS, *BITWISE)))}")
+
+
+def real(x: Tensor) -> Tensor:
+    """Return `x` as real numbers: complex ones add up part by part."""
+    return torch.view_as_real(x) if x.is_complex() else x

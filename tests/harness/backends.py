@@ -1,0 +1,65 @@
+"""Process groups of the backend on threads: over the group of threads, and over shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.cluster.store import Store
+from paceline.comm.backend.issue import Members
+from paceline.comm.backend.process_group import GroupBackend
+from paceline.comm.group import Group
+from paceline.comm.shm.group import SharedGroup
+from paceline.comm.threads import spawn
+from tests.harness.processes import threads
+
+SIZES = [1, 2, 3]
+Body = Callable[[GroupBackend], Any]
+
+
+def backend(group: Group) -> GroupBackend:
+    hosts = tuple(f"host{rank}" for rank in range(group.size))
+    return GroupBackend(group.rank, range(group.size), lambda: Members(group, hosts), dist.HashStore(), pairs=None)
+
+
+def on_threads(size: int, body: Body) -> list[Any]:
+    return spawn(size, lambda group: body(backend(group)))
+
+
+def on_shared_memory(size: int, body: Body) -> list[Any]:
+    def run(rank: int, size: int, store: Store) -> Any:
+        group = SharedGroup.from_store(store, rank, size, deadline=20)
+        try:
+            return body(backend(group))
+        finally:
+            group.close()
+
+    return threads(size, run)
+
+
+RUNNERS = pytest.mark.parametrize("run", [on_threads, on_shared_memory])
+
+
+def mine(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Different data on every rank, the same in every run."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(97 * seed + rank), dtype=torch.float64) * 3
+    return torch.complex(values, values + rank).to(dtype) if dtype.is_complex else values.to(dtype)
+
+
+def reducing(op: Any = dist.ReduceOp.SUM, kind: Any = dist.AllreduceOptions, root: int | None = None) -> Any:
+    options = kind()
+    options.reduceOp = op
+    if root is not None:
+        options.rootRank = root
+    return options
+
+
+def rooted(kind: Any, root: int) -> Any:
+    options = kind()
+    options.rootRank = root
+    return options
