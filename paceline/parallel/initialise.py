@@ -1,0 +1,294 @@
+"""Makes the parameters of models that were built under `pl.meta()`: module by module, each worker keeps its part.
+
+    modules of the model     logical parameters of one module      what this worker holds
+    blocks.0.up          ->  made whole, by reset_parameters   ->  its regions are copied, the rest is freed
+    blocks.0.down        ->  ...
+
+Numbers are drawn from generators whose seeds are made of the run's and of the module's name, so values don't depend on cuts, on the number
+of workers, or on what else draws. A module whose reset_parameters (or `init`) writes to parameters of modules inside of it is made whole
+together with those: a trial without memory shows which ones are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.errors import UsageError
+from paceline.parallel.meta import Birth, WriteLog, birth
+from paceline.parallel.placement import Placements, local
+from paceline.state.versioned import SHOWN, Randomness
+
+Init = Callable[[nn.Module], Any]
+RESETS = ("reset_parameters", "_reset_parameters")  # the second one is what torch's own attention has
+
+
+def is_unborn(model: nn.Module) -> bool:
+    """Whether a model has parameters without memory."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def materialise(model: nn.Module, placements: Placements, seed: int, init: Init | None = None) -> None:
+    """Make the parameters of a model that was built under `pl.meta()` and not cut."""
+    Blueprint(model, init).make(model, placements, seed)
+
+
+@dataclass
+class _Node:
+    """A module as it was before it was cut. `shape`: a copy without memory; `inside`: those within it, itself the last."""
+
+    name: str
+    module: nn.Module
+    shape: nn.Module
+    inside: list[_Node] = field(default_factory=list)
+
+
+@dataclass
+class _Unborn:
+    """A logical parameter without memory: its name, the copy that stands for it, the module that makes it, and what is known of it."""
+
+    name: str
+    stand_in: Parameter
+    owner: _Node
+    birth: Birth | None
+    writes: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Unit:
+    """Parameters that have their values after `root` was reset; `nodes` are the modules that are made for them, those inside first."""
+
+    root: _Node
+    unborn: list[_Unborn] = field(default_factory=list)
+    nodes: list[_Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = [self.root]
+
+
+class Blueprint:
+    """A model without memory as it is before it is cut, and how its parameters get values.
+
+    `init` is called with each module after its `reset_parameters`, those inside first, as `nn.Module.apply` does. `prefix` is put before
+    names. Raises `UsageError` for parameters that nothing gives values to, and for those that were given others than `reset_parameters`
+    gives.
+    """
+
+    def __init__(self, model: nn.Module, init: Init | None = None, *, prefix: str = "") -> None:
+        self._init, self._prefix = init, prefix
+        self._stand_ins: dict[int, Parameter] = {}  # by the id of the model's parameter, to which cuts give another content
+        self._nodes: dict[int, _Node] = {}  # by the id of the module, those inside first
+        self._copy("", model)
+        self._unborn = {id(found.stand_in): found for found in self._find(model)}
+        self._units = self._plan() if self._unborn else []
+
+    def make(self, model: nn.Module, placements: Placements, seed: int) -> None:
+        """Give this worker's part of each parameter its values. `model` is what cuts have left of it, `placements` say what is where."""
+        kept: dict[str, Tensor] = {placement.name: parameter for parameter, placement in placements.parameters()}
+        kept |= {self._prefix + name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        with _kept_randomness():
+            for unit in self._units:
+                _seed(seed, self._prefix + unit.root.name)
+                for unborn, value in self._made(unit):
+                    name = self._prefix + unborn.name
+                    _fill(kept[name], placements, name, value)
+
+    # ---- the model as it is
+
+    def _copy(self, name: str, module: nn.Module) -> _Node:
+        if id(module) in self._nodes:
+            return self._nodes[id(module)]
+        inner = {
+            key: None if child is None else self._copy(f"{name}.{key}" if name else key, child) for key, child in module._modules.items()
+        }
+        shape = _shallow(
+            module,
+            {key: None if p is None else self._stand_in(p) for key, p in module._parameters.items()},
+            {key: None if b is None else torch.empty_like(b, device="meta") for key, b in module._buffers.items()},
+            {key: None if node is None else node.shape for key, node in inner.items()},
+        )
+        node = self._nodes[id(module)] = _Node(name, module, shape)
+        seen: dict[int, _Node] = {id(one): one for child in inner.values() if child is not None for one in child.inside}
+        node.inside = [*seen.values(), node]
+        return node
+
+    def _stand_in(self, parameter: Parameter) -> Parameter:
+        if id(parameter) not in self._stand_ins:
+            copy = Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            self._stand_ins[id(parameter)] = copy
+        return self._stand_ins[id(parameter)]
+
+    def _find(self, model: nn.Module) -> Iterator[_Unborn]:
+        empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        if empty:
+            raise UsageError(
+                f"buffers have no memory: {_listed(self._prefix, empty)}; build the model under pl.meta() and not under "
+                "torch.device('meta'), so that they are made"
+            )
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                continue
+            known = birth(parameter)
+            if known is not None and parameter._version != known.version:
+                raise UsageError(
+                    f"{self._prefix}{name} was written to after pl.meta(), when it had no memory, and what was written is lost: say "
+                    "run.prepare(..., init=function of a module), or load values after prepare"
+                )
+            if weakref.getweakrefcount(parameter):
+                raise UsageError(
+                    f"{self._prefix}{name} is held by weak references ({_holder(model, parameter)} does so), and can't be given memory: "
+                    "build that module outside of pl.meta()"
+                )
+            stand_in, home = self._stand_ins[id(parameter)], None if known is None else known.module()
+            first = next(node for node in self._nodes.values() if any(p is stand_in for p in node.shape._parameters.values()))
+            yield _Unborn(name, stand_in, first if home is None else self._nodes.get(id(home), first), known)
+
+    # ---- what is written where
+
+    def _plan(self) -> list[_Unit]:
+        """Find the modules that have to be made for each parameter. Raises for parameters that nothing makes."""
+        units: dict[int, _Unit] = {}
+        outermost: dict[int, _Node] = {}  # that writes to a parameter, by the id of its stand-in
+        with _kept_randomness():
+            for node in self._nodes.values():
+                within = {id(one) for one in node.inside}
+                for stand_in, calls in self._try(node):
+                    unborn = self._unborn.get(id(stand_in))
+                    if unborn is not None and id(unborn.owner) in within:
+                        unborn.writes |= calls
+                        outermost[id(stand_in)] = node
+        self._check(list(self._unborn.values()))
+        for key, unborn in self._unborn.items():
+            root = outermost[key]
+            unit = units.setdefault(id(root), _Unit(root))
+            unit.unborn.append(unborn)
+            if unborn.owner is not root:
+                unit.nodes = root.inside
+        return list(units.values())
+
+    def _check(self, found: Sequence[_Unborn]) -> None:
+        if without := [one for one in found if not one.writes]:
+            names = _listed(self._prefix, [one.name for one in without])
+            kinds = ", ".join(sorted({type(one.owner.module).__qualname__ for one in without}))
+            raise UsageError(
+                f"nothing gives values to {names}: {kinds} has no reset_parameters that writes to them; say "
+                "run.prepare(..., init=function of a module) that does"
+            )
+        odd = [one.name for one in found if one.birth is not None and not one.birth.writes <= one.writes]
+        if odd and self._init is None:
+            raise UsageError(
+                f"the model gives values of its own to {_listed(self._prefix, odd)}, which are not those of reset_parameters; say "
+                "run.prepare(..., init=function of a module) that does the same"
+            )
+
+    def _try(self, node: _Node) -> Iterator[tuple[Parameter, set[str]]]:
+        """Reset a module without memory, and yield the parameters in it that this writes to, with the calls."""
+        known = [(module, name, p) for module in node.shape.modules() for name, p in module._parameters.items() if p is not None]
+        log, needs_numbers = WriteLog(), False
+        try:
+            with log:
+                self._reset(node.shape)
+        except (RuntimeError, TypeError, ValueError):
+            needs_numbers = True  # there are none: that it writes to its own parameters is all that can be guessed
+        for module, name, old in known:
+            replaced = module._parameters.get(name) is not old
+            module._parameters[name] = old
+            calls = log.of(old)
+            if replaced or (needs_numbers and module is node.shape):
+                unborn = self._unborn.get(id(old))
+                calls = calls | {"?"} | (unborn.birth.writes if unborn is not None and unborn.birth is not None else set())
+            if calls:
+                yield old, calls
+
+    def _reset(self, module: nn.Module) -> None:
+        reset = next((found for name in RESETS if callable(found := getattr(module, name, None))), None)
+        if reset is not None:
+            reset()
+        if self._init is not None:
+            with torch.no_grad():
+                self._init(module)
+
+    # ---- the making
+
+    def _made(self, unit: _Unit) -> Iterator[tuple[_Unborn, Tensor]]:
+        """Make the modules of a unit whole, and yield its parameters with their values."""
+        real: dict[int, Parameter] = {}
+        copies: dict[int, nn.Module] = {}  # by the id of their shapes, those inside first
+        for node in unit.nodes:
+            shape = node.shape
+            copies[id(shape)] = _shallow(
+                shape,
+                {name: None if p is None else real.setdefault(id(p), _real(p)) for name, p in shape._parameters.items()},
+                {name: None if b is None else b.detach().clone() for name, b in node.module._buffers.items()},
+                {name: None if child is None else copies.get(id(child), child) for name, child in shape._modules.items()},
+            )
+        for copy in copies.values():
+            self._reset(copy)
+        for unborn in unit.unborn:
+            shape = unborn.owner.shape
+            name = next(name for name, p in shape._parameters.items() if p is unborn.stand_in)
+            value = copies[id(shape)]._parameters[name]
+            if value is None or value.shape != unborn.stand_in.shape:
+                raise UsageError(f"{self._prefix}{unborn.name} has another shape after it was reset; give modules that keep it")
+            yield unborn, value.detach()
+
+
+def _shallow(module: nn.Module, parameters: Any, buffers: Any, modules: Any) -> nn.Module:
+    """Copy a module that has these parameters, buffers and modules inside, and shares all else with the one that it is a copy of."""
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__, _parameters=parameters, _buffers=buffers, _modules=modules)
+    return copy
+
+
+def _holder(model: nn.Module, parameter: Parameter) -> str:
+    """Return the class of the first module that has a parameter."""
+    return next(type(module).__qualname__ for module in model.modules() if any(p is parameter for p in module._parameters.values()))
+
+
+def _real(stand_in: Parameter) -> Parameter:
+    return Parameter(torch.empty_like(stand_in, device="cpu"), requires_grad=stand_in.requires_grad)
+
+
+def _fill(parameter: Tensor, placements: Placements, name: str, value: Tensor) -> None:
+    """Copy this worker's part of a logical parameter to where it is held; it gets memory if it has none yet."""
+    placement = placements.of(parameter, name)
+    if parameter.is_meta:
+        memory = torch.empty(placement.local, dtype=parameter.dtype, device="cpu")
+        torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
+    mine = local(parameter)
+    for region in placement.regions:
+        region.of_local(mine).copy_(region.of_logical(value))
+
+
+def _seed(seed: int, name: str) -> None:
+    """Seed the generators of this process for a module."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % (1 << 32))
+
+
+@contextlib.contextmanager
+def _kept_randomness() -> Iterator[None]:
+    """Leave generators where they were before."""
+    kept = Randomness()
+    state = kept.state_dict()
+    try:
+        yield
+    finally:
+        kept.load_state_dict(state)
+
+
+def _listed(prefix: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(prefix + name for name in names[:SHOWN]) + more
