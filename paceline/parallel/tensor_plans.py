@@ -40,9 +40,7 @@ def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
         number = getattr(config, heads, None)
         if isinstance(number, int) and number % size:
             fits = " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
-            raise UsageError(
-                f'tensor("auto"): {heads} of {type(model).__name__} is {number}, which {size} workers can\'t divide; tensor={fits}'
-            )
+            raise UsageError(f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t divide; choose tensor={fits}')
     return plan
 
 

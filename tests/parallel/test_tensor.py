@@ -204,7 +204,7 @@ def test_frozen_layers_with_adapters_beside_them() -> None:
     with pytest.raises(
         UsageError, match=r"1 is of the kind LoRA, which column\(\) can't cut; .* name what is inside: 1.base \(Linear\), 1.a"
     ):
-        tensor({"1": column()}).apply(model, solo())
+        tensor({"1": column()}).apply(model, context_of(Unasked()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -295,18 +295,10 @@ def test_gradients_that_are_there_are_cut_as_well() -> None:
 # ---- what is refused
 
 
-def solo(size: int = 1) -> Any:
-    """A context whose mesh has `size` workers along `tensor`; of what is refused nothing is exchanged."""
-    context = context_of(ThreadGroup(None, 0)) if size < 0 else None  # type: ignore[arg-type]
-    assert context is None
+class Unasked:
+    """Two workers of which none is asked for anything: what is refused is refused before."""
 
-    class Alone:
-        rank = 0
-
-        def __init__(self) -> None:
-            self.size = size
-
-    return context_of(Alone())  # type: ignore[arg-type]
+    rank, size = 0, 2
 
 
 class Heads(nn.Module):
@@ -391,7 +383,7 @@ def test_what_cant_be_cut_is_refused_before_anything_is_changed(make: Any, layer
     model = make()
     before = {name: p.shape for name, p in model.named_parameters()}
     with pytest.raises(UsageError, match=message):
-        tensor(layers, divide).apply(model, solo(2))
+        tensor(layers, divide).apply(model, context_of(Unasked()))  # type: ignore[arg-type]
     assert {name: p.shape for name, p in model.named_parameters()} == before
 
 
