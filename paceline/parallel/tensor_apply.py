@@ -20,9 +20,9 @@ from paceline.parallel.tensor_functions import TensorAxis
 from paceline.parallel.tensor_layers import (
     Column,
     LayerCut,
-    Region,
     RowConv1D,
     RowLinear,
+    SequenceRegion,
     Summed,
     TensorCutModule,
     VocabEmbedding,
@@ -278,7 +278,7 @@ def _narrow(wanted: _ParameterCut, context: CutContext, rank: int) -> None:
         grad = None if parameter.grad is None else _part(parameter.grad, wanted, rank, size)
         local = _part(parameter.data, wanted, rank, size)
         parameter.grad = None
-        parameter.data = local
+        parameter.set_(local)  # type: ignore[call-overload]
         parameter.grad = grad
     context.placements.add(parameter, placement)
 
@@ -305,7 +305,7 @@ def _become(each: _Found, axis: TensorAxis, regions: Mapping[int, _Found]) -> No
             words = 0 if weight is None else len(weight) * axis.size
             become(module, VocabEmbedding if kind == "Embedding" else VocabHead, LayerCut(axis, name, vocabulary=words))
         case sequence():
-            become(module, Region, LayerCut(axis, name, sequence=dim))
+            become(module, SequenceRegion, LayerCut(axis, name, sequence=dim))
 
 
 def _resize(module: nn.Module, kind: str, which: int, size: int) -> None:

@@ -149,13 +149,14 @@ class TensorAxis:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, name: str) -> Tensor:
-        ctx.axis, ctx.name = axis, name
+        ctx.exchanged = axis, name
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.add_up(grad, f"gradient of the input of {ctx.name}"), None, None
+        axis, name = ctx.exchanged
+        return axis.add_up(grad, f"gradient of the input of {name}"), None, None
 
 
 class _Total(torch.autograd.Function):
@@ -175,67 +176,71 @@ class _Total(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.name = axis, dim, name
+        ctx.exchanged = axis, dim, name
         return axis.side_by_side(x, dim, f"output of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.mine(grad, ctx.dim, ctx.name), None, None, None
+        axis, dim, name = ctx.exchanged
+        return axis.mine(grad, dim, name), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.name = axis, dim, name
+        ctx.exchanged = axis, dim, name
         return axis.mine(x, dim, f"input of {name}").clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.side_by_side(grad, ctx.dim, f"gradient of the input of {ctx.name}"), None, None, None
+        axis, dim, name = ctx.exchanged
+        return axis.side_by_side(grad, dim, f"gradient of the input of {name}"), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.name = axis, dim, name
+        ctx.exchanged = axis, dim, name
         return axis.side_by_side(x, dim, f"input of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.sums_of_mine(grad, ctx.dim, f"gradient of the input of {ctx.name}"), None, None, None
+        axis, dim, name = ctx.exchanged
+        return axis.sums_of_mine(grad, dim, f"gradient of the input of {name}"), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.axis, ctx.dim, ctx.name = axis, dim, name
+        ctx.exchanged = axis, dim, name
         return axis.sums_of_mine(x, dim, f"output of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.side_by_side(grad, ctx.dim, f"gradient of the output of {ctx.name}"), None, None, None
+        axis, dim, name = ctx.exchanged
+        return axis.side_by_side(grad, dim, f"gradient of the output of {name}"), None, None, None
 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: TensorAxis, name: str, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.name = axis, name
-        ctx.shapes = [(parameter.shape, parameter.dtype) for parameter in parameters]
+        ctx.exchanged = axis, name, [(parameter.shape, parameter.dtype) for parameter in parameters]
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        axis, name, kinds = ctx.exchanged
         wanted = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
-        kind = functools.reduce(torch.promote_types, (ctx.shapes[place][1] for place in wanted), torch.float32)
+        kind = functools.reduce(torch.promote_types, (kinds[place][1] for place in wanted), torch.float32)
         flat = torch.cat([grads[place].reshape(-1).to(kind) for place in wanted])
-        flat = ctx.axis.add_up(flat, f"gradients of the parameters of {ctx.name}", out=flat)
+        flat = axis.add_up(flat, f"gradients of the parameters of {name}", out=flat)
         found: list[Tensor | None] = [None] * len(grads)
         for place, part in zip(wanted, flat.split([grads[place].numel() for place in wanted]), strict=True):
-            shape, dtype = ctx.shapes[place]
+            shape, dtype = kinds[place]
             found[place] = part.view(shape).to(dtype)
         return None, None, *found

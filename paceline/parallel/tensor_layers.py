@@ -152,7 +152,7 @@ class Summed(TensorCutModule):
             self.__dict__["_parameters"] = own
 
 
-class Region(TensorCutModule):
+class SequenceRegion(TensorCutModule):
     """A module inside of which each worker has a piece of the sequence. What comes in and what goes out is whole."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -216,17 +216,18 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             losses = losses * (1 - smoothing) + (logarithm - sums[2] / words) * smoothing
         ctx.save_for_backward(z, logarithm + largest, local, mine, counted)
-        ctx.smoothing, ctx.words = smoothing, words
+        ctx.exchanged = smoothing, words
         return losses.masked_fill(~counted, 0).to(z.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         z, logarithm, local, mine, counted = ctx.saved_tensors
+        smoothing, words = ctx.exchanged
         slope = (z.to(logarithm.dtype) - logarithm.unsqueeze(-1)).exp_()
-        if ctx.smoothing:
-            slope -= ctx.smoothing / ctx.words
-        slope.scatter_add_(-1, local, -(1 - ctx.smoothing) * mine.unsqueeze(-1).to(slope.dtype))
+        if smoothing:
+            slope -= smoothing / words
+        slope.scatter_add_(-1, local, -(1 - smoothing) * mine.unsqueeze(-1).to(slope.dtype))
         slope *= (grad.to(slope.dtype) * counted).unsqueeze(-1)
         return slope.to(z.dtype), None, None, None
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,6 +125,33 @@ def distance(found: dict[str, Tensor], model: nn.Module) -> float:
     wanted = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     return max(float((found[name] - p.detach()).norm() / p.detach().norm()) for name, p in wanted.items())
+
+
+def features(steps: int, inputs: int, outputs: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    draw = [torch.randn(6, inputs + outputs, generator=generator, dtype=torch.float64) for _ in range(steps)]
+    return [(both[:, :inputs], both[:, inputs:]) for both in draw]
+
+
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    return F.mse_loss(out, y.to(out.dtype))
+
+
+def compare(model: nn.Module, cut: tensor, data: Sequence[Batch], *, size: int = 2, loss: Any = loss_of, limit: float = 1e-9) -> None:
+    """Train in one process and cut between workers, in float64 by AdamW, and compare."""
+    model = model.double()
+    losses, parameters = cut_training(size, copy.deepcopy(model), cut, data, adamw, loss=loss)
+    wanted, _ = train(model, data, adamw, loss)
+    assert all(found == losses[0] for found in losses)
+    assert losses[0] == pytest.approx(wanted, rel=1e-9)
+    assert distance(parameters, model) < limit
+
+
+class Unasked:
+    """Two workers of which none is asked for anything: what is refused is refused before."""
+
+    rank, size = 0, 2
 
 
 class CountingGroup:
