@@ -37,6 +37,15 @@ class AxisGroups:
             self._known[names] = self._make(names)
         return self._known[names]
 
+    def another(self, *axes: str) -> Group:
+        """Make one more group of the workers of `along(*axes)`, for calls that have an order of their own. Collective."""
+        group = self.along(*axes)
+        made = subgroup(group, range(group.size)) if group.size > 1 else None
+        if made is None:
+            return group
+        self._opened(made)
+        return made
+
     def _make(self, names: Sequence[str]) -> Group:
         mesh, everyone = self.mesh, self.everyone
         if not names:

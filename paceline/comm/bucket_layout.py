@@ -139,6 +139,13 @@ def weighted(grad: Tensor, weight: float) -> Tensor:
     return grad if weight == 1.0 else grad * weight
 
 
+def added(into: Tensor, addend: Tensor) -> Tensor:
+    """Return the sum of two gradients, in place of `into` where layouts allow (dense or sparse)."""
+    if into.is_sparse and not addend.is_sparse:
+        return addend.add_(into)
+    return into.add_(addend)
+
+
 def sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """Make a sparse gradient of row indices and their values."""
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

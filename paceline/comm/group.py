@@ -157,7 +157,7 @@ class UncheckedAllReduce(Protocol):
 class WritesResults(Protocol):
     """A group that can write what it gathers and reduces into tensors that the caller has already, without a copy between."""
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor]) -> Work[list[Tensor]]:
+    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
         ...
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.cluster.mesh import Mesh
@@ -25,6 +25,39 @@ class BatchWeight(Protocol):
     ghost: bool
 
 
+class GradientSink(Protocol):
+    """Whatever takes the gradients of parameters that are cut, summed over the workers that have parts of them."""
+
+    @property
+    def replicas_diverge(self) -> bool:
+        """Whether parameters may change otherwise than by steps of optimizers."""
+        ...
+
+    def weigh(self) -> float:
+        """Return what this worker's gradients count in the pass under way, which begins with the first of them."""
+        ...
+
+    def take(self, parameter: Parameter, grad: Tensor) -> None:
+        """Take the gradient of a part, which counts as it is."""
+        ...
+
+
+class CutGradients(Protocol):
+    """The gradients of parameters of which workers have parts. Every worker ends every backward pass."""
+
+    def deliver_to(self, sink: GradientSink) -> None:
+        """Hand gradients to `sink` from now on."""
+        ...
+
+    def end_pass(self) -> None:
+        """Deliver what is left of a backward pass. Collective."""
+        ...
+
+    def abort_pass(self) -> None:
+        """Forget a pass that has failed."""
+        ...
+
+
 @dataclass
 class CutContext:
     """Everything that a cut works with: the mesh and its groups, what a batch counts, and where each parameter is so far."""
@@ -36,6 +69,7 @@ class CutContext:
     seed: int = 0
     announce: Callable[[str], None] = print
     renewed: dict[Parameter, Parameter] = field(default_factory=dict)  # what optimizers step in the place of each parameter
+    sources: list[CutGradients] = field(default_factory=list)  # gradients that autograd doesn't add to the parameters that are stepped
 
     def renew(self, old: Parameter, new: Parameter, placement: Placement) -> None:
         """Have optimizers step `new`, which holds what `placement` says, in the place of `old`."""

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from paceline.comm.bucket_layout import added
 from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
-from paceline.sync.base import Slot, Sync
+from paceline.sync.base import GradientSource, Slot, Sync
 from paceline.sync.context import SyncContext
-from paceline.sync.gradient_guard import GradientGuard
+from paceline.sync.gradient_guard import GradientGuard, explain_changed
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
 
 
@@ -77,6 +78,7 @@ class GradientTracker:
         self._scale = 1.0
         self._part: float | None = None  # my part of the batch, in the last pass that wasn't silent
         self._mixed: set[int] = set()  # numbers of parameters whose p.grad adds up passes of different parts of the batch
+        self._sources: list[GradientSource] = []
 
     def watch(self, slots: Sequence[Slot]) -> None:
         """Follow these parameters (those already followed are left alone) and hand all of them to the strategy.
@@ -113,13 +115,18 @@ class GradientTracker:
             if not self.open:
                 self._begin()
             if self._silent or hook.carry is not None or grad.requires_grad:
-                self._add_up(hook, grad)
+                self._add_up(hook, grad, self._scale)
             else:
                 hook.touched = True
                 self._deliver(hook.number, grad, self._scale)
 
         hook.handles = [parameter.register_post_accumulate_grad_hook(after)]
         self._guard.add(hook)
+
+    def follow(self, source: GradientSource) -> None:
+        """Take the gradients of cut parameters, which autograd doesn't add to, from `source` too."""
+        self._sources.append(source)
+        source.deliver_to(self)
 
     def unwatch(self) -> None:
         """Remove all hooks."""
@@ -144,6 +151,27 @@ class GradientTracker:
         self._scale = 0.0 if step_state.ghost else step_state.scale
         self._deliver = self.transaction.deliver()
         Variable._execution_engine.queue_callback(self._end)
+
+    @property
+    def replicas_diverge(self) -> bool:
+        """Whether the strategy changes parameters otherwise than by gradients."""
+        return self.sync.replicas_diverge
+
+    def weigh(self) -> float:
+        """Return what this worker's gradients count in the pass under way; begin one if none is."""
+        if not self.open:
+            self._begin()
+        return self._scale
+
+    def take(self, parameter: Tensor, grad: Tensor) -> None:
+        """Take the gradient of a cut parameter, which counts as it is, from a source of gradients."""
+        hook = self._by_id[id(parameter)]
+        self._set_apart_first(hook)
+        if self._silent or hook.carry is not None:
+            self._add_up(hook, grad, 1.0)
+        else:
+            hook.touched = True
+            self._deliver(hook.number, grad, 1.0)
 
     def _end(self) -> None:
         node = torch._C._current_autograd_node()
@@ -188,7 +216,7 @@ class GradientTracker:
                 "call zero_grad() first, or leave it alone until the exchange"
             )
 
-    def _add_up(self, hook: ParameterHook, grad: Tensor) -> None:
+    def _add_up(self, hook: ParameterHook, grad: Tensor, scale: float) -> None:
         """Take in a gradient of a silent pass, or of the first pass after some that were silent."""
         if grad.requires_grad:
             self._forget()
@@ -197,8 +225,8 @@ class GradientTracker:
                 "use torch.autograd.grad(..., create_graph=True) for the penalty, it stays local"
             )
         hook.touched = True
-        grad = grad.mul_(self._scale) if self._scale else torch.zeros_like(grad)
-        total = grad if hook.carry is None else _add(hook.carry, grad) if self._silent else _add(grad, hook.carry)
+        grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
+        total = grad if hook.carry is None else added(hook.carry, grad) if self._silent else added(grad, hook.carry)
         hook.carry = total if self._silent else None
         if not self._silent:
             self._deliver(hook.number, total, 1.0)
@@ -206,6 +234,8 @@ class GradientTracker:
     # ---- at its end
 
     def _close(self, where: str) -> None:
+        for source in self._sources:
+            source.end_pass()
         if self._silent:
             self._show()
             return
@@ -227,7 +257,7 @@ class GradientTracker:
             try:
                 hook.parameter.grad = mean
             except RuntimeError as error:
-                raise _cast(hook, mean, error) from error
+                raise explain_changed(hook.name, hook.parameter, mean, error) from error
             hook.given, hook.touched = id(mean), False
             final += 1
         self.open = False
@@ -264,11 +294,11 @@ class GradientTracker:
             hook.parameter.grad = prior.add_(mean)  # the script's own tensor: added to in place, as torch does
             return
         if prior is not None:
-            mean = _add(mean, prior)
+            mean = added(mean, prior)
         try:
             hook.parameter.grad = mean
         except RuntimeError as error:
-            raise _cast(hook, mean, error) from error
+            raise explain_changed(hook.name, hook.parameter, mean, error) from error
         hook.given = id(mean)
 
     def _uneven(self) -> bool:
@@ -300,7 +330,7 @@ class GradientTracker:
         """End a silent pass: p.grad shows what this worker has added up so far."""
         for hook in self.hooks:
             if hook.touched and hook.carry is not None:
-                shown = hook.carry if hook.prior is None else _add(hook.carry.clone(), hook.prior)
+                shown = hook.carry if hook.prior is None else added(hook.carry.clone(), hook.prior)
                 hook.parameter.grad = hook.shown = shown
                 hook.version = shown._version
         self.silenced = self.owing = True
@@ -320,6 +350,8 @@ class GradientTracker:
         for hook in self.hooks:
             hook.prior = hook.carry = hook.shown = None
             hook.touched = False
+        for source in self._sources:
+            source.abort_pass()
         self.sync.abort()
 
     # ---- between passes
@@ -344,8 +376,8 @@ class GradientTracker:
                 "exchanged; let the error end the run, or skip the batch before backward on every worker"
             )
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
-        if expected and self.hooks and (self.owing or self.context.group.size > 1):
-            self._silent, self._deliver = False, self.transaction.deliver()
+        if expected and self.hooks and (self.owing or self._sources or self.context.group.size > 1):
+            self.open, self._silent, self._deliver = True, False, self.transaction.deliver()
             self._close(where)
 
     def refuse_inside(self, where: str) -> None:
@@ -411,21 +443,3 @@ class GradientTracker:
         for hook in self.hooks:
             hook.parameter.grad, hook.carry, hook.shown = grads.get(hook.number), carried.get(hook.number), None
         self.owing = any(hook.carry is not None for hook in self.hooks)
-
-
-def _cast(hook: ParameterHook, mean: Tensor, error: RuntimeError) -> Exception:
-    """Return the error that explains why p.grad can't be the mean: the parameter has changed since it was prepared."""
-    here = hook.parameter
-    if (here.dtype, here.device, here.shape) == (mean.dtype, mean.device, mean.shape):
-        return error
-    return UsageError(
-        f"the parameter {hook.name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(here.shape)} "
-        f"{here.dtype} on {here.device} now: call model.to(...), .double(), .half() and the like before run.prepare"
-    )
-
-
-def _add(into: Tensor, addend: Tensor) -> Tensor:
-    """Return the sum, in place of `into` where layouts allow (dense or sparse)."""
-    if into.is_sparse and not addend.is_sparse:
-        return addend.add_(into)
-    return into.add_(addend)

@@ -26,6 +26,22 @@ class Slot(NamedTuple):
     scripted: bool = False  # used where Python doesn't see it (torch.jit.script)
 
 
+class GradientSource(Protocol):
+    """Gradients of parameters that are cut, which autograd doesn't add to them. Every worker ends every backward pass."""
+
+    def deliver_to(self, sink: Any) -> None:
+        """Hand gradients to a `GradientTracker` from now on."""
+        ...
+
+    def end_pass(self) -> None:
+        """Deliver what is left of a backward pass. Collective."""
+        ...
+
+    def abort_pass(self) -> None:
+        """Forget a pass that has failed."""
+        ...
+
+
 def check_strategy(strategy: str, states: Iterable[Mapping[str, Any]], key: str) -> None:
     """Raise `UsageError` where a state from a checkpoint lacks `key`, which each state that this strategy writes has."""
     if any(key not in state for state in states):

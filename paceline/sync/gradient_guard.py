@@ -87,3 +87,13 @@ class GradientGuard(Generic[Guarded]):
     def _before(self, hook: Guarded, _: Any) -> None:
         if hook.parameter.grad is not None or hook.carry is not None:
             self._set_apart(hook)
+
+
+def explain_changed(name: str, parameter: Parameter, mean: Tensor, error: RuntimeError) -> Exception:
+    """Return the error that explains why p.grad can't be the mean: the parameter has changed since it was prepared."""
+    if (parameter.dtype, parameter.device, parameter.shape) == (mean.dtype, mean.device, mean.shape):
+        return error
+    return UsageError(
+        f"the parameter {name} was {list(mean.shape)} {mean.dtype} on {mean.device} in run.prepare, and is {list(parameter.shape)} "
+        f"{parameter.dtype} on {parameter.device} now: call model.to(...), .double(), .half() and the like before run.prepare"
+    )

@@ -164,9 +164,9 @@ class SharedGroup:
     def all_gather(self, x: Tensor, *, name: str | None = None) -> Work[list[Tensor]]:
         return self._all_gather(x, _here(rows("all_gather", x, name), x), [])
 
-    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor]) -> Work[list[Tensor]]:
+    def all_gather_into(self, x: Tensor, outs: Sequence[Tensor], *, name: str | None = None) -> Work[list[Tensor]]:
         """Gather every rank's `x` into `outs`, one contiguous tensor for each rank, of the shape and dtype of `x`."""
-        call = _here(rows("all_gather", x, None), x)
+        call = _here(rows("all_gather", x, name), x)
         return self._all_gather(x, call._replace(shape=tuple(x.shape)), list(outs))
 
     def _all_gather(self, x: Tensor, call: CallFingerprint, outs: list[Tensor]) -> Work[list[Tensor]]:

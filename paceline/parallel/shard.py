@@ -1,0 +1,205 @@
+"""Sharded training (ZeRO, Rajbhandari et al. 2020): workers with other samples share the state of one model out among themselves.
+
+    zero=1    each worker steps its part of all parameters, with its part of the optimizer's state
+    zero=2    and keeps its part of gradients alone
+    zero=3    and of parameters, which are gathered unit by unit while they are used
+
+For N workers, parameters of P bytes and an optimizer that keeps K bytes for each of them, a worker holds, beside what is on its way:
+
+    zero=1    P + P + (P + K) / N        zero=2    P + (P + K) / N        zero=3    (P + P + K) / N
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+from paceline.formatting import choices, spell
+from paceline.parallel.cut import CutContext
+from paceline.parallel.flat_optimizers import refuse_partial_norms
+from paceline.parallel.shard_gradients import ShardGradients
+from paceline.parallel.shard_memory import FlatMemory, Held
+from paceline.parallel.shard_steps import ShardSteps
+from paceline.parallel.shard_units import GatheredUnit, RootUnits, in_backward
+
+Half = Literal["bfloat16", "float16"]
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class shard:
+    """Cut the state of a model along the axis `shard` of the mesh.
+
+    `units`: patterns of names of modules (`*` matches dots too), whose parameters travel together; what none matches is one more unit. Of
+    modules inside each other that one pattern matches, the outermost is meant. `params`: what parameters are gathered in (zero=3);
+    optimizers step them in their own dtype. `reduce`: what gradients are summed in.
+    """
+
+    units: str | tuple[str, ...] = ()
+    zero: Literal[1, 2, 3] = 3
+    params: Half | None = None
+    reduce: Half | Literal["float32"] | None = None
+    axis: ClassVar[str] = "shard"
+
+    __repr__ = spell
+
+    def __post_init__(self) -> None:
+        if self.zero not in (1, 2, 3):
+            raise UsageError(f"zero={self.zero!r} is no stage of ZeRO; say 1 (optimizer state), 2 (gradients too) or 3 (parameters too)")
+        for name, value, known in (("params", self.params, HALVES), ("reduce", self.reduce, (*HALVES, "float32"))):
+            if value is not None and value not in known:
+                raise UsageError(f"{name}={value!r} is unknown; {choices(str(value), known)}")
+        if self.params is not None and self.zero != 3:
+            raise UsageError(
+                f"shard(zero={self.zero}, params={self.params!r}): parameters stay whole in their own dtype there; say zero=3, or leave "
+                "params out and run the model under torch.autocast"
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns as a tuple."""
+        return (self.units,) if isinstance(self.units, str) else tuple(self.units)
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        groups = context.groups
+        if groups.along(self.axis).size == 1:
+            return
+        before = {id(parameter): context.placements.of(parameter, name) for name, parameter in model.named_parameters()}
+        if again := [placement.name for placement in before.values() if self.axis in placement.axes]:
+            raise UsageError(f"{again[0]} is cut by shard() already; cut each model once")
+        made = ShardedModel(model, self, groups.another(self.axis), groups.another(self.axis))
+        for held, piece, (start, stop) in made.pieces():
+            placement = before[id(held.parameter)].piece(start, stop, self.axis)
+            if piece is held.parameter:
+                context.placements.add(piece, placement)
+            else:
+                context.renew(held.parameter, piece, placement)
+        context.sources.append(made.gradients)
+
+
+class ShardedModel:
+    """A model of which this worker has its part, shared out among the workers of a group; all of them make it together.
+
+    There are two groups of them that nothing else uses, as gathering and reducing have each an order of their own.
+    """
+
+    def __init__(self, model: nn.Module, cut: shard, gathering: Group, reducing: Group) -> None:
+        units = list(find_units(model, cut.patterns))
+        held = list(parameters_of(model, [name for name, _ in units]))
+        facts = [[name, one.name, list(one.parameter.shape), one.parameter.requires_grad] for name, one in held]
+        if any(other != facts for other in gathering.gather_objects(facts, name="shard")):
+            raise UsageError(
+                "shard(): workers have different models (names, shapes or requires_grad of parameters); build the same one everywhere"
+            )
+        self.cut, frees = cut, cut.zero == 3
+        dtype = getattr(torch, cut.params) if cut.params else None
+        self.memories = [
+            FlatMemory(unit, part, gathering, frees=frees, dtype=dtype if part[0].parameter.is_floating_point() else None)
+            for unit, part in _flat_parts(held, frozen=frees)
+        ]
+        self.gradients = ShardGradients(
+            [memory for memory in self.memories if memory.trained],
+            reducing,
+            keeps=cut.zero == 1,
+            dtype=getattr(torch, cut.reduce) if cut.reduce else None,
+        )
+        self.units = self._hook(model, units) if frees else []
+        self.steps = ShardSteps(self.memories)
+        model.register_forward_pre_hook(self._follow, prepend=True)
+        cut_ones = [one for memory in self.memories for one in zip(memory.held, memory.pieces, memory.wholes, strict=True)]
+        refuse_partial_norms((one.name, found) for one, *both in cut_ones for found in both)
+
+    def _hook(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> list[GatheredUnit]:
+        root, made = RootUnits(), list[GatheredUnit]()
+        for name, module in [*units, ("", model)]:
+            mine = [memory for memory in self.memories if memory.unit == name]
+            unit = GatheredUnit(module, mine, name, root=root if module is model else None)
+            self.gradients.observe(unit)
+            made.append(unit)
+        root.units += made
+        return made
+
+    def _follow(self, model: nn.Module, args: object) -> None:
+        """Make whole parameters what their pieces are, where the strategy between replicas has changed these since the step."""
+        if self.gradients.replicas_diverge and not in_backward():
+            self.steps.refresh()
+
+    def __deepcopy__(self, memo: object) -> ShardedModel:
+        return self  # of a copied model, whose hook refreshes this one
+
+    def pieces(self) -> Iterator[tuple[Held, Parameter, tuple[int, int]]]:
+        """Yield each parameter that is cut, its piece, and which of its elements, flattened, that has."""
+        for memory in self.memories:
+            yield from zip(memory.held, memory.pieces, memory.layout.pieces(memory.rank), strict=True)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes that this worker holds of cut parameters and gradients at this moment."""
+        parameters = sum(memory.nbytes for memory in self.memories)
+        grads = (piece.grad for _, piece, _ in self.pieces())
+        return {"parameters": parameters, "gradients": self.gradients.nbytes + sum(_nbytes(grad) for grad in grads if grad is not None)}
+
+
+def find_units(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that patterns name, the outermost of each pattern, in the order of the model; each once."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    found = dict[str, nn.Module]()
+    for pattern in patterns:
+        matched = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.0)
+            raise UsageError(f"shard({pattern!r}) matches no module of the model; the nearest names are {', '.join(near) or 'none'}")
+        for name in matched:
+            if not any(name.startswith(f"{outer}.") for outer in matched):
+                found[name] = modules[name]
+    for name, module in modules.items():
+        if name not in found:
+            continue
+        if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise UsageError(f"shard(): {name} is a {type(module).__name__}, which is never called itself; write {name + '.*'!r}")
+        if any(True for _ in module.parameters()):
+            yield name, module
+
+
+def parameters_of(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, Held]]:
+    """Yield each parameter once, with the name of the innermost unit that it is in; one that several units use is the root's ("")."""
+    known = set(units)
+    places, homes, parameters = dict[int, list[tuple[nn.Module, str]]](), dict[int, set[str]](), dict[int, tuple[str, Parameter]]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        steps = path.split(".")
+        home = next((name for count in range(len(steps), 0, -1) if (name := ".".join(steps[:count])) in known), "")
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            parameters.setdefault(id(parameter), (f"{path}.{name}" if path else name, parameter))
+            homes.setdefault(id(parameter), set()).add(home)
+            if (module, name) not in (row := places.setdefault(id(parameter), [])):
+                row.append((module, name))
+    for key, (name, parameter) in parameters.items():
+        if parameter.grad is not None:
+            raise UsageError(f"{name} has a gradient already, and shard() gives it other memory; call zero_grad() before run.prepare")
+        unit = homes[key].pop() if len(homes[key]) == 1 else ""
+        yield unit, Held(name, parameter, tuple(places[key]))
+
+
+def _flat_parts(held: Sequence[tuple[str, Held]], *, frozen: bool) -> Iterator[tuple[str, list[Held]]]:
+    """Yield the parameters that lie in one memory: of one unit, dtype, device and need of gradients. `frozen`: also those without."""
+    parts = dict[tuple[object, ...], list[Held]]()
+    for unit, one in held:
+        parameter = one.parameter
+        if (parameter.requires_grad or frozen) and parameter.numel():
+            parts.setdefault((unit, parameter.dtype, parameter.device, parameter.requires_grad), []).append(one)
+    for key, part in parts.items():
+        yield str(key[0]), part
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

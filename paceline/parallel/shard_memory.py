@@ -1,0 +1,137 @@
+"""The memory of parameters that are gathered together: flat, each worker keeps one part of it, and all of it only when it is used.
+
+               memory (all workers' parts)       part (this worker's)        what the script sees
+zero=1, 2      stays                             within the memory           whole parameters; optimizers step pieces
+zero=3         while the unit is used            stays by itself             pieces; whole parameters while the unit is used
+
+A whole parameter is a view of the memory, and its piece a view of the part: nothing is copied between them but by the gathering itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from paceline.comm.group import Group, Work, WritesResults
+from paceline.errors import UsageError
+from paceline.parallel.shard_layout import FlatLayout
+
+
+class Held(NamedTuple):
+    """A parameter as a model has it: its name, and each module with the name that it has there."""
+
+    name: str
+    parameter: Parameter
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class FlatMemory:
+    """Parameters of one unit, dtype and need of gradients. `group`: the workers that have parts; to gather is collective.
+
+    `dtype`: what whole parameters are gathered in; None for that of the pieces. `frees`: the memory is released between uses.
+    """
+
+    def __init__(self, unit: str, held: Sequence[Held], group: Group, *, frees: bool, dtype: torch.dtype | None = None) -> None:
+        self.unit, self.held, self._group, self.frees, self.rank = unit, list(held), group, frees, group.rank
+        first = held[0].parameter
+        self.layout = FlatLayout(tuple(one.parameter.numel() for one in held), group.size)
+        self.trained, self.kept_dtype, self.dtype = first.requires_grad, first.dtype, dtype or first.dtype
+        device = torch.device("cpu") if first.is_meta else first.device
+        self._memory = torch.zeros(self.layout.padded, dtype=self.dtype if frees else self.kept_dtype, device=device)
+        self._raw = self._memory.data  # what is written there doesn't count as a change of the whole parameters
+        chunks = list(self._raw.chunk(group.size))
+        self._chunks, mine = chunks, chunks[group.rank]
+        self.part = torch.zeros(self.layout.part, dtype=self.kept_dtype, device=device) if frees else mine
+        self._fill()
+        views = [self._memory[start:stop].view(one.parameter.shape) for one, (start, stop) in zip(held, self.layout.spans(), strict=True)]
+        places = [self.part[start:stop] for start, stop in self.layout.within(group.rank)]
+        if frees:
+            self.wholes = [Parameter(view, requires_grad=self.trained) for view in views]
+            self.pieces = [_become(one.parameter, place) for one, place in zip(held, places, strict=True)]
+        else:
+            self.wholes = [_become(one.parameter, view) for one, view in zip(held, views, strict=True)]
+            self.pieces = [Parameter(place, requires_grad=self.trained) for place in places]
+        self._nbytes = self._memory.untyped_storage().nbytes()
+        self.whole = True
+        if frees:
+            self.release()
+
+    def _fill(self) -> None:
+        """Take the parameters' values, as far as they have some; all workers have the same."""
+        spans = self.layout.spans()
+        pieces = zip(self.layout.pieces(self.rank), self.layout.within(self.rank), strict=True)
+        for one, (start, stop), (piece, place) in zip(self.held, spans, pieces, strict=True):
+            if one.parameter.is_meta:
+                continue
+            values = one.parameter.detach().reshape(-1)
+            if self.frees:
+                self.part[slice(*place)].copy_(values[slice(*piece)])
+            else:
+                self._raw[start:stop].copy_(values)
+
+    def begin_gather(self) -> Work[list[Tensor]]:
+        """Begin to make the memory whole from the parts of all workers."""
+        if self.frees and not self.whole:
+            self._memory.untyped_storage().resize_(self._nbytes)
+        mine = self._chunks[self._group.rank]
+        if self.frees:
+            mine.copy_(self.part)
+        name = f"the parameters of {self.unit or 'the root'}"
+        if isinstance(self._group, WritesResults):
+            return self._group.all_gather_into(mine, self._chunks, name=name)
+        return self._group.all_gather(mine, name=name)
+
+    def end_gather(self, work: Work[list[Tensor]]) -> None:
+        """Wait until the memory is whole."""
+        for rank, (chunk, found) in enumerate(zip(self._chunks, work.wait(), strict=True)):
+            if rank != self.rank and found is not chunk:
+                chunk.copy_(found)
+        self.whole = True
+
+    def gather(self) -> None:
+        """Make the memory whole, unless it is."""
+        if not self.whole:
+            self.check()
+            self.end_gather(self.begin_gather())
+
+    def release(self) -> None:
+        """Free the memory, of which this worker's part stays."""
+        if self.frees:
+            self.whole = False
+            self._memory.untyped_storage().resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of parameters that are here at this moment."""
+        here = self._memory.untyped_storage().nbytes()
+        return here + self.part.untyped_storage().nbytes() if self.frees else here
+
+    def check(self) -> None:
+        """Raise `UsageError` where a script has changed what needs gradients, which the layout goes by."""
+        for one, piece in zip(self.held, self.pieces, strict=True):
+            wanted = piece.requires_grad if self.frees else one.parameter.requires_grad
+            if wanted != self.trained:
+                raise UsageError(
+                    f"{one.name} was {'trained' if self.trained else 'frozen'} when the model was cut by shard(), and is not any more; "
+                    "set requires_grad before run.prepare"
+                )
+
+    def show(self, *, whole: bool) -> None:
+        """Put the whole parameters into the modules that use them, or the pieces again."""
+        for one, parameter in zip(self.held, self.wholes if whole else self.pieces, strict=True):
+            for module, name in one.places:
+                module._parameters[name] = parameter
+
+
+def _become(parameter: Parameter, memory: Tensor) -> Parameter:
+    """Let a parameter be the one that it was, in other memory."""
+    if parameter.is_meta:  # no other memory can be given to it
+        torch.utils.swap_tensors(parameter, Parameter(memory, requires_grad=parameter.requires_grad))
+    else:
+        with torch.no_grad():
+            parameter.set_(memory)  # type: ignore[call-overload]
+    return parameter

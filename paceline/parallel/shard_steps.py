@@ -1,0 +1,98 @@
+"""What happens around the steps of optimizers whose parameters are pieces: whole parameters follow them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.errors import UsageError
+from paceline.parallel.flat_optimizers import check_elementwise
+from paceline.parallel.shard_memory import FlatMemory
+
+_REGISTRY: Final = threading.Lock()  # of announcers
+
+
+class ShardSteps:
+    """Gathers whole parameters after each step of an optimizer that has pieces of them, so that whatever reads them finds the new values.
+
+    A step of the whole parameters themselves is refused: they have no gradients, and it would do nothing.
+    """
+
+    def __init__(self, memories: Sequence[FlatMemory]) -> None:
+        self._memories = [memory for memory in memories if memory.trained]
+        self._home = {id(piece): memory for memory in self._memories for piece in memory.pieces}
+        self._wholes = {
+            id(whole): one.name
+            for memory in self._memories
+            if not memory.frees
+            for one, whole in zip(memory.held, memory.wholes, strict=True)
+        }
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _announce_to(self)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Raise `UsageError` for an optimizer that can't step what this worker has."""
+        if optimizer in self._known:
+            return
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        name = next((self._wholes[found] for found in ids if found in self._wholes), None)
+        if name is not None:
+            raise UsageError(
+                f"a {type(optimizer).__qualname__} steps {name}, of which this worker has a piece to step; make the optimizer before "
+                "run.prepare, and give it to the call that cuts the model"
+            )
+        if any(found in self._home for found in ids):
+            check_elementwise(optimizer)
+        self._known.add(optimizer)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Gather the whole parameters of the pieces that an optimizer has stepped. Collective."""
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = [memory for memory in self._memories if any(id(piece) in ids for piece in memory.pieces)]
+        follow([memory for memory in stepped if not memory.frees])
+
+    def refresh(self) -> None:
+        """Make whole parameters what their pieces are, as these were changed otherwise than by a step. Collective."""
+        follow([memory for memory in self._memories if not memory.frees])
+
+
+def follow(memories: Sequence[FlatMemory]) -> None:
+    """Gather whole parameters; all of them travel at once."""
+    for memory, work in [(memory, memory.begin_gather()) for memory in memories]:
+        memory.end_gather(work)
+
+
+class StepAnnouncer:
+    """A hook of all optimizers of this process, which tells those `ShardSteps` that live of a step, before or after it."""
+
+    def __init__(self, when: Callable[[ShardSteps, Optimizer], None]) -> None:
+        self._when = when
+        self._steps: tuple[weakref.ref[ShardSteps], ...] = ()
+
+    def __call__(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        for ref in self._steps:
+            if (steps := ref()) is not None:
+                self._when(steps, optimizer)
+
+    def add(self, steps: ShardSteps) -> None:
+        """Tell `steps` too, as long as it lives."""
+        self._steps = (*(ref for ref in self._steps if ref() is not None), weakref.ref(steps))
+
+
+def _announce_to(steps: ShardSteps) -> None:
+    """Tell `steps` of all steps; torch's hooks are there once, as threads may step while others begin."""
+    with _REGISTRY:
+        for known, register, when in (
+            (torch_optimizer._global_optimizer_pre_hooks, register_optimizer_step_pre_hook, ShardSteps.before),
+            (torch_optimizer._global_optimizer_post_hooks, register_optimizer_step_post_hook, ShardSteps.after),
+        ):
+            announcer = next((hook for hook in known.values() if isinstance(hook, StepAnnouncer)), None)
+            if announcer is None:
+                register(announcer := StepAnnouncer(when))
+            announcer.add(steps)

@@ -1,0 +1,188 @@
+"""Units of a model whose parameters are whole only while they are used (zero=3).
+
+    forward     gather, run, release                      the root unit stays whole until the backward pass has ended
+    backward    the gradient of an output comes: gather   all of the unit's gradients and those of its inputs have come: release
+    the end     all that is still whole is released
+
+A forward in the middle of a backward pass (activation checkpoints) finds the unit whole, or makes it so until the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from paceline.errors import UsageError
+from paceline.parallel.shard_memory import FlatMemory
+
+
+class UnitCall:
+    """One forward of a unit: how many of its inputs have no gradient yet."""
+
+    def __init__(self) -> None:
+        self.inputs = self.missing = 0
+
+
+class GatheredUnit:
+    """A module whose parameters lie in `memories`, gathered before it runs. The root unit is told of the beginning of each forward."""
+
+    def __init__(self, module: nn.Module, memories: Sequence[FlatMemory], name: str, *, root: RootUnits | None = None) -> None:
+        self.module, self.memories, self.name, self._root = module, list(memories), name, root
+        self._waits: dict[int, int] = {}  # of each memory: gradients that haven't come in the pass under way
+        self._entered: set[UnitCall] = set()
+        self._stays = False  # until the end of the pass
+        self._rewind()
+        module.register_forward_pre_hook(uncompiled(self._before), prepend=True, with_kwargs=True)
+        module.register_forward_hook(uncompiled(self._after), with_kwargs=True, always_call=True)
+        self._calls: list[UnitCall] = []  # under way; a module that calls itself has several
+        self._handles: list[Any] = []
+
+    def __deepcopy__(self, memo: Any) -> GatheredUnit:
+        return self  # of the copied module, which is refused when it is called
+
+    def _rewind(self) -> None:
+        self._waits = {id(memory): len(memory.held) for memory in self.memories if memory.trained}
+        self._entered.clear()
+        self._stays = False
+
+    # ---- forward
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        if module is not self.module:
+            raise UsageError(
+                f"a copy of the model that shard(zero=3) has cut was called (its module {self.name or 'at the root'}), which has parts of "
+                "parameters alone; call the model itself"
+            )
+        inside = in_backward()
+        if self._root is not None and not inside and not self._calls:
+            self._root.forward_begins()
+        self.gather()
+        if inside and not self._entered:
+            self._stays = True
+        self._show(whole=True)
+        args, options = self._cast(args), self._cast(options)
+        call = UnitCall()
+        self._calls.append(call)
+        if torch.is_grad_enabled() and not inside:
+            for tensor in _with_gradients((args, options)):
+                call.inputs += 1
+                handle = tensor.register_hook(partial(self._left, call))
+                if tensor.is_leaf:  # it outlives the graph
+                    self._handles.append(handle)
+        return args, options
+
+    def _after(self, module: nn.Module, args: Any, options: Any, output: Any) -> Any:
+        if not self._calls:  # what came before has raised
+            return output
+        call = self._calls.pop()
+        if not self._calls:
+            self._show(whole=False)
+        if in_backward():
+            return output
+        kept = False
+        if torch.is_grad_enabled():
+            leaves, spec = tree_flatten(output)
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    if leaf._base is not None:  # a hook on a view is lost where the view is written to
+                        leaves[number] = leaf = leaf.clone()
+                    leaf.register_hook(partial(self._entering, call))
+                    kept = True
+            output = tree_unflatten(leaves, spec)
+        if not self._calls and not (kept and self._root is not None):
+            self.release()
+        return output
+
+    def _cast(self, values: Any) -> Any:
+        dtypes = {memory.dtype for memory in self.memories if memory.dtype != memory.kept_dtype}
+        if not dtypes:
+            return values
+        dtype = dtypes.pop()
+        return tree_map(lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values)
+
+    # ---- backward
+
+    def _entering(self, call: UnitCall, _: Tensor) -> None:
+        """Gather before the backward of a call, whose first gradient has come."""
+        if call not in self._entered:
+            call.missing = call.inputs
+            self._entered.add(call)
+        self.gather()
+
+    def _left(self, call: UnitCall, _: Tensor) -> None:
+        call.missing -= 1
+        if call.missing == 0:
+            self._entered.discard(call)
+            self._release_used()
+
+    def gradient_came(self, memory: FlatMemory) -> None:
+        if id(memory) in self._waits:
+            self._waits[id(memory)] -= 1
+            if not self._waits[id(memory)]:
+                self._entered = {call for call in self._entered if call.inputs}
+                self._release_used()
+
+    def _release_used(self) -> None:
+        if self._root is None and not self._entered and not self._stays and not any(self._waits.values()):
+            self.release()
+
+    def pass_ended(self) -> None:
+        self._rewind()
+        self._calls.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._show(whole=False)
+        self.release()
+
+    # ---- memory
+
+    def gather(self) -> None:
+        """Make all parameters whole, those that aren't; all of them travel at once."""
+        absent = [memory for memory in self.memories if not memory.whole]
+        for memory in absent:
+            memory.check()
+        for memory, work in [(memory, memory.begin_gather()) for memory in absent]:
+            memory.end_gather(work)
+
+    def release(self) -> None:
+        """Free whole parameters."""
+        for memory in self.memories:
+            if memory.whole:
+                memory.release()
+
+    def _show(self, *, whole: bool) -> None:
+        for memory in self.memories:
+            memory.show(whole=whole)
+
+
+class RootUnits:
+    """The units of one model, which begin each forward of it without anything that an earlier one has left whole."""
+
+    def __init__(self) -> None:
+        self.units: list[GatheredUnit] = []
+
+    def forward_begins(self) -> None:
+        """Release what is whole: its values may be those before a step."""
+        for unit in self.units:
+            unit.release()
+
+
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a hook, whose memory comes and goes."""
+    disabled: Callable[..., Any] = torch._dynamo.disable(hook)
+    return disabled
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _with_gradients(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)

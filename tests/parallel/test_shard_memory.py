@@ -1,0 +1,74 @@
+"""The memory of units: what each worker holds, to the byte, and in which precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.parallel.shard import shard
+from tests.harness.models import fill
+from tests.harness.runs import distance
+from tests.harness.sharded import Kept, Trainee, alone_with, refused, train
+from tests.harness.sharded_models import OddNet, odd_net, vectors
+
+STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
+
+
+@STAGES
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_the_formula(zero: Any, size: int) -> None:
+    def body(group: ThreadGroup) -> None:
+        model, made = alone_with(group, odd_net, shard("blocks.*", zero=zero))
+        made.gradients.deliver_to(Kept())
+        pieces = [piece for _, piece, _ in made.pieces()]
+        optimizer = torch.optim.AdamW(pieces, fused=True)
+        x, y = vectors(group.rank)
+        F.mse_loss(model(x), y).backward()
+        made.gradients.end_pass()  # as a tracker does
+        optimizer.step()
+        flats = [sum(p.numel() for p in part.parameters()) for part in [*model.blocks, nn.ModuleList([model.inward, model.head])]]  # type: ignore[union-attr, list-item, misc, arg-type]
+        if zero == 3:  # the model has pieces by now
+            flats = [sum(p.numel() for p in part.parameters()) for part in [*whole.blocks, nn.ModuleList([whole.inward, whole.head])]]
+        parts = [-(-flat // size) for flat in flats]
+        padded, part = 8 * size * sum(parts), 8 * sum(parts)
+        mine = 8 * sum(piece.numel() for piece in pieces)  # a piece has no padding
+        assert part - 8 * len(flats) * (size - 1) <= mine <= part
+        held = made.nbytes()
+        assert held["parameters"] == (part if zero == 3 else padded)
+        assert held["gradients"] == mine + (padded if zero == 1 else 0)
+        moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+        assert sum(value.numel() * 8 for value in moments) == 2 * mine
+
+    whole = OddNet()
+    spawn(size, body)
+
+
+@pytest.mark.parametrize("reduce", [None, "float32"])
+def test_mixed_precision(reduce: Any) -> None:
+    """Parameters are gathered in bfloat16 and stepped in float32: close to one process in float32, and not equal to it."""
+
+    def step(one: Trainee, number: int) -> None:
+        x, y = (t.float() for t in one.batch(*vectors(number)))
+        one.optimizer.zero_grad()
+        out = one.model(x)
+        assert out.dtype == (torch.float32 if one.size == 1 else torch.bfloat16)
+        F.mse_loss(out.float(), y).backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for group in one.optimizer.param_groups for p in group["params"])
+        one.optimizer.step()
+
+    wanted = train(1, lambda: fill(OddNet()).float(), step, None)[0][0]
+    for values, _ in train(2, lambda: fill(OddNet()).float(), step, shard("blocks.*", params="bfloat16", reduce=reduce)):
+        assert 1e-5 < distance(values, wanted) < 0.03
+
+
+def test_what_changes_after_the_cut_is_refused() -> None:
+    def step(one: Trainee, number: int) -> None:
+        next(one.model.parameters()).requires_grad_(False)
+        one.model(vectors(0)[0])
+
+    refused(shard("blocks.*"), "inward.weight was trained when the model was cut by shard.., and is not any more", step=step)

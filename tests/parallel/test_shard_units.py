@@ -1,0 +1,110 @@
+"""Parameters of units are whole while they are used, whatever a script does between forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.errors import UsageError
+from paceline.parallel.shard import shard
+from tests.harness.models import fill
+from tests.harness.sharded import Kept, Trainee, alone_with, fitting, same, train
+from tests.harness.sharded_models import OddNet, odd_net, vectors
+
+STAGES = pytest.mark.parametrize("zero", [1, 2, 3])
+
+
+@STAGES
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(zero: Any, reentrant: bool) -> None:
+    class Checkpointed(OddNet):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inward(x)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=reentrant)
+            out: Tensor = self.head(x)
+            return out
+
+    same(lambda: fill(Checkpointed().double()), fitting(vectors), shard("blocks.*", zero=zero), 2)
+
+
+@STAGES
+def test_evaluation_between_forward_and_backward(zero: Any) -> None:
+    def step(one: Trainee, number: int) -> None:
+        x, y = one.batch(*vectors(number))
+        one.optimizer.zero_grad()
+        loss = F.mse_loss(one.model(x), y)
+        with torch.no_grad():
+            one.model(x)
+        loss.backward()
+        one.model(x)  # with a graph, and without a backward
+        one.optimizer.step()
+
+    same(odd_net, step, shard("blocks.*", zero=zero), 2)
+
+
+@STAGES
+def test_a_model_that_is_called_twice(zero: Any) -> None:
+    def step(one: Trainee, number: int) -> None:
+        x, y = one.batch(*vectors(number))
+        one.optimizer.zero_grad()
+        loss = F.mse_loss(one.model(x) + one.model(2 * x), y) / 8
+        loss.backward(retain_graph=True)
+        loss.backward()
+        one.optimizer.step()
+
+    same(odd_net, step, shard("blocks.*", zero=zero), 2)
+
+
+@STAGES
+def test_gradients_of_inputs_and_penalties(zero: Any) -> None:
+    def step(one: Trainee, number: int) -> None:
+        x, y = one.batch(*vectors(number))
+        x.requires_grad_()
+        one.optimizer.zero_grad()
+        out = one.model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (F.mse_loss(out, y) + slope.square().mean()).backward()
+        one.optimizer.step()
+
+    same(odd_net, step, shard("blocks.*", zero=zero), 2)
+
+
+def test_units_are_whole_while_they_are_used_and_no_longer() -> None:
+    def body(group: ThreadGroup) -> None:
+        model, made = alone_with(group, odd_net, shard("blocks.*"))
+        made.gradients.deliver_to(Kept())
+        seen = list[str]()
+
+        def look(number: int, what: str) -> None:
+            seen.append(f"{what} {number}: {' '.join(memory.unit or 'root' for memory in made.memories if memory.whole)}")
+
+        for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+            block[1].register_forward_hook(lambda *_, number=number: look(number, "forward"))
+            block[1].register_full_backward_hook(lambda *_, number=number: look(number, "backward"))
+        x, y = vectors(group.rank)
+        loss = F.mse_loss(model(x), y)
+        assert seen == [f"forward {n}: root blocks.{n}" for n in range(3)]
+        seen.clear()
+        loss.backward()
+        assert seen == [f"backward {n}: root blocks.{n}" for n in (2, 1, 0)]
+        made.gradients.end_pass()
+        assert not any(memory.whole for memory in made.memories)
+        assert all(p.dim() == 1 for p in model.parameters())
+
+    spawn(2, body)
+
+
+def test_a_copy_of_gathered_units_is_refused() -> None:
+    def ended(one: Trainee) -> None:
+        with pytest.raises(UsageError, match=r"copy of the model that shard\(zero=3\) has cut was called .its module at the root"):
+            copy.deepcopy(one.model)(vectors(0)[0])
+
+    train(2, odd_net, fitting(vectors), shard("blocks.*"), steps=1, ended=ended)
