@@ -37,10 +37,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.d, shape.d)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, d = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, tokens, d))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 

@@ -1,0 +1,55 @@
+"""Tensor parallelism as it is written: names of modules, and how each of them is cut between the workers along the axis `tensor`.
+
+    tensor({"blocks.*.attention.qkv": column(parts=3), "blocks.*.attention.out": row(),
+            "blocks.*.up": column(), "blocks.*.down": row(),        two sums forward and two backward for each block
+            "tokens": vocab(), "head": vocab()},
+           divide=["blocks.*.attention.heads"])
+
+    "blocks": sequence()     inside of `blocks` each worker has a piece of the sequence: sums become halves of sums
+
+A layer that is cut holds an ordinary parameter of the local shape, in the same object as before, so optimizers, strategies and codecs take
+it as any other. After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.formatting import spell
+from paceline.parallel import tensor_apply, tensor_plans
+from paceline.parallel.cut import CutContext
+from paceline.parallel.tensor_styles import Style
+
+
+@dataclass(frozen=True)
+class tensor:
+    """Cut layers between the workers along `tensor`, which have the same samples.
+
+    `layers`: patterns of module names (`*` is any text) to `column()`, `row()`, `vocab()`, `sequence()` or `summed()`; or "auto", which
+    asks a model of transformers for its own plan. `divide`: patterns of integer attributes of modules, such as numbers of heads, that are
+    divided by the number of workers.
+    """
+
+    __repr__ = spell
+    axis: ClassVar[str] = "tensor"
+
+    layers: Mapping[str, Style] | Literal["auto"]
+    divide: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.layers != "auto" and (isinstance(self.layers, str) or not self.layers):
+            raise UsageError(f'tensor({self.layers!r}) has no layers; give {{"blocks.*.up": column(), ...}}, or "auto" for transformers')
+        if isinstance(self.divide, str):
+            raise UsageError(f"divide={self.divide!r} is one text; give a list, divide=[{self.divide!r}]")
+        for pattern, style in self.layers.items() if isinstance(self.layers, Mapping) else ():
+            if not isinstance(style, Style):
+                raise UsageError(f"tensor: {pattern!r} has {style!r}; give column(), row(), vocab(), sequence() or summed()")
+
+    def apply(self, model: nn.Module, context: CutContext) -> None:
+        layers = tensor_plans.of_transformers(model, context.mesh.extent(self.axis)) if isinstance(self.layers, str) else self.layers
+        tensor_apply.cut(model, layers, self.divide, context)

@@ -1,0 +1,68 @@
+"""Plans that models of transformers bring along: `base_model_tp_plan` of their configuration and `_tp_plan` of their heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.parallel.tensor_styles import Style, column, row, summed, vocab
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+STYLES: Mapping[str, Style | None] = {  # None: the module stays as it is
+    "colwise": column(),
+    "colwise_rep": column(gather=True),
+    "colwise_gather_output": column(gather=True),
+    "rowwise": row(),
+    "rowwise_rep": row(split=True),
+    "rowwise_split_input": row(split=True),
+    "embedding_rowwise": vocab(),
+    "replicated_with_grad_allreduce": summed(),
+    "replicate": None,
+}
+
+
+def of_transformers(model: nn.Module, size: int) -> dict[str, Style]:
+    """Read the plan of a model for so many workers; its head gives logits that are cut by words where nothing else is said.
+
+    Raises `UsageError` for a model without a plan, a style that is not known here, and heads that can't be divided.
+    """
+    model = getattr(model, "_orig_mod", model)
+    plan = _plan(model)
+    if not plan:
+        kind = type(model).__name__
+        raise UsageError(
+            f'tensor("auto"): {kind} has no plan (base_model_tp_plan of its config); write tensor({{"name.*": column(), ...}})'
+        )
+    config = getattr(model, "config", None)
+    for heads in HEADS:
+        number = getattr(config, heads, None)
+        if isinstance(number, int) and number % size:
+            fits = " or ".join(str(each) for each in range(2, number + 1) if number % each == 0) or "1"
+            raise UsageError(f'tensor("auto"): {heads} of the model is {number}, which {size} workers can\'t divide; choose tensor={fits}')
+    return plan
+
+
+def _plan(model: nn.Module) -> dict[str, Style]:
+    """Gather the plans of a model and of the models inside of it, with names as this model has them."""
+    found: dict[str, Style] = {}
+    for prefix, module in model.named_modules():
+        before = f"{prefix}." if prefix else ""
+        own = vars(type(module)).get("_tp_plan") or {}
+        inner = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
+        base = _is_base(module, inner)
+        for pattern, word in {**(inner if base else {}), **own}.items():
+            if word not in STYLES:
+                raise UsageError(
+                    f'tensor("auto"): the plan of {type(module).__name__} cuts {pattern} by {word!r}, which is not known here; '
+                    f"known are {', '.join(sorted(STYLES))}. Write the plan out: tensor({{...}})"
+                )
+            if (style := STYLES[word]) is not None:
+                found.setdefault(before + pattern, style)
+    return found
+
+
+def _is_base(module: nn.Module, plan: Mapping[str, str]) -> bool:
+    """Whether a configuration's plan is about this module, and not about one inside of it."""
+    return bool(plan) and all(hasattr(module, pattern.partition(".")[0]) for pattern in plan)

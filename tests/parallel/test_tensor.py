@@ -1,0 +1,117 @@
+"""Layers cut between workers against one process that has all of them: losses, parameters, and what is exchanged for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.cluster.mesh import Mesh
+from paceline.comm.threads import ThreadGroup, spawn
+from paceline.parallel.tensor import tensor
+from tests.harness.tensor_cuts import (
+    PIECES,
+    SHAPE,
+    WHOLE,
+    adamw,
+    batches,
+    compare,
+    context_of,
+    cut_training,
+    distance,
+    gpt,
+    loss_of,
+    sgd,
+    train,
+    whole,
+)
+
+torch.set_num_threads(1)
+CUTS = pytest.mark.parametrize("cut", [WHOLE, PIECES], ids=["whole", "pieces"])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@CUTS
+def test_gpt_with_tied_weights_equals_one_process(size: int, cut: tensor) -> None:
+    for dtype, optimizer, steps, limit in ((torch.float32, sgd, 1, 5e-7), (torch.float64, adamw, 20, 1e-9)):
+        alone, data = gpt(dtype), batches(steps)
+        losses, parameters = cut_training(size, copy.deepcopy(alone), cut, data, optimizer)
+        wanted, _ = train(alone, data, optimizer)
+        assert all(found == losses[0] for found in losses)
+        assert losses[0] == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-10)
+        assert distance(parameters, alone) < limit
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@CUTS
+def test_activation_checkpointing_exchanges_again_in_the_same_order(reentrant: bool, cut: tensor) -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = model.tokens(x) + model.positions(torch.arange(x.shape[1]))
+        if cut is PIECES:
+            h = checkpoint(model.blocks, h, use_reentrant=reentrant)
+        else:
+            for block in model.blocks:
+                h = checkpoint(block, h, use_reentrant=reentrant)
+        logits = model.head(model.norm(h)) if reentrant else checkpoint(lambda h: model.head(model.norm(h)), h, use_reentrant=False)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    compare(gpt(), cut, batches(3), loss=loss)
+
+
+@CUTS
+def test_compiled_blocks(cut: tensor) -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        for block in model.blocks:
+            if not hasattr(block, "compiled"):
+                block.compiled = True
+                block.compile(backend="aot_eager")
+        return loss_of(model, x, y)
+
+    shape = type(SHAPE)(d=16, layers=1, heads=2, context=8, vocab=8)
+    compare(gpt(shape=shape), cut, batches(1, shape), loss=loss)
+
+
+@CUTS
+def test_bfloat16_autocast_and_a_scaled_loss(cut: tensor) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = loss_of(model, x, y)
+        assert found.dtype == torch.float32
+        return found * 1024
+
+    data, alone = batches(1), gpt()
+    losses, parameters = cut_training(2, copy.deepcopy(alone), cut, data, tiny, loss=loss)
+    wanted, _ = train(alone, data, tiny, loss)
+    assert losses[0] == losses[1] == pytest.approx(wanted, rel=3e-3)
+    start = dict(gpt().named_parameters())
+    moved = {name: (parameters[name] - start[name].detach(), p.detach() - start[name].detach()) for name, p in alone.named_parameters()}
+    assert all((one - two).norm() < 0.05 * two.norm() for one, two in moved.values())
+
+
+def tiny(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+def test_replicas_of_a_cut_model_with_other_samples() -> None:
+    """Four workers, data=2, tensor=2: gradients of the parts are averaged over `data` alone."""
+    mesh = Mesh((("data", 2), ("tensor", 2)), (0, 1, 2, 3))
+    model, ((x, y), *_) = gpt(torch.float64), batches(1)
+
+    def body(group: ThreadGroup) -> Any:
+        mine, context = copy.deepcopy(model), context_of(group, mesh)
+        WHOLE.apply(mine, context)
+        half = slice(0, 2) if mesh.coordinates(group.rank)["data"] == 0 else slice(2, 4)
+        loss_of(mine, x[half], y[half]).backward()
+        over = context.groups.along("data")
+        grads = [over.all_reduce(p.grad, op="mean").wait() for p in mine.parameters() if p.grad is not None]
+        return [(context.placements.of(p, name), grad) for (name, p), grad in zip(mine.named_parameters(), grads, strict=True)]
+
+    found = whole(spawn(4, body))
+    loss_of(model, x, y).backward()
+    assert all(torch.allclose(found[name], p.grad, rtol=1e-9, atol=1e-12) for name, p in model.named_parameters() if p.grad is not None)

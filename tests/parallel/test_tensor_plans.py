@@ -1,0 +1,107 @@
+"""Plans of models that look like those of transformers: configurations with `base_model_tp_plan`, heads with `_tp_plan`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.parallel.tensor import tensor
+from paceline.parallel.tensor_plans import of_transformers
+from paceline.parallel.tensor_styles import column, row, summed
+from tests.harness.tensor_cuts import SHAPE, adamw, batches, cut_training, distance, train
+
+PLAN = {
+    **{f"layers.*.{name}_proj": "colwise" for name in ("q", "k", "v", "up")},
+    **{"layers.*.q_norm": "replicated_with_grad_allreduce", "layers.*.o_proj": "rowwise", "layers.*.down_proj": "rowwise"},
+}
+
+
+class Layer(nn.Module):
+    """Attention with a norm of each head, fewer heads for keys and values, and a perceptron."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d, self.head_dim = config.hidden_size, config.hidden_size // config.num_attention_heads
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj, self.o_proj = nn.Linear(d, d), nn.Linear(d, d, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(d, config.num_key_value_heads * self.head_dim) for _ in range(2))
+        self.q_norm, self.norm = nn.RMSNorm(self.head_dim), nn.LayerNorm(d)
+        self.up_proj, self.down_proj = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        shape = (*h.shape[:-1], -1, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
+        mixed = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
+        x = x + self.o_proj(mixed.transpose(1, 2).reshape(*x.shape[:-1], -1))
+        out: Tensor = x + self.down_proj(F.silu(self.up_proj(x)))
+        return out
+
+
+class Base(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Layer(config), Layer(config)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+class ForCausalLM(nn.Module):
+    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": SHAPE.vocab}
+        self.config = SimpleNamespace(**{**sizes, "base_model_tp_plan": PLAN, **changes})
+        self.model = Base(self.config)
+        self.lm_head = nn.Linear(16, SHAPE.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(x))
+        return logits
+
+
+def test_a_plan_is_read_with_the_names_of_the_whole_model() -> None:
+    found = of_transformers(ForCausalLM(), 2)
+    assert found.pop("lm_head") == column(gather=True)
+    assert found.pop("model.layers.*.q_norm") == summed()
+    assert {name for name, style in found.items() if style == row()} == {"model.layers.*.o_proj", "model.layers.*.down_proj"}
+    assert {name for name, style in found.items() if style == column()} == {f"model.layers.*.{each}_proj" for each in ("q", "k", "v", "up")}
+
+
+def test_a_model_with_a_plan_equals_one_process() -> None:
+    torch.manual_seed(1)
+    model, data = ForCausalLM().double(), batches(5)
+    losses, parameters = cut_training(2, model, tensor("auto"), data, adamw)
+    wanted, _ = train(model, data, adamw)
+    assert losses[0] == losses[1] == pytest.approx(wanted, rel=1e-9)
+    assert distance(parameters, model) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Linear(2, 2), r"Linear has no plan \(base_model_tp_plan of its config\)"),
+        (
+            lambda: ForCausalLM(num_key_value_heads=1),
+            r"num_key_value_heads of the model is 1, which 2 workers can't divide; choose tensor=1",
+        ),
+        (lambda: ForCausalLM(base_model_tp_plan={"layers.*": "sideways"}), r"Base cuts layers\.\* by 'sideways', which is not known here"),
+    ],
+)
+def test_what_cant_be_cut_by_itself_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        of_transformers(model(), 2)
