@@ -25,11 +25,11 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 from paceline.formatting import choices, spell
 from paceline.parallel.cut import CutContext
-from paceline.parallel.flat_optimizers import refuse_partial_norms
-from paceline.parallel.shard_gradients import ShardGradients
-from paceline.parallel.shard_memory import FlatMemory, Held
-from paceline.parallel.shard_steps import ShardSteps
-from paceline.parallel.shard_units import GatheredUnit, RootUnits, in_backward
+from paceline.parallel.sharding.gradients import ShardGradients
+from paceline.parallel.sharding.memory import FlatMemory, Held
+from paceline.parallel.sharding.optimizers import refuse_partial_norms
+from paceline.parallel.sharding.steps import ShardSteps
+from paceline.parallel.sharding.units import GatheredUnit, RootUnits, in_backward
 
 Half = Literal["bfloat16", "float16"]
 HALVES = ("bfloat16", "float16")

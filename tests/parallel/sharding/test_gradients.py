@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.parallel.shard import shard
-from paceline.parallel.shard_gradients import GradientBucket
+from paceline.parallel.sharding.gradients import GradientBucket
 from tests.harness.models import fill
 from tests.harness.sharded import Trainee, fitting, same
 from tests.harness.sharded_models import OddNet, odd_net, vectors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from paceline.errors import UsageError
-from paceline.parallel.shard_memory import FlatMemory
+from paceline.parallel.sharding.memory import FlatMemory
 
 
 class UnitCall:

@@ -12,8 +12,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import UsageError
-from paceline.parallel.flat_optimizers import check_elementwise
-from paceline.parallel.shard_memory import FlatMemory
+from paceline.parallel.sharding.memory import FlatMemory
+from paceline.parallel.sharding.optimizers import check_elementwise
 
 _REGISTRY: Final = threading.Lock()  # of announcers
 

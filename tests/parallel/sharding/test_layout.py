@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.shard_layout import FlatLayout
+from paceline.parallel.sharding.layout import FlatLayout
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 7))

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from paceline.comm.group import Group, Work, WritesResults
 from paceline.errors import UsageError
-from paceline.parallel.shard_layout import FlatLayout
+from paceline.parallel.sharding.layout import FlatLayout
 
 
 class Held(NamedTuple):

@@ -21,7 +21,7 @@ from paceline.comm.bucket_layout import put
 from paceline.comm.group import Group, Work, WritesResults
 from paceline.errors import UsageError
 from paceline.parallel.cut import GradientSink
-from paceline.parallel.shard_memory import FlatMemory
+from paceline.parallel.sharding.memory import FlatMemory
 
 
 class GradientBucket:
